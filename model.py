@@ -1,0 +1,162 @@
+"""One pre-norm decoder Transformer; it knows no encoding by name. The encoding (pe.py) supplies the attention.
+
+    python model.py configs/parity_rope.py --d_model=128       prints every parameter's shape, and how many there are
+
+Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules that cost nothing:
+tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], which exist only while a hook is on that tap;
+tap_head_out [B, H, T, out_dim] before the output projection; tap_resid [B, T, C] after the embedding and after each block.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import pe as encodings
+
+
+@dataclass
+class ModelConfig(encodings.PEConfig):
+    """The shape of the model. ValueError where the numbers do not fit together."""
+    vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
+    n_layer: int = 2               # blocks
+    d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
+    d_compress: int = 128          # mla: width of the vector that keys and values are computed from
+    norm: str = 'layernorm'        # layernorm | rmsnorm
+    dropout: float = 0.0           # on the embedding and on what each block adds; never on the attention weights
+    tie: bool = False              # output matrix = token embedding
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in ('vocab_size', 'n_layer', 'd_compress'):
+            if getattr(self, key) <= 0:
+                raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
+        if self.d_ff < 0:
+            raise ValueError(f'd_ff must not be negative, it is {self.d_ff}')
+        if self.norm not in NORMS:
+            raise ValueError(f'norm must be one of {", ".join(NORMS)}, not {self.norm!r}')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
+
+
+NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention: y = W_O [enc.attend(q, k, v) for each head]."""
+    def __init__(self, cfg, enc):
+        super().__init__()
+        self.heads, self.pe = cfg.heads, enc
+        self.make_projections(cfg)
+        self.proj = nn.Linear(cfg.heads * enc.out_dim, cfg.d_model, bias=False)
+        self.tap_q, self.tap_k, self.tap_logits, self.tap_head_out = (nn.Identity() for _ in range(4))
+
+    def make_projections(self, cfg):
+        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
+
+    def qkv_of(self, x):
+        return self.qkv(x).chunk(3, dim=-1)                                             # 3 x (B, T, C)
+
+    def forward(self, x, pos, state):
+        B, T, C = x.shape
+        q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.qkv_of(x))            # (B, H, T, D)
+        q, k = self.tap_q(q), self.tap_k(k)
+        if self.tap_logits._forward_hooks:                                              # a probe listens: materialize them
+            weights = self.tap_logits(self.pe.logits(q, k, pos, state)).softmax(dim=-1)
+            y = self.pe.out(weights @ self.pe.value(v, pos, state), pos, state)
+        else:
+            y = self.pe.attend(q, k, v, pos, state)
+        y = self.tap_head_out(y)                                                        # (B, H, T, out_dim)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (Toeplitz study eq. 3): <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>, v_j = W_UV c_j.
+
+    c_j = W_D x_j is the compressed vector. Each half of a head has its own up-projection; the encoding (R, or any other) acts on the second.
+    """
+    def make_projections(self, cfg):
+        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+        self.compress = nn.Linear(cfg.d_model, cfg.d_compress, bias=False)
+        self.kv = nn.Linear(cfg.d_compress, 2 * cfg.d_model, bias=False)
+
+    def qkv_of(self, x):
+        return self.q(x), *self.kv(self.compress(x)).chunk(2, dim=-1)
+
+
+class Block(nn.Module):
+    """x += Attention(norm(x)); x += MLP(norm(x))."""
+    def __init__(self, cfg, enc):
+        super().__init__()
+        self.norm_1 = NORMS[cfg.norm](cfg.d_model)
+        self.attn = {'mha': Attention, 'mla': LatentAttention}[cfg.attention](cfg, enc)
+        self.norm_2 = NORMS[cfg.norm](cfg.d_model)
+        d_ff = cfg.d_ff or 4 * cfg.d_model
+        self.mlp = nn.Sequential(nn.Linear(cfg.d_model, d_ff), nn.GELU(), nn.Linear(d_ff, cfg.d_model))
+        self.drop = nn.Dropout(cfg.dropout)
+        self.tap_resid = nn.Identity()
+
+    def forward(self, x, pos, state):
+        x = x + self.drop(self.attn(self.norm_1(x), pos, state))
+        x = x + self.drop(self.mlp(self.norm_2(x)))
+        return self.tap_resid(x)
+
+
+class Transformer(nn.Module):
+    """Decoder-only Transformer over tokens [B, T]; classes are vocabulary entries predicted at a final query token."""
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        first = encodings.build(cfg)                                                    # also does embed and state
+        layers = [first] + [first.for_layer() for _ in range(cfg.n_layer - 1)]
+        self.drop = nn.Dropout(cfg.dropout)
+        self.tap_resid = nn.Identity()
+        self.blocks = nn.ModuleList(Block(cfg, enc) for enc in layers)
+        self.norm = NORMS[cfg.norm](cfg.d_model)
+        self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
+        if cfg.tie:
+            self.head.weight = self.embedding.weight
+            nn.init.normal_(self.head.weight, std=cfg.d_model ** -0.5)
+
+    def forward(self, tokens, targets=None, total_len=None):
+        """tokens [B, T] int64 -> (logits [B, T, V], mean cross-entropy of the targets [B, T] that are not -100, or None).
+
+        total_len: the known final length of the sequence, where tokens are only its beginning (ViPE and YaRN depend on it).
+        """
+        pos = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)                                                      # (B, T, C)
+        enc = self.blocks[0].attn.pe
+        state = enc.state(x, pos, total_len)
+        x = self.tap_resid(self.drop(enc.embed(x, pos)))
+        for block in self.blocks:
+            x = block(x, pos, state)
+        logits = self.head(self.norm(x))                                                # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+
+    def optim_groups(self, lr, weight_decay):
+        """Three groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters."""
+        own = {id(p) for block in self.blocks for p in block.attn.pe.parameters()}
+        groups = {'decay': [], 'no_decay': [], 'encoding': []}
+        for name, p in self.named_parameters():
+            groups['encoding' if id(p) in own else 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'].append(p)
+        return [dict(params=params, name=name, lr=lr, weight_decay=weight_decay if name == 'decay' else 0.0)
+                for name, params in groups.items() if params]
+
+
+if __name__ == '__main__':
+    import sys
+    keys = {}
+    for arg in sys.argv[1:]:
+        if arg.startswith('--') and '=' in arg:
+            key, value = arg[2:].split('=', 1)
+            keys[key] = type(ModelConfig.__dataclass_fields__[key].default)(value) if key in ModelConfig.__dataclass_fields__ else value
+        else:
+            exec(compile(open(arg).read(), arg, 'exec'), keys)
+    cfg = ModelConfig(**{k: v for k, v in keys.items() if k in ModelConfig.__dataclass_fields__})
+    model = Transformer(cfg)
+    for name, p in model.named_parameters():
+        print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')
+    print(f'{"total":40} {"":14} {sum(p.numel() for p in model.parameters()):>10,}')

@@ -1,0 +1,644 @@
+"""Every positional encoding, one small class each.
+
+An encoding changes only what enters or leaves causal scaled dot-product attention. For a query at t and keys at s <= t,
+
+    logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts        hooks: qk, rescale, bias
+    y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))      hooks: value, out
+
+and embed() acts on the token embeddings before layer 1. A class overrides the one or two hooks that it needs. To add an encoding,
+write the class and name it in ENCODINGS: then it can be trained, tested and probed like the rest.
+
+    python pe.py                 prints the zoo: equation, parameters, which hooks each one changes
+    python pe.py zoo.png         draws it
+"""
+import copy
+import difflib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class PEConfig:
+    """What an encoding may read; model.ModelConfig adds the rest. Derived: `heads` and `head_dim`, of the real attention heads."""
+    pe: str = 'rope'               # positional encoding, or several joined by '+' (ape+rope): `python pe.py` lists them
+    rope_heads: int = None         # apply the encoding to the first k heads only, the rest are NoPE; None: to all
+    attention: str = 'mha'         # mha | mla (keys and values from a compressed vector; half of each head is NoPE)
+    d_model: int = 64              # width of the residual stream
+    n_head: int = 1                # attention heads; mla makes n_head / 2 real heads, each a NoPE half and an encoded half
+    train_len: int = 128           # longest total length trained on, in tokens (train.py sets it from the task)
+    eval_len: int = 0              # longest total length evaluated, for vipe_s='global' (train.py sets it)
+    max_len: int = 1024            # rows of the learned and random tables; positions beyond take the last row
+    max_shift: int = 512           # shifted_ape: largest random offset in training
+    rope_base: float = 10000.0     # theta, the base wavelength of every sinusoid and rotation
+    yarn_beta_fast: float = 32.0   # yarn: features that turn more often than this over train_len are left alone
+    yarn_beta_slow: float = 1.0    # yarn: features that turn less often than this are fully interpolated
+    t5_buckets: int = 32           # t5: number of distance buckets
+    t5_max_distance: int = 128     # t5: distances from here on share the last bucket
+    fire_width: int = 32           # fire: hidden width of the MLP
+    vipe_value: bool = True        # vipe: the value-side distance code
+    vipe_logn: bool = True         # vipe: log(n) in the logit scale
+    vipe_u: bool = True            # vipe: 1 + <u, k> in the logit scale
+    vipe_s: str = 'length'         # vipe: s = length (of the sequence at hand / train_len) | global (eval_len / train_len) | one
+    vipe_g: str = 's'              # vipe: s in the logit scale as s | as | as+b | rational (eq. 50), a, b, r learned
+    vipe_d_p: int = 0              # vipe: width of the distance code per head; 0: the head dimension
+    pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k themselves
+    pope_delta: str = 'zero'       # pope: phase bias delta starts at zero | uniform on [-2 pi, 0] | none (no bias)
+
+    def __post_init__(self):
+        for key in ('d_model', 'n_head', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'rope_base'):
+            if getattr(self, key) <= 0:
+                raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
+        for key in ('eval_len', 'max_shift', 'vipe_d_p'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
+        for key, known in dict(attention=('mha', 'mla'), vipe_s=('length', 'global', 'one'), vipe_g=('s', 'as', 'as+b', 'rational'),
+                               pope_delta=('zero', 'uniform', 'none')).items():
+            if getattr(self, key) not in known:
+                raise ValueError(f'{key} must be one of {", ".join(known)}, not {getattr(self, key)!r}')
+        if self.d_model % self.n_head:
+            raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
+        self.heads = self.n_head
+        if self.attention == 'mla':
+            if self.n_head % 2:
+                raise ValueError(f'mla pairs its heads: n_head must be even, not {self.n_head}')
+            self.heads = self.n_head // 2
+        self.head_dim = self.d_model // self.heads
+        if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
+            raise ValueError(f"rope_heads must be from 1 to the {self.heads} heads, not {self.rope_heads}; for none take pe='nope'")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the hooks
+
+class Encoding(nn.Module):
+    """No encoding at all, and the base of every other: override the hooks that you need.
+
+    Shapes: x [B, T, C]; q, k, v [B, H, T, D]; pos [T], integers from 0. `state` is what state() returned for the sequence.
+    """
+    shared = False            # True: one instance serves all layers; False: each layer has its own
+    shift_invariant = False   # True: adding a constant to pos changes no logit and no output
+    fp32 = False              # True: attention must not run in half precision
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.out_dim = cfg.head_dim          # width per head that out() returns
+        self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
+
+    def for_layer(self):
+        """The instance for a further layer. The first layer's also does what happens once per model: embed and state."""
+        return self if self.shared else type(self)(self.cfg)
+
+    def embed(self, x, pos):                            # [B, T, C] -> [B, T, C], before layer 1
+        return x
+
+    def state(self, x, pos, total_len=None):            # anything, once per sequence; total_len: its known final length
+        return None
+
+    def qk(self, q, k, pos, state=None):                # -> q', k' [B, H, T, any]
+        return q, k
+
+    def rescale(self, q, k, pos, state=None):           # -> None, or (row, col) [.., T, 1]: logits times row_t col_s
+        return None
+
+    def bias(self, pos, state=None):                    # -> None, or [H, T, T] added to the logits
+        return None
+
+    def value(self, v, pos, state=None):                # -> [B, H, T, any], before the average
+        return v
+
+    def out(self, y, pos, state=None):                  # -> [B, H, T, out_dim], after it
+        return y
+
+    def scaled_qk(self, q, k, pos, state=None):
+        """q' and k' with the rescaling, computed from the raw q and k, folded in."""
+        factors = self.rescale(q, k, pos, state)
+        q, k = self.qk(q, k, pos, state)
+        return (q, k) if factors is None else (q * factors[0], k * factors[1])
+
+    def logits(self, q, k, pos, state=None):
+        """Attention logits [B, H, T, T], -inf above the diagonal: what the softmax sees, for probes."""
+        q, k = self.scaled_qk(q, k, pos, state)
+        logits = q @ k.transpose(-2, -1) * self.scale
+        bias = self.bias(pos, state)
+        return logits + causal(logits) if bias is None else logits + bias + causal(logits)
+
+    def attend(self, q, k, v, pos, state=None):
+        """out(softmax(logits) @ value(v)) [B, H, T, out_dim], without keeping the logits."""
+        if self.fp32 and torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
+                return self.attend(q.float(), k.float(), v.float(), pos, state)
+        q, k = self.scaled_qk(q, k, pos, state)
+        bias = self.bias(pos, state)
+        mask = None if bias is None else (bias + causal(bias)).to(q.dtype)[None]        # (1, H, T, T)
+        y = F.scaled_dot_product_attention(q, k, self.value(v, pos, state), attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        return self.out(y, pos, state)
+
+
+def causal(like):
+    """[T, T]: 0 where s <= t, -inf above the diagonal; T and the dtype as in `like` [.., T, T]."""
+    return torch.full(like.shape[-2:], float('-inf'), dtype=like.dtype, device=like.device).triu(1)
+
+
+def frequencies(n, base, like):
+    """theta_c = base^(-c/n), c = 0..n-1 [n], in float32 (float64 for a float64 model: angles in half precision are noise)."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
+
+
+def rotate(x, angle):
+    """Rotate the pair (x_c, x_(c + D/2)) by angle[:, c]: x [B, H, T, D], angle [T, D/2]."""
+    cos, sin = angle.cos(), angle.sin()
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1).to(x.dtype)
+
+
+def distance(pos):
+    """t - s [T, T], 0 above the diagonal, where the causal mask hides it."""
+    return (pos[:, None] - pos[None, :]).clamp(min=0)
+
+
+def length_ratio(cfg, pos, total_len):
+    """max(1, T / train_len): how much longer the whole sequence is than any trained on."""
+    return max(1.0, (total_len or pos.shape[0]) / cfg.train_len)
+
+
+def even(n, name, what):
+    if n % 2:
+        raise ValueError(f'{name} rotates pairs of features: {what} must be even, not {n}')
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# added to the embeddings
+
+class NoPE(Encoding):
+    """No encoding: logit_ts = <q_t, k_s> / sqrt(d); order is seen through the causal mask alone (Haviv et al. 2022)."""
+    shift_invariant = True
+
+
+class APE(Encoding):
+    """Sinusoids (Vaswani et al. 2017): x_t += p_t, p_t[2c] = sin(t theta_c), p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C).
+
+    Added once, to the embeddings; no parameters; defined at every position, trained only at those seen.
+    """
+    shared = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        even(cfg.d_model, 'ape', 'd_model')
+
+    def sinusoid(self, pos, x):                                                     # [..] -> [.., C]
+        angle = pos[..., None] * frequencies(x.shape[-1] // 2, self.cfg.rope_base, x)
+        return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2).to(x.dtype)
+
+    def embed(self, x, pos):
+        return x + self.sinusoid(pos, x)
+
+
+class ShiftedAPE(APE):
+    """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m), m ~ U{0..max_shift} per sequence in training.
+
+    m = 0 in evaluation. Positions up to max_shift beyond the training length are trained, their large distances never.
+    """
+    def embed(self, x, pos):
+        if self.training:
+            pos = pos + torch.randint(self.cfg.max_shift + 1, (x.shape[0], 1), device=x.device)     # (B, T)
+        return x + self.sinusoid(pos, x)
+
+
+class Learned(Encoding):
+    """A learned vector per position (GPT-2; "Base" in ViPE): x_t += P[t], P [max_len, C] learned, started at N(0, 0.02^2).
+
+    Positions from max_len on use the last row.
+    """
+    shared = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.table = nn.Parameter(torch.randn(cfg.max_len, cfg.d_model) * 0.02)
+
+    def embed(self, x, pos):
+        return x + self.table[pos.clamp(max=len(self.table) - 1)].to(x.dtype)
+
+
+class Random(Encoding):
+    """A fixed random vector per position (Toeplitz study, "random"): x_t += P[t], entries N(0, 1/2), the norm of a sinusoid.
+
+    Positions from max_len on use the last row.
+    """
+    shared = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.register_buffer('table', torch.randn(cfg.max_len, cfg.d_model) * 0.5 ** 0.5)
+
+    def embed(self, x, pos):
+        return x + self.table[pos.clamp(max=len(self.table) - 1)].to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# queries and keys
+
+class RoPE(Encoding):
+    """Rotary embedding (Su et al. 2024): logit_ts = q_t^T R_(s-t) k_s / sqrt(d), R_m rotating pair c by m theta_c, theta_c = base^(-2c/d).
+
+    PoPE eq. 1. Changes q and k; no parameters. D must be even.
+    """
+    shift_invariant = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        even(cfg.head_dim, 'rope', 'the head dimension')
+
+    def qk(self, q, k, pos, state=None):
+        angle = pos[:, None] * frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)     # (T, D/2)
+        return rotate(q, angle), rotate(k, angle)
+
+
+class YaRN(RoPE):
+    """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s and logits times (0.1 ln s + 1)^2.
+
+    s = max(1, T / train_len) for the sequence at hand, so training is plain RoPE. The ramp w_c goes from 0 for features that turn
+    more than beta_fast times over train_len to 1 for those below beta_slow turns, linearly in c (NTK-by-parts, as in the authors' code).
+    No parameters; not prefix-consistent: give the model `total_len`.
+    """
+    def state(self, x, pos, total_len=None):
+        return length_ratio(self.cfg, pos, total_len)
+
+    def scaled_frequencies(self, s, q):
+        d, cfg = q.shape[-1], self.cfg
+        feature = lambda turns: d * math.log(cfg.train_len / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_base))
+        low = max(math.floor(feature(cfg.yarn_beta_fast)), 0)
+        high = min(math.ceil(feature(cfg.yarn_beta_slow)), d - 1)
+        theta = frequencies(d // 2, cfg.rope_base, q)
+        w = ((torch.arange(d // 2, device=q.device, dtype=theta.dtype) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return (1 - w) * theta + w * theta / s
+
+    def qk(self, q, k, pos, state=None):
+        s = self.state(None, pos) if state is None else state
+        angle = pos[:, None] * self.scaled_frequencies(s, q)                            # (T, D/2)
+        temperature = 0.1 * math.log(s) + 1
+        return rotate(q, angle) * temperature, rotate(k, angle) * temperature
+
+
+class PoPE(Encoding):
+    """Polar coordinates (PoPE eq. 3-6): logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d), theta_c = base^(-c/d).
+
+    mu = softplus; d frequencies where RoPE has d/2; delta [H, D] learned, held in [-2 pi, 0] (the gradient passes the clamp, so a
+    phase at the bound can come back). In Cartesian form (eq. 7-10) q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
+    """
+    shift_invariant = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        if cfg.pope_delta != 'none':
+            delta = torch.zeros(cfg.heads, cfg.head_dim)
+            self.delta = nn.Parameter(delta.uniform_(-2 * math.pi, 0) if cfg.pope_delta == 'uniform' else delta)
+
+    def qk(self, q, k, pos, state=None):
+        if self.cfg.pope_softplus:
+            q, k = F.softplus(q), F.softplus(k)
+        phase_q = phase_k = pos[:, None] * frequencies(q.shape[-1], self.cfg.rope_base, q)      # (T, D)
+        if self.cfg.pope_delta != 'none':
+            delta = self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
+            phase_k = phase_k + delta[:, None]                                                  # (H, T, D)
+        return (torch.cat([q * phase_q.cos(), q * phase_q.sin()], dim=-1).to(q.dtype),
+                torch.cat([k * phase_k.cos(), k * phase_k.sin()], dim=-1).to(k.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# an additive bias on the logits
+
+class ALiBi(Encoding):
+    """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h (t - s), slopes m_h = 2^(-8h/H), h = 1..H.
+
+    Where H is no power of two: the slopes of the power of two below it, then every second one of the next power. No parameters.
+    """
+    shift_invariant = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        n = 2 ** int(math.log2(cfg.heads))
+        slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)] + [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]
+        self.register_buffer('slope', torch.tensor(slopes), persistent=False)           # (H,)
+
+    def bias(self, pos, state=None):
+        return -self.slope[:, None, None] * distance(pos)
+
+
+class T5(Encoding):
+    """T5's relative bias (Raffel et al. 2020): logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)], b [buckets, H] shared by all layers.
+
+    Distances below buckets/2 have a bucket each; the rest share the other half, log-spaced up to t5_max_distance. (T5 itself has no 1/sqrt(d).)
+    """
+    shared = True
+    shift_invariant = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        if cfg.t5_buckets < 2 or cfg.t5_max_distance <= cfg.t5_buckets // 2:
+            raise ValueError('t5 needs t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
+        self.table = nn.Parameter(torch.zeros(cfg.t5_buckets, cfg.heads))
+
+    def bucket(self, d):                                                                # distances [..] -> [..]
+        n, exact = self.cfg.t5_buckets, self.cfg.t5_buckets // 2
+        log = torch.log(d.clamp(min=1) / exact) / math.log(self.cfg.t5_max_distance / exact)        # 0 at exact, 1 at max_distance
+        return torch.where(d < exact, d, (exact + (log * (n - exact)).long()).clamp(max=n - 1))
+
+    def bias(self, pos, state=None):
+        return self.table[self.bucket(distance(pos))].permute(2, 0, 1)                  # (T, T, H) -> (H, T, T)
+
+
+class FIRE(Encoding):
+    """Functional interpolation (Li et al. 2023): logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))), psi(x) = log(c x + 1).
+
+    f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are learned; all per layer.
+    """
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.mlp = nn.Sequential(nn.Linear(1, cfg.fire_width), nn.ReLU(), nn.Linear(cfg.fire_width, cfg.heads))
+        self.c = nn.Parameter(torch.tensor(0.1))
+        self.L = nn.Parameter(torch.tensor(1.0))                                        # in units of train_len / 4
+
+    def bias(self, pos, state=None):
+        psi = lambda x: torch.log(self.c.abs() * x + 1)
+        threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
+        x = psi(distance(pos)) / (psi(torch.maximum(pos.to(threshold.dtype), threshold))[:, None] + 1e-6)     # (T, T)
+        return self.mlp(x[..., None]).permute(2, 0, 1)                                  # (H, T, T)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# values
+
+class VRoPE(Encoding):
+    """Rotated values (ViPE, appendix B.1): y_t = R_t^T sum_s alpha_ts R_s v_s, so v_s arrives rotated by its distance s - t. No parameters."""
+    shift_invariant = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        even(cfg.head_dim, 'vrope', 'the head dimension')
+
+    def turn(self, v, pos):
+        d = self.cfg.head_dim                                                           # other encodings' channels stay
+        angle = pos[:, None] * frequencies(d // 2, self.cfg.rope_base, v)               # (T, D/2)
+        return torch.cat([rotate(v[..., :d], angle), v[..., d:]], dim=-1)
+
+    def value(self, v, pos, state=None):
+        return self.turn(v, pos)
+
+    def out(self, y, pos, state=None):
+        return self.turn(y, -pos)
+
+
+class ViPE(Encoding):
+    """ViPE (eq. 7-9): logit_ni = g(s) log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),  z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
+
+    n counts from 1; s = max(1, T / train_len) for the sequence at hand. The code p_(n-i) is linear in the distance, so its average needs
+    one extra value channel: E_alpha[n - i] = n - sum_i alpha_ni i. u, W_p, b_p per head and layer; u and b_p start at 0.
+    The output is head_dim + d_p wide. Not prefix-consistent: give the model `total_len`. Every part has its switch (vipe_*).
+    """
+    fp32 = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        if cfg.vipe_u:
+            self.u = nn.Parameter(torch.zeros(cfg.heads, cfg.head_dim))
+        if cfg.vipe_value:
+            d_p = cfg.vipe_d_p or cfg.head_dim
+            self.W_p = nn.Parameter(torch.randn(cfg.heads, 1, d_p) * 0.02)
+            self.b_p = nn.Parameter(torch.zeros(cfg.heads, 1, d_p))
+            self.out_dim = cfg.head_dim + d_p
+        start = {'s': [], 'as': [1.0], 'as+b': [1.0, 0.0], 'rational': [0.1]}[cfg.vipe_g]       # a | a, b | r
+        self.g_param = nn.Parameter(torch.tensor(start)) if start else None
+
+    def state(self, x, pos, total_len=None):
+        if self.cfg.vipe_s == 'global' and not self.training:
+            return max(1.0, self.cfg.eval_len / self.cfg.train_len)
+        return length_ratio(self.cfg, pos, total_len) if self.cfg.vipe_s == 'length' else 1.0
+
+    def g(self, s):
+        """The logit scale for the ratio s: s itself or C.3.2's alternatives with learned a, b, r (eq. 50)."""
+        if self.cfg.vipe_g == 's':
+            return s
+        if self.cfg.vipe_g == 'rational':
+            r = self.g_param[0]
+            return (1 + r) * (s - r + r ** 2 / s)
+        return self.g_param[0] * s + (self.g_param[1] if self.cfg.vipe_g == 'as+b' else 0)
+
+    def rescale(self, q, k, pos, state=None):
+        s = self.state(None, pos) if state is None else state
+        n = (pos + 1).to(q.dtype)[:, None]                                              # (T, 1)
+        row = self.g(s) * (n.log() if self.cfg.vipe_logn else torch.ones_like(n))
+        col = 1 + k @ self.u[..., None] if self.cfg.vipe_u else torch.ones_like(n)      # (B, H, T, 1)
+        return row, col
+
+    def value(self, v, pos, state=None):
+        if not self.cfg.vipe_value:
+            return v
+        i = (pos + 1).to(v.dtype)[:, None].expand(*v.shape[:-1], 1)
+        return torch.cat([v, i], dim=-1)                                                # (B, H, T, D + 1)
+
+    def out(self, y, pos, state=None):
+        if not self.cfg.vipe_value:
+            return y
+        s = self.state(None, pos) if state is None else state
+        expected = (pos + 1).to(y.dtype)[:, None] - y[..., -1:]                         # E_alpha[n - i] (B, H, T, 1)
+        return torch.cat([y[..., :-1], expected / s * self.W_p + self.b_p], dim=-1)     # (B, H, T, D + d_p)
+
+
+ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random, 'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN,
+             'pope': PoPE, 'alibi': ALiBi, 't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# combining encodings
+
+class Wrapper(Encoding):
+    """An encoding made of others: embed and state go through to each part in turn."""
+    def __init__(self, cfg, *parts):
+        super().__init__(cfg)
+        self.parts = nn.ModuleList(parts)
+        self.shift_invariant = all(p.shift_invariant for p in parts)
+        self.fp32 = any(p.fp32 for p in parts)
+        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
+
+    def for_layer(self):
+        return type(self)(self.cfg, *(p.for_layer() for p in self.parts))
+
+    def embed(self, x, pos):
+        for p in self.parts:
+            x = p.embed(x, pos)
+        return x
+
+    def state(self, x, pos, total_len=None):
+        return [p.state(x, pos, total_len) for p in self.parts]
+
+    def each(self, state):
+        return zip(self.parts, state if state is not None else [None] * len(self.parts))
+
+
+class Sum(Wrapper):
+    """'a+b': the hooks of a, then of b (out in reverse); factors of the logits multiply and are computed from the raw q and k; biases add."""
+    def qk(self, q, k, pos, state=None):
+        for p, s in self.each(state):
+            q, k = p.qk(q, k, pos, s)
+        return q, k
+
+    def rescale(self, q, k, pos, state=None):
+        factors = [f for p, s in self.each(state) if (f := p.rescale(q, k, pos, s)) is not None]
+        return (math.prod(f[0] for f in factors), math.prod(f[1] for f in factors)) if factors else None
+
+    def bias(self, pos, state=None):
+        biases = [b for p, s in self.each(state) if (b := p.bias(pos, s)) is not None]
+        return sum(biases) if biases else None
+
+    def value(self, v, pos, state=None):
+        for p, s in self.each(state):
+            v = p.value(v, pos, s)
+        return v
+
+    def out(self, y, pos, state=None):
+        for p, s in reversed(list(self.each(state))):
+            y = p.out(y, pos, s)
+        return y
+
+
+class FirstHeads(Wrapper):
+    """rope_heads = k: the part acts on the first k heads (its cfg has heads = k); the others, padded with zeros to its width, are NoPE."""
+    def join(self, first, rest):                                                        # [B, k, T, wide], [B, H - k, T, D]
+        return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)        # (B, H, T, wide)
+
+    def qk(self, q, k, pos, state=None):
+        (p, s), = self.each(state)
+        n = p.cfg.heads
+        first_q, first_k = p.qk(q[:, :n], k[:, :n], pos, s)
+        return self.join(first_q, q[:, n:]), self.join(first_k, k[:, n:])
+
+    def rescale(self, q, k, pos, state=None):
+        (p, s), = self.each(state)
+        n = p.cfg.heads
+        factors = p.rescale(q[:, :n], k[:, :n], pos, s)
+        ones = torch.ones_like(q[..., :1])                                              # (B, H, T, 1)
+        return None if factors is None else tuple(torch.cat([ones[:, :n] * f, ones[:, n:]], dim=1) for f in factors)
+
+    def bias(self, pos, state=None):
+        (p, s), = self.each(state)
+        bias = p.bias(pos, s)
+        return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, self.cfg.heads - p.cfg.heads))
+
+    def value(self, v, pos, state=None):
+        (p, s), = self.each(state)
+        return self.join(p.value(v[:, :p.cfg.heads], pos, s), v[:, p.cfg.heads:])
+
+    def out(self, y, pos, state=None):
+        (p, s), = self.each(state)
+        first, rest = p.out(y[:, :p.cfg.heads], pos, s), y[:, p.cfg.heads:, :, :self.cfg.head_dim]
+        return self.join(first, rest)
+
+
+class SecondHalf(Wrapper):
+    """mla: the part sees the second half of every query and key (its cfg has head_dim = D/2); the first half is NoPE (Toeplitz study eq. 3)."""
+    def qk(self, q, k, pos, state=None):
+        (p, s), = self.each(state)
+        (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+        q_p, k_p = p.qk(q_p, k_p, pos, s)
+        return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
+
+    def rescale(self, q, k, pos, state=None):
+        (p, s), = self.each(state)
+        return p.rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], pos, s)
+
+    def bias(self, pos, state=None):
+        (p, s), = self.each(state)
+        return p.bias(pos, s)
+
+    def value(self, v, pos, state=None):
+        (p, s), = self.each(state)
+        return p.value(v, pos, s)
+
+    def out(self, y, pos, state=None):
+        (p, s), = self.each(state)
+        return p.out(y, pos, s)
+
+
+def build(cfg):
+    """The encoding that cfg.pe names, applied to the heads and halves that rope_heads and attention say. ValueError names what is wrong."""
+    names = cfg.pe.split('+')
+    for name in names:
+        if name not in ENCODINGS:
+            near = difflib.get_close_matches(name, ENCODINGS, 1)
+            raise ValueError(f'unknown encoding {name!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(ENCODINGS)}')
+    part, wrappers = copy.copy(cfg), []
+    if cfg.rope_heads is not None:
+        wrappers.append((FirstHeads, copy.copy(part)))
+        part.heads = cfg.rope_heads
+    if cfg.attention == 'mla':
+        even(cfg.head_dim, 'mla', 'the head dimension')
+        wrappers.append((SecondHalf, copy.copy(part)))
+        part.head_dim = cfg.head_dim // 2
+    parts = [ENCODINGS[name](part) for name in names]
+    enc = parts[0] if len(parts) == 1 else Sum(part, *parts)
+    for wrapper, outer in reversed(wrappers):
+        enc = wrapper(outer, enc)
+    return enc
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+HOOKS = 'embed state qk rescale bias value out'.split()
+
+
+def zoo():
+    """Print each encoding: its equation, its parameters in one layer of 4 heads of 16, and the hooks that it changes."""
+    for name, cls in ENCODINGS.items():
+        enc = cls(PEConfig(pe=name, n_head=4))
+        params = ', '.join(f'{n} {list(p.shape)}' for n, p in enc.named_parameters()) or 'none'
+        hooks = ', '.join(h for h in HOOKS if getattr(cls, h) is not getattr(Encoding, h)) or 'none'
+        print(f'{name}\n    {cls.__doc__.splitlines()[0]}\n    parameters: {params}\n    changes: {hooks}\n')
+    print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
+
+
+def draw(path, T=48):
+    """Draw what each encoding does with the same content at every position: the logits it gives, or, where it acts on values, how a
+    value looks from each later position."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    names = [n for n in ENCODINGS if n not in ('nope', 'shifted_ape')]                  # nope: nothing to see; shifted_ape: as ape
+    fig, axes = plt.subplots(3, 4, figsize=(11, 8.6), layout='constrained')
+    pos = torch.arange(T)
+    for ax, name in zip(axes.flat, names + [None] * 12):
+        if name is None:
+            ax.axis('off')
+            continue
+        torch.manual_seed(1)
+        enc = ENCODINGS[name](PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)).eval()
+        if name == 't5':
+            torch.nn.init.normal_(enc.table)                                            # learned: a random start shows the buckets
+        if name == 'pope':
+            torch.nn.init.uniform_(enc.delta, -math.pi / 2, 0)
+        x = enc.embed(torch.zeros(1, T, 32), pos) if name in ('ape', 'learned', 'random') else torch.ones(1, T, 32)
+        heads = x.view(1, T, 2, 16).transpose(1, 2)
+        if type(enc).value is Encoding.value:
+            m, what = enc.logits(heads, heads, pos)[0, 0], 'logit'
+        else:                                                                           # one-hot attention: y[t, s] = value s seen from t
+            v = enc.value(heads, pos)[0, 0]                                             # (s, D')
+            seen = enc.out(v.expand(1, 2, T, -1), pos) if False else torch.stack(
+                [enc.out(v[s].expand(1, 2, T, -1), pos)[0, 0] for s in range(T)], dim=1)            # (t, s, D_out)
+            m, what = seen[..., 0 if name == 'vrope' else 16], 'value'
+        m = m.detach().masked_fill(causal(torch.zeros(T, T)) != 0, float('nan'))
+        ax.imshow(m, cmap='viridis')
+        ax.set_title(f'{name} ({what})', fontsize=11)
+        ax.set_xlabel('key position s')
+        ax.set_ylabel('query position t')
+    fig.savefig(path, dpi=110)
+    print(f'drew {path}')
+
+
+if __name__ == '__main__':
+    import sys
+    draw(sys.argv[1]) if len(sys.argv) > 1 else zoo()

@@ -1,0 +1,356 @@
+"""Every synthetic task, one small class each, generated in batches on whatever device the generator lives on.
+
+    python tasks.py                 lists the tasks
+    python tasks.py parity 5        prints examples of parity at length 5
+
+A task has `vocab` (token strings; index 0 is the padding), `end` (the end token's index, or None where the answer is one class),
+`sample(n, length, generator) -> (tokens, targets)`, both [n, T] int64, and `decode(row)`. tokens is the whole sequence with its
+answer; targets[t] = tokens[t+1] where the answer is to be predicted and -100 elsewhere. To add a task, write a class and name it in TASKS.
+"""
+import inspect
+import re
+
+import torch
+
+PAD, BOS, EOI, EOS = range(4)                                   # every task that has them has them here
+
+
+class Task:
+    """Base of all tasks: drawing numbers, turning tokens into targets, and printing them."""
+    separator = ' '
+    end = None
+    min_length = 1
+    max_length = None                                           # None: any
+
+    def sample(self, n, length, generator=None):
+        """n problems of the given length -> (tokens, targets), both [n, T] int64. ValueError if the task has no such length."""
+        if length < self.min_length or (self.max_length and length > self.max_length):
+            raise ValueError(f'{type(self).__name__.lower()} has lengths from {self.min_length}'
+                             + (f' to {self.max_length}' if self.max_length else '') + f', not {length}')
+        return self.problems(n, length, Draw(generator))
+
+    def decode(self, row):
+        """A row of token indices as text, without the padding."""
+        return self.separator.join(self.vocab[i] for i in row.tolist() if i != PAD)
+
+
+class Draw:
+    """Random numbers from one generator, on its device."""
+    def __init__(self, generator):
+        self.g = generator
+        self.device = generator.device if generator is not None else 'cpu'
+
+    def integers(self, high, *shape):
+        """Uniform on 0..high-1; high an int, or a tensor that broadcasts to shape."""
+        if isinstance(high, int):
+            return torch.randint(high, shape, generator=self.g, device=self.device)
+        return torch.minimum((torch.rand(shape, generator=self.g, device=self.device, dtype=torch.float64) * high).long(), high - 1)
+
+    def permutation(self, n, size):
+        """n random orders of 0..size-1 [n, size]."""
+        return torch.rand(n, size, generator=self.g, device=self.device).argsort(dim=1)
+
+
+def supervise(tokens, start):
+    """targets [n, T] of tokens [n, T]: predict every token from index `start` (an int, or [n, 1]) on; padding is not predicted."""
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = tokens[:, 1:]
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    return targets.masked_fill((at + 1 < start) | (targets == PAD), -100)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vipe.txt: BoS x_1..x_L EoI s_1..s_m EoS, the states and EoS supervised
+
+class Iterative(Task):
+    """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2); a subclass says what x and s are. `length` is L."""
+    end = EOS
+
+    def __init__(self, symbols):
+        self.vocab = ['<pad>', 'BoS', 'EoI', 'EoS', *map(str, symbols)]
+
+    def problems(self, n, length, draw):
+        x, s = self.inputs_and_states(n, length, draw)          # (n, L), (n, m), indices into the symbols
+        mark = lambda token: torch.full((n, 1), token, device=x.device)
+        tokens = torch.cat([mark(BOS), x + 4, mark(EOI), s + 4, mark(EOS)], dim=1)
+        return tokens, supervise(tokens, x.shape[1] + 2)
+
+
+class Copy(Iterative):
+    """Binary copy, s_t = x_t (ViPE Table 3).
+
+    >>> example('copy', 5)
+    'BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS'
+    """
+    def __init__(self):
+        super().__init__(range(2))
+
+    def inputs_and_states(self, n, length, draw):
+        x = draw.integers(2, n, length)
+        return x, x
+
+
+class Parity(Iterative):
+    """Running parity, s_1 = x_1, s_t = (s_(t-1) + x_t) mod 2 (ViPE Table 3).
+
+    >>> example('parity', 5)
+    'BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS'
+    """
+    def __init__(self):
+        super().__init__(range(2))
+
+    def inputs_and_states(self, n, length, draw):
+        x = draw.integers(2, n, length)
+        return x, x.cumsum(dim=1) % 2
+
+
+class Polynomial(Iterative):
+    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod p, p = 5 (ViPE Table 3).
+
+    >>> example('polynomial', 5)
+    'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
+    """
+    def __init__(self, p=5):
+        super().__init__(range(p))
+        self.p = p
+
+    def inputs_and_states(self, n, length, draw):
+        x = draw.integers(self.p, n, length)
+        states = [x[:, 0]]
+        for t in range(1, length):
+            states.append((states[-1] * x[:, t] + 1) % self.p)
+        return x, torch.stack(states, dim=1)
+
+
+class Count(Iterative):
+    """Count from the first number to the second (Zhou et al. 2023; ViPE names the task without defining it). `length`: how many numbers.
+
+    The start is uniform, so that short problems show every number that long ones need.
+
+    >>> example('count', 4)
+    'BoS 44 47 EoI 44 45 46 47 EoS'
+    """
+    max_length = 128
+
+    def __init__(self):
+        super().__init__(range(self.max_length))
+
+    def inputs_and_states(self, n, length, draw):
+        s = draw.integers(self.max_length + 1 - length, n, 1) + torch.arange(length, device=draw.device)
+        return s[:, [0, -1]], s
+
+
+class Reverse(Iterative):
+    """The input backwards, s_t = x_(L+1-t), digits 0-9 (ViPE names the task without defining it).
+
+    >>> example('reverse', 5)
+    'BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS'
+    """
+    def __init__(self):
+        super().__init__(range(10))
+
+    def inputs_and_states(self, n, length, draw):
+        x = draw.integers(10, n, length)
+        return x, x.flip(1)
+
+
+class Mode(Iterative):
+    """The most frequent of the letters a-j, which is always unique (Zhou et al. 2023; ViPE names the task without defining it).
+
+    Letters are uniform; where several tie, one of them, drawn at random, takes over one place of another.
+
+    >>> example('mode', 7)
+    'BoS e d d a d j h EoI d EoS'
+    """
+    def __init__(self):
+        super().__init__('abcdefghij')
+
+    def inputs_and_states(self, n, length, draw):
+        x = draw.integers(10, n, length)
+        counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)        # (n, 10)
+        tied = counts == counts.amax(dim=1, keepdim=True)
+        priority = draw.permutation(n, 10).masked_fill(~tied, -1)
+        mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)                    # (n,), (n,)
+        place = (x == second[:, None]).int().argmax(dim=1)                              # where the second first stands
+        row = torch.arange(n, device=x.device)
+        x[row, place] = torch.where(tied.sum(dim=1) > 1, mode, x[row, place])
+        return x, mode[:, None]
+
+
+class Sort(Iterative):
+    """Numbers 0-99, all different, in ascending order (Zhou et al. 2023; ViPE names the task without defining it).
+
+    >>> example('sort', 5)
+    'BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS'
+    """
+    max_length = 100
+
+    def __init__(self):
+        super().__init__(range(100))
+
+    def inputs_and_states(self, n, length, draw):
+        x = draw.permutation(n, 100)[:, :length]
+        return x, x.sort(dim=1).values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pope.txt
+
+class IndirectIndexing(Task):
+    """Find the letter at a given shift from a given letter (PoPE A.1). `length`: letters in the source, 20 to 40 in the paper.
+
+    The source is drawn without replacement from A-Z, a-z; the shift is uniform on those in -15..+15 that stay inside it. One token a
+    letter, digit, sign or comma; only the last letter is supervised. Shifts of one digit leave a padding token at the end.
+
+    >>> example('indirect_indexing', 20)
+    'MjrbCDsiSNgcktphwTOe, t, -3, g'
+    """
+    separator = ''
+    max_length = 52
+
+    def __init__(self):
+        self.vocab = ['<pad>', ',', '+', '-', *'0123456789', *'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
+
+    def problems(self, n, length, draw):
+        comma, plus, minus, digit, letter = 1, 2, 3, 4, 14
+        source = draw.permutation(n, 52)[:, :length] + letter
+        i = draw.integers(length, n, 1)
+        low, high = (-i).clamp(min=-15), (length - 1 - i).clamp(max=15)
+        shift = low + draw.integers(high - low + 1, n, 1)
+        size, column = shift.abs(), torch.full_like(shift, comma)
+        query = [column, source.gather(1, i), column, torch.where(shift < 0, minus, plus)]
+        target = source.gather(1, i + shift)
+        one = torch.cat([source, *query, size + digit, column, target, torch.full_like(i, PAD)], dim=1)
+        two = torch.cat([source, *query, size // 10 + digit, size % 10 + digit, column, target], dim=1)
+        tokens = torch.where(size < 10, one, two)                                       # (n, L + 8)
+        return tokens, supervise(tokens, length + 6 + (size >= 10).long())
+
+    def decode(self, row):
+        return super().decode(row).replace(',', ', ')
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# toeplitz.txt: x_1..x_L ? class, the class supervised; a vocabulary of 574, classes included
+
+class Classification(Task):
+    """x_1..x_L, a query token, and a class to predict there; background tokens are uniform. `length` is L (128 in the paper)."""
+    query, first_class, classes, triggers = 1, 2, 32, 0
+
+    def __init__(self):
+        names = [f'trigger{i}' for i in range(self.triggers)]
+        used = 2 + self.classes + self.triggers
+        self.vocab = ['<pad>', '?', *[f'class{i}' for i in range(self.classes)], *names, *[f'w{i}' for i in range(574 - used)]]
+        self.first_trigger, self.first_word = 2 + self.classes, used
+
+    def problems(self, n, length, draw):
+        words = draw.integers(574 - self.first_word, n, length) + self.first_word
+        words, label = self.place(words, draw)                                          # (n, L), (n, 1)
+        tokens = torch.cat([words, torch.full_like(label, self.query), label + self.first_class], dim=1)
+        return tokens, supervise(tokens, length + 1)
+
+
+class Distance(Classification):
+    """Task 1: how far apart are the two triggers? (Toeplitz study 4.1). 32 classes, class = |i - j| // 4, distances uniform on 1..127.
+
+    Both orders of the two triggers occur. Where length > 128 the distances stay below 128, so that every class has been seen.
+
+    >>> example('distance', 9)
+    'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
+    """
+    triggers, min_length = 2, 2
+
+    def place(self, words, draw):
+        n, length = words.shape
+        d = 1 + draw.integers(min(length - 1, 127), n, 1)
+        i = draw.integers(length - d, n, 1)
+        which = draw.integers(2, n, 1)
+        words.scatter_(1, torch.cat([i, i + d], dim=1), self.first_trigger + torch.cat([which, 1 - which], dim=1))
+        return words, d // 4
+
+
+class TriggerCount(Classification):
+    """Task 2: how many tokens are triggers? (Toeplitz study 4.1). 20 trigger words; 32 classes, the count uniform on 0..31.
+
+    >>> example('trigger_count', 9)
+    'trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3'
+    """
+    triggers = 20
+
+    def place(self, words, draw):
+        n, length = words.shape
+        count = draw.integers(min(length, 31) + 1, n, 1)
+        chosen = draw.permutation(n, length) < count                                    # count places of each row
+        return torch.where(chosen, self.first_trigger + draw.integers(20, n, length), words), count
+
+
+class DistanceSum(Classification):
+    """Sum of two trigger distances (Toeplitz study, appendix E): triggers 0, 1 and triggers 2, 3; class = (|i-j| + |k-l|) // 8, 32 classes.
+
+    Each distance is uniform on 1..127 (below the length), given that the four places differ. Where length > 128 they stay below 128.
+
+    >>> example('distance_sum', 9)
+    'w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1'
+    """
+    triggers, min_length = 4, 4
+
+    def place(self, words, draw):
+        n, length = words.shape
+        pairs = self.pairs(n, length, draw)                                             # (n, 4)
+        while (clash := (pairs[:, :2, None] == pairs[:, None, 2:]).flatten(1).any(dim=1)).any():
+            pairs = torch.where(clash[:, None], self.pairs(n, length, draw), pairs)
+        flip = draw.integers(2, n, 2)                                                   # which of a pair comes first
+        order = torch.stack([flip[:, 0], 1 - flip[:, 0], 2 + flip[:, 1], 3 - flip[:, 1]], dim=1)
+        words.scatter_(1, pairs, self.first_trigger + order)
+        return words, (pairs[:, 1:2] - pairs[:, 0:1] + pairs[:, 3:4] - pairs[:, 2:3]) // 8
+
+    def pairs(self, n, length, draw):
+        d = 1 + draw.integers(min(length - 1, 127), n, 2)
+        i = draw.integers(length - d, n, 2)
+        return torch.stack([i, i + d], dim=2).flatten(1)                                # i, j, k, l
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
+         'indirect_indexing': IndirectIndexing(), 'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum()}
+
+
+def make(name):
+    """The task of that name, its number options behind a colon: 'parity', 'polynomial:p=7'. ValueError says what is wrong."""
+    import difflib
+    base, _, options = name.partition(':')
+    if base not in TASKS:
+        near = difflib.get_close_matches(base, TASKS, 1)
+        raise ValueError(f'unknown task {base!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(TASKS)}')
+    if not options:
+        return TASKS[base]
+    known = list(inspect.signature(type(TASKS[base])).parameters)
+    given = dict(re.findall(r'(\w+)=(\d+)', options))
+    if ','.join(f'{k}={v}' for k, v in given.items()) != options or not set(given) <= set(known):
+        raise ValueError(f'task options {options!r} not understood: {base} has {", ".join(known) or "none"}; write e.g. polynomial:p=7')
+    return type(TASKS[base])(**{k: int(v) for k, v in given.items()})
+
+
+def example(name, length):
+    """The first problem of that task and length from seed 0, as text."""
+    tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
+    return make(name).decode(tokens[0])
+
+
+if __name__ == '__main__':
+    import sys
+    if len(sys.argv) < 2:
+        for name, task in TASKS.items():
+            print(f'{name:18} {type(task).__doc__.splitlines()[0]}')
+        print('\npython tasks.py NAME [LENGTH] prints examples')
+        sys.exit()
+    try:
+        task = make(sys.argv[1])
+        length = int(sys.argv[2]) if len(sys.argv) > 2 else max(5, task.min_length)
+        tokens, targets = task.sample(5, length)
+    except ValueError as error:
+        sys.exit(f'tasks.py: {error}')
+    print(inspect.getdoc(type(task)).split('\n\n>>>')[0], f'\n\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
+    for row, target in zip(tokens, targets):
+        answer = row[1:][target[:-1] != -100]
+        print(f'{task.decode(row)}\n    predicted: {task.decode(answer)}')

@@ -1,0 +1,705 @@
+"""Train any encoding on any task and see at which length it breaks.
+
+    python train.py configs/parity_rope.py                           one run
+    python train.py configs/parity_rope.py --pe=nope,rope,alibi      a comma list sweeps: a run each, one table
+    python train.py configs/parity_rope.py --resume                  go on where a run was stopped
+    python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
+    python train.py --help                                           every key, its default and its meaning
+
+Config files are plain Python assignments, read in the given order; --key=value comes last. A run's folder holds ckpt.pt, config.json,
+log.jsonl (a line per logged point), lengths.json ({seed: {length: {exact, token, last, n}}}) and, with matplotlib, lengths.png.
+"""
+import ast
+import contextlib
+import difflib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import sys
+import textwrap
+import time
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from tqdm import tqdm
+
+import pe as encodings
+import tasks
+from model import ModelConfig, Transformer
+
+
+@dataclass
+class Config(ModelConfig):
+    """Every key that a config file or --key=value may set: these, those of model.ModelConfig and of pe.PEConfig."""
+    # data
+    task: str = 'parity'                  # what to learn: `python tasks.py` lists the tasks; options as in polynomial:p=7
+    train_lengths: list = range(1, 17)    # problem lengths trained on, mixed within a batch
+    eval_lengths: list = range(1, 49)     # problem lengths evaluated
+    length_schedule: list = ()            # curriculum: [(0, 5), (400, 10)] trains lengths <= 5 until step 400, then <= 10
+    n_train: int = 0                      # training problems per length, drawn once, reshuffled every epoch; 0: endless fresh ones
+    n_eval: int = 128                     # held-out problems per length in the evaluations during training
+    n_test: int = 1024                    # held-out problems per length, other than those, in the final table
+    # optimization: AdamW, linear warm-up, decay
+    seeds: list = (0,)                    # a model per seed, trained one after the other
+    batch_size: int = 64                  # sequences per step
+    max_steps: int = 5000                 # optimizer steps
+    lr: float = 1e-3                      # peak learning rate
+    min_lr: float = 0.0                   # learning rate at the end of the decay
+    warmup_steps: int = 200               # steps of linear warm-up
+    decay: str = 'linear'                 # linear | cosine | none
+    beta1: float = 0.9                    # AdamW's average of the gradient
+    beta2: float = 0.98                   # AdamW's average of its square
+    weight_decay: float = 0.01            # on matrices only; 0 makes it Adam
+    grad_clip: float = 1.0                # largest norm of the gradient; 0: no clipping
+    # running
+    out_dir: str = ''                     # the run's folder; empty: out/TASK_PE
+    log_interval: int = 50                # steps between lines of log.jsonl
+    eval_interval: int = 1000             # steps between evaluations, each followed by a checkpoint
+    device: str = 'auto'                  # auto | cpu | cuda | cuda:N
+    dtype: str = 'float32'                # float32 | tf32 | bfloat16 (autocast) | float64
+    compile: bool = None                  # torch.compile the model; None: on CUDA from 10 million parameters on
+    resume: bool = False                  # go on from out_dir's checkpoint (a sweep always does)
+    eval_only: bool = False               # train nothing: evaluate out_dir's checkpoint at eval_lengths
+    results: str = ''                     # append a JSON line about each finished run to this file
+
+    def __post_init__(self):
+        for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test', 'lr'):
+            if getattr(self, key) <= 0:
+                raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
+        for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
+        for key in ('beta1', 'beta2'):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
+        for key, known in dict(decay=('linear', 'cosine', 'none'), dtype=tuple(DTYPES)).items():
+            if getattr(self, key) not in known:
+                raise ValueError(f'{key} must be one of {", ".join(known)}, not {getattr(self, key)!r}')
+        for key in ('train_lengths', 'eval_lengths', 'seeds'):
+            value = sorted(set(getattr(self, key))) if key != 'seeds' else list(dict.fromkeys(getattr(self, key)))
+            low = 0 if key == 'seeds' else 1
+            if not value or any(type(x) is not int or not low <= x < 2 ** 32 for x in value):
+                raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; it is {getattr(self, key)!r}')
+            setattr(self, key, value)
+        self.length_schedule = [list(stage) for stage in self.length_schedule]
+        for step in [step for step, _ in self.length_schedule] or [0]:
+            if not lengths_at(self, step):
+                raise ValueError(f'length_schedule leaves no length of train_lengths at step {step}')
+        if self.length_schedule and self.length_schedule[0][0] != 0:
+            raise ValueError('length_schedule must begin at step 0')
+        the_task = tasks.make(self.task)
+        total = lambda lengths: max(the_task.sample(1, length)[0].shape[1] for length in (min(lengths), max(lengths)))
+        self.vocab_size, self.train_len, self.eval_len = len(the_task.vocab), total(self.train_lengths), total(self.eval_lengths)
+        self.out_dir = self.out_dir or f'out/{slug(self.task)}_{slug(self.pe)}'
+        super().__post_init__()
+        encodings.build(self)                                     # says what does not fit before anything is written
+
+
+DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.float32, 'float64': torch.float64}     # of the weights
+DERIVED = ('vocab_size', 'train_len', 'eval_len')                 # set from the task, not by the user
+KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
+ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in DERIVED]     # what weights depend on
+
+
+class UserError(Exception):
+    """Something that the user can mend: one line, exit code 2."""
+
+
+def slug(text):
+    return re.sub(r'[^\w.+=,-]', '_', text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# configuration: files and flags -> one Config, or the points of a sweep
+
+def check_key(key, where):
+    if key not in KEYS:
+        near = difflib.get_close_matches(key, KEYS, 1)
+        raise UserError(f'{where}: unknown key {key!r}' + (f', did you mean {near[0]!r}?' if near else '; --help lists the keys'))
+
+
+def coerce(key, value, where):
+    """The value as the type of its key: whole numbers for floats, lists for ranges; strings as on the command line."""
+    kind = KEYS[key].type
+    if isinstance(value, str) and kind is not str:
+        text = value
+        if kind is list:                                          # 1-16 | 1,2,4 | range(1, 17) | [1, 2, 4]
+            text = re.sub(r'(?<![\w(])(\d+)-(\d+)', lambda m: f'*range({m[1]}, {int(m[2]) + 1})', text)
+        try:
+            if kind is list:
+                value = eval(text if text[:1] in '[(' or text.startswith('range') else f'[{text}]', {'__builtins__': {}, 'range': range})
+            else:
+                value = ast.literal_eval(text)
+        except Exception:
+            pass                                                  # no value of the right type: refused below
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        value = int(value)                                        # 1e4 steps
+    if kind is list and isinstance(value, (list, tuple, range)):
+        value = list(value)
+    if type(value) is not kind and not (value is None and KEYS[key].default is None):
+        raise UserError(f'{where}: {key} must be {kind.__name__}, not {value!r}')
+    return value
+
+
+class Sweep(list):
+    """The values of a key given as a comma list."""
+
+
+def checked(key, value, where):
+    """The value, or the Sweep of values, that a key was given."""
+    check_key(key, where)
+    if isinstance(value, str) and ',' in value and KEYS[key].type is not list:
+        return Sweep(coerce(key, part.strip(), where) for part in value.split(','))
+    return coerce(key, value, where)
+
+
+def read_file(path, values):
+    """The values after a config file has run on top of them; every name that it assigns must be a key."""
+    names = dict(values)
+    try:
+        with open(path) as f:
+            exec(compile(f.read(), path, 'exec'), names)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'cannot read config file {path}: {getattr(error, "strerror", None) or "it is not text"}') from None
+    except SyntaxError as error:
+        raise UserError(f'{path}, line {error.lineno}: {error.msg}') from None
+    except Exception as error:
+        line = [frame.lineno for frame in inspect.getinnerframes(error.__traceback__) if frame.filename == path][-1]
+        raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
+    del names['__builtins__']
+    return {key: value if value is values.get(key) else checked(key, value, path) for key, value in names.items()}
+
+
+def read_config(argv):
+    """Files and flags -> the value of every key, a Sweep where a comma list was given."""
+    values, flags = {key: f.default for key, f in KEYS.items()}, {}
+    files = [arg for arg in argv if not arg.startswith('-')]
+    for arg in argv:
+        if arg.startswith('-'):
+            key, equals, value = arg.lstrip('-').partition('=')
+            check_key(key, arg)
+            if not equals and KEYS[key].type is not bool:
+                raise UserError(f'--{key} needs a value: --{key}=...')
+            flags[key] = checked(key, value if equals else True, f'--{key}')
+    for path in files:
+        values = read_file(path, values)
+    values |= flags
+    if values['eval_only'] or (values['resume'] and not files):   # the run's own configuration is the base, flags come on top
+        saved = os.path.join(values['out_dir'] or default_out_dir(values), 'config.json')
+        if not os.path.exists(saved):
+            raise UserError(f'no run to {"evaluate" if values["eval_only"] else "resume"}: {saved} does not exist; name the run by --out_dir')
+        values |= {k: v for k, v in read_json(saved).items() if k in KEYS} | {'resume': False, 'out_dir': os.path.dirname(saved)} | flags
+    return values
+
+
+def default_out_dir(values):
+    """out/TASK_PE, without those that a sweep varies."""
+    return 'out/' + ('_'.join(slug(values[k]) for k in ('task', 'pe') if not isinstance(values[k], Sweep)) or 'sweep')
+
+
+def read_json(path):
+    try:
+        with open(path) as f:
+            return json.load(f)
+    except (OSError, ValueError) as error:
+        raise UserError(f'cannot read {path}: {error}') from None
+
+
+def make_config(values):
+    try:
+        return Config(**values)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def print_help():
+    print(__doc__)
+    for cls in (Config, ModelConfig, encodings.PEConfig):
+        for line in inspect.getsource(cls).splitlines():
+            if m := re.match(r'    (\w+): \w+ = (.+?) +# (.*)', line):
+                if m[1] not in DERIVED:
+                    print(f'  --{m[1]}={m[2]:<{max(1, 22 - len(m[1]))}} {m[3]}')
+            elif m := re.match(r'    # (.*)', line):
+                print(f'\n{m[1]}')
+        print()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data
+
+def lengths_at(cfg, step):
+    """The problem lengths trained on at a step: train_lengths up to the limit that length_schedule sets."""
+    limits = [limit for start, limit in cfg.length_schedule if start <= step]
+    return [n for n in cfg.train_lengths if not limits or n <= limits[-1]]
+
+
+class Batches:
+    """Shuffled batches [batch_size, T] of mixed lengths, rows padded on the right with 0. The data live on the device.
+
+    An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order. It follows from the generator's
+    state at its start, which is what a checkpoint keeps.
+    """
+    def __init__(self, cfg, task, seed, device):
+        self.cfg, self.task, self.seed, self.device = cfg, task, seed, device
+        self.generator = torch.Generator(device).manual_seed(2 ** 33 + seed)
+        self.lengths, self.order, self.at = None, (), 0
+
+    def draw(self, lengths):
+        cfg = self.cfg
+        generator = self.generator if not cfg.n_train else torch.Generator(self.device).manual_seed(2 ** 34 + self.seed)
+        per_length = cfg.n_train or math.ceil(64 * cfg.batch_size / len(lengths))
+        problems = [self.task.sample(per_length, length, generator) for length in lengths]
+        T = max(tokens.shape[1] for tokens, _ in problems)
+        dtype = torch.int16 if cfg.vocab_size < 2 ** 15 else torch.int32
+        pad = lambda rows, value: torch.nn.functional.pad(rows.to(dtype), (0, T - rows.shape[1]), value=value)
+        self.tokens = torch.cat([pad(tokens, tasks.PAD) for tokens, _ in problems])     # (N, T)
+        self.targets = torch.cat([pad(targets, -100) for _, targets in problems])
+
+    def begin_epoch(self, lengths):
+        self.start, self.at = self.generator.get_state(), 0
+        if lengths != self.lengths or not self.cfg.n_train:
+            self.draw(lengths)
+        self.lengths = lengths
+        self.order = torch.randperm(len(self.tokens), generator=self.generator, device=self.device)
+
+    def next(self, step):
+        lengths = lengths_at(self.cfg, step)
+        if lengths != self.lengths or self.at + self.cfg.batch_size > len(self.order):
+            self.begin_epoch(lengths)
+        rows = self.order[self.at:self.at + self.cfg.batch_size]
+        self.at += self.cfg.batch_size
+        return self.tokens[rows].long(), self.targets[rows].long()                      # (B, T)
+
+    def state_dict(self):
+        return {'start': self.start, 'lengths': self.lengths, 'at': self.at}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state['start'])
+        self.begin_epoch(state['lengths'])
+        self.at = state['at']
+
+
+def held_out(cfg, task, split, device):
+    """{length: (tokens, targets)}, the same for every seed and encoding; split 'eval' or 'test'. No training seed reaches its generators."""
+    n, base = (cfg.n_eval, 2 ** 40) if split == 'eval' else (cfg.n_test, 2 ** 41)
+    return {length: tuple(x.to(device) for x in task.sample(n, length, torch.Generator().manual_seed(base + length)))
+            for length in cfg.eval_lengths}
+
+
+@torch.no_grad()
+def evaluate(model, task, sets, precision=contextlib.nullcontext()):
+    """{length: {exact, token, last, n}} under teacher forcing, which for exact match equals greedy decoding.
+
+    exact: share of sequences with every supervised token right; token: share of supervised tokens; last: of final states, the end
+    token aside; n: sequences.
+    """
+    training = model.training
+    model.eval()
+    scores = {}
+    for length, (tokens, targets) in sets.items():
+        rows = max(1, 2 ** 15 // tokens.shape[1])
+        with precision:
+            right = torch.cat([model(part)[0].argmax(dim=-1) for part in tokens.split(rows)]) == targets       # (n, T)
+        asked = targets != -100
+        state = asked & (targets != task.end) if task.end is not None else asked
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        last = (at * state).argmax(dim=1, keepdim=True)                                 # (n, 1)
+        exact = (right | ~asked).all(dim=1)
+        scores[length] = torch.stack([exact.double().mean(), (right & asked).sum() / asked.sum(), right.gather(1, last).double().mean()])
+    model.train(training)
+    return {length: dict(zip(('exact', 'token', 'last'), map(lambda x: round(x, 6), score.tolist())), n=len(sets[length][0]))
+            for length, score in scores.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+def write(path, data):
+    """Write bytes or text so that the file is either the old one or the new one, whenever the machine stops."""
+    data = data.encode() if isinstance(data, str) else data
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(path + '.tmp')
+        raise UserError(f'cannot write {path}: {error.strerror}; the last checkpoint is whole') from None
+
+
+def read_checkpoint(path):
+    try:
+        return torch.load(path, map_location='cpu', weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f'no checkpoint {path}; train the run first, or name it by --out_dir') from None
+    except Exception:
+        raise UserError(f'{path} is no whole checkpoint; delete it and train again') from None
+
+
+def check_architecture(cfg, saved, path):
+    """A checkpoint's weights fit only the architecture that they were trained in."""
+    for key in ARCHITECTURE:
+        if saved[key] != getattr(cfg, key):
+            raise UserError(f'{path} was trained with {key}={saved[key]}, not {getattr(cfg, key)}: give it the same, or another --out_dir')
+
+
+def load(run_dir, seed=None):
+    """(model, config) of a run, the model in evaluation mode on the CPU; seed: which of its models, the first if None."""
+    path = os.path.join(run_dir, 'ckpt.pt')
+    checkpoint = read_checkpoint(path)
+    cfg = Config(**{k: v for k, v in checkpoint['config'].items() if k in KEYS})
+    seed = cfg.seeds[0] if seed is None else seed
+    if seed not in checkpoint['seeds']:
+        raise UserError(f'{path} has no seed {seed}; it has {", ".join(map(str, checkpoint["seeds"]))}')
+    model = Transformer(cfg).to(DTYPES[cfg.dtype])
+    model.load_state_dict(checkpoint['seeds'][seed]['model'])
+    return model.eval(), cfg
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+class Stop:
+    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
+    def __init__(self):
+        self.signal = None
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self.ask)
+
+    def ask(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Diverged(Exception):
+    """The loss or a weight is no longer finite."""
+
+
+def learning_rate(cfg, step):
+    """Linear warm-up to lr, then linear or cosine decay to min_lr at max_steps."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    left = {'none': 1.0, 'linear': 1 - done, 'cosine': (1 + math.cos(math.pi * done)) / 2}[cfg.decay]
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+
+
+def pick_device(cfg):
+    if cfg.device == 'auto':
+        return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    if not re.fullmatch(r'cpu|cuda(:\d+)?', cfg.device):
+        raise UserError(f'device must be auto, cpu, cuda or cuda:N, not {cfg.device!r}')
+    device = torch.device(cfg.device)
+    if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f'--device={cfg.device}: this machine has {torch.cuda.device_count()} CUDA devices; take --device=cpu')
+    return device
+
+
+def precision(cfg, device):
+    torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
+    return torch.autocast(device.type, torch.bfloat16) if cfg.dtype == 'bfloat16' else contextlib.nullcontext()
+
+
+def train_seed(cfg, task, seed, device, checkpoint, stop):
+    """Train one model, from where checkpoint['seeds'][seed] is if it is there, and keep that entry up to date on disk."""
+    torch.manual_seed(seed)
+    model = Transformer(cfg).to(device, DTYPES[cfg.dtype])
+    optimizer = torch.optim.AdamW(model.optim_groups(cfg.lr, cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
+    batches, amp = Batches(cfg, task, seed, device), precision(cfg, device)
+    entry = checkpoint['seeds'].setdefault(seed, {'step': 0, 'evals': [], 'losses': []})
+    if entry['step']:
+        model.load_state_dict(entry['model'])
+        optimizer.load_state_dict(entry['optimizer'])
+        batches.load_state_dict(entry['batches'])
+        torch.set_rng_state(entry['rng'])
+        if device.type == 'cuda':
+            torch.cuda.set_rng_state(entry['cuda_rng'], device)
+    big = sum(p.numel() for p in model.parameters()) >= 1e7
+    forward = torch.compile(model) if cfg.compile or (cfg.compile is None and device.type == 'cuda' and big) else model
+    sets = held_out(cfg, task, 'eval', device)
+    losses, params = list(torch.tensor(entry['losses'])), list(model.parameters())      # since the last line of the log
+
+    def save(step):
+        if not all(p.isfinite().all() for p in params):
+            raise Diverged(f'a weight became NaN or infinite by step {step}')
+        entry.update(step=step, model=model.state_dict(), optimizer=optimizer.state_dict(), batches=batches.state_dict(),
+                     rng=torch.get_rng_state(), losses=[float(x) for x in losses])
+        if device.type == 'cuda':
+            entry['cuda_rng'] = torch.cuda.get_rng_state(device)
+        save_checkpoint(cfg, checkpoint)
+
+    bar = tqdm(total=cfg.max_steps, initial=entry['step'], desc=f'{cfg.task} {cfg.pe} seed {seed}', unit='step', disable=None, leave=False)
+    with bar, open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a') as log:
+        began, first = time.time(), entry['step']
+        for step in range(entry['step'], cfg.max_steps):
+            rate = learning_rate(cfg, step)
+            for group in optimizer.param_groups:
+                group['lr'] = rate
+            tokens, targets = batches.next(step)
+            with amp:
+                _, loss = forward(tokens, targets)
+            loss.backward()
+            if cfg.grad_clip:
+                torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            bar.update()
+
+            done = step + 1
+            evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
+            if not (evaluating or stop.signal or done % cfg.log_interval == 0):
+                continue
+            recent = torch.stack(losses).tolist()                                       # the loop's only synchronization
+            for i, x in enumerate(recent):
+                if not math.isfinite(x):
+                    raise Diverged(f'the loss became {x} at step {done - len(recent) + i + 1}')
+            if evaluating or done % cfg.log_interval == 0:
+                speed = (done - first) / (time.time() - began)
+                bar.set_postfix(loss=f'{recent[-1]:.4f}')
+                log.write(json.dumps(dict(step=done, seed=seed, loss=sum(recent) / len(recent), lr=rate, steps_per_s=round(speed, 2))) + '\n')
+                losses.clear()
+            if evaluating:
+                scores = evaluate(model, task, sets, amp)
+                entry['evals'].append({'step': done, 'lengths': scores})
+                log.write(json.dumps(dict(step=done, seed=seed, eval=scores)) + '\n')
+                tqdm.write(f'step {done:>6}  loss {recent[-1]:.4f}  {speed:6.1f} steps/s  {brief(cfg, scores)}')
+            if evaluating or stop.signal:
+                log.flush()
+                save(done)
+            if stop.signal and done < cfg.max_steps:
+                return None
+    return evaluate(model, task, held_out(cfg, task, 'test', device), amp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a run found, as text and figure
+
+def summary(cfg, scores, metric='exact'):
+    """Means of {length: score} over trained and longer lengths, and the longest length up to which every one is at least 0.95."""
+    mean = lambda lengths: sum(scores[n][metric] for n in lengths) / len(lengths) if lengths else None
+    holds = list(itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores)))
+    longest = max(cfg.train_lengths)
+    return mean([n for n in scores if n <= longest]), mean([n for n in scores if n > longest]), holds[-1] if holds else 0
+
+
+def percent(x):
+    return '-' if x is None else f'{100 * x:.1f} %'
+
+
+def brief(cfg, scores):
+    trained, longer, holds = summary(cfg, scores)
+    return f'exact match {percent(trained)} up to length {max(cfg.train_lengths)}, {percent(longer)} beyond; holds to {holds or "none"}'
+
+
+def mean_scores(by_seed):
+    """The mean over seeds of {seed: {length: scores}}."""
+    runs = list(by_seed.values())
+    return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in run0} for n, run0 in runs[0].items()}
+
+
+def strips(cfg, rows):
+    """A character per length for each (label, scores, metric), the trained lengths marked off from the longer ones."""
+    lengths, longest = sorted(rows[0][1]), max(cfg.train_lengths)
+    every = math.ceil(len(lengths) / 64)
+    lengths = [n for i, n in enumerate(lengths) if i % every == 0 or n == longest]
+    unicode = (sys.stdout.encoding or '').lower().startswith('utf')
+    shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
+    cut = lambda text: text[:sum(n <= longest for n in lengths)] + bar + text[sum(n <= longest for n in lengths):]
+    ticks = [' '] * (len(lengths) + 8)
+    for i, n in enumerate(lengths):
+        if (i == 0 or n == longest or i % 8 == 7) and all(c == ' ' for c in ticks[i:i + len(str(n)) + 1]) and (i == 0 or ticks[i - 1] == ' '):
+            ticks[i:i + len(str(n))] = str(n)
+    width = max(len(label) for label, _, _ in rows) + 2
+    yield ' ' * width + cut(''.join(ticks[:len(lengths)])) + ''.join(ticks[len(lengths):]).rstrip().ljust(3) + 'trained   longer   holds to'
+    for label, scores, metric in rows:
+        trained, longer, holds = summary(cfg, scores, metric)
+        strip = ''.join(shades[int(scores[n][metric] * 8 + 1e-9)] for n in lengths)
+        yield f'{label:{width}}{cut(strip)}   {percent(trained):>7}  {percent(longer):>7}   {holds or "none":>8}'
+    yield (f"{'':{width}}a character per length: {shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; "
+           'holds to: last length before one below 95 %')
+
+
+def report(cfg, by_seed):
+    """Print the final table of one run."""
+    scores = mean_scores(by_seed)
+    rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
+    if len(by_seed) > 1:
+        rows += [(f'exact, seed {seed}', run, 'exact') for seed, run in by_seed.items()]
+    print(f'\n{cfg.task} with {cfg.pe}, {len(by_seed)} seed{"s" * (len(by_seed) > 1)}, {scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
+    print('\n'.join(strips(cfg, rows)))
+    longest = max(cfg.train_lengths)
+    inside, beyond = [n for n in scores if n <= longest], [n for n in scores if n > longest]
+    some = lambda lengths, k: sorted({lengths[round(i * (len(lengths) - 1) / max(1, k - 1))] for i in range(k)}) if lengths else []
+    columns = some(inside, 4) + some(beyond[:4], 4) + some(beyond[4:], 4)
+    print('\nlength      ' + ''.join(f'{n:>7}' for n in columns))
+    for label, metric in (('exact match', 'exact'), ('tokens', 'token'), ('last state', 'last')):
+        print(f'{label:12}' + ''.join(f'{100 * scores[n][metric]:7.1f}' for n in columns) + '  %')
+
+
+def figure(path, cfg, rows):
+    """lengths.png: a curve per (label, scores, metric) against length, the trained lengths shaded. Says so if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f'(pip install matplotlib, and the run also draws {path})')
+        return
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7.5, 4), layout='constrained')
+    ax.axvspan(min(cfg.train_lengths) - 0.5, max(cfg.train_lengths) + 0.5, color='0.92', label='lengths trained on')
+    colors = plt.get_cmap('tab10' if len(rows) <= 10 else 'tab20').colors
+    for i, (label, scores, metric) in enumerate(rows):
+        lengths = sorted(scores)
+        ax.plot(lengths, [100 * scores[n][metric] for n in lengths], '-o' if len(lengths) < 100 else '-', ms=3, color=colors[i % len(colors)],
+                linestyle=('-', '--', ':')[i % 3], label=label)
+    ax.set(xlabel=f'problem length ({cfg.task})', ylabel='exact match (%)' if rows[0][2] == rows[-1][2] else 'right (%)', ylim=(-3, 103))
+    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+    print(f'drew {path}')
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running
+
+def save_checkpoint(cfg, checkpoint):
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def keep_log(cfg, checkpoint):
+    """Drop the lines of log.jsonl that a resumed run will write again: those after the checkpoint."""
+    path = os.path.join(cfg.out_dir, 'log.jsonl')
+    lines = []
+    if checkpoint['seeds'] and os.path.exists(path):
+        with open(path) as f:
+            for line in f:
+                with contextlib.suppress(ValueError):                                   # a line cut off by a kill
+                    point = json.loads(line)
+                    if point['step'] <= checkpoint['seeds'].get(point['seed'], {'step': 0})['step']:
+                        lines.append(line)
+    write(path, ''.join(lines))
+
+
+def write_result(cfg, by_seed, checkpoint, command):
+    """Append what the README's numbers are backed by: configuration, machine, versions, command, curves, accuracy per length."""
+    gpu = torch.cuda.get_device_name() if pick_device(cfg).type == 'cuda' else None
+    line = dict(config=asdict(cfg), command=command, torch=torch.__version__, python=platform.python_version(),
+                hardware=gpu or f'{platform.machine()} CPU, {torch.get_num_threads()} threads', lengths=by_seed,
+                curves={seed: [[e['step'], *summary(cfg, e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed})
+    try:
+        with open(cfg.results, 'a') as f:
+            f.write(json.dumps(line) + '\n')
+    except OSError as error:
+        raise UserError(f'cannot write {cfg.results}: {error.strerror}') from None
+
+
+def run(cfg, stop, command):
+    """Train (or evaluate) the seeds of one configuration; returns {seed: {length: scores}}, None if it was asked to stop."""
+    device, task = pick_device(cfg), tasks.make(cfg.task)
+    path = os.path.join(cfg.out_dir, 'ckpt.pt')
+    checkpoint = {'config': asdict(cfg), 'seeds': {}}
+    if cfg.eval_only or (cfg.resume and os.path.exists(path)):
+        checkpoint = read_checkpoint(path)
+        check_architecture(cfg, checkpoint['config'], path)
+    by_seed = {}
+    if cfg.eval_only:
+        for seed in cfg.seeds:
+            model = load(cfg.out_dir, seed)[0].to(device)
+            model.cfg.eval_len = cfg.eval_len
+            by_seed[seed] = evaluate(model, task, held_out(cfg, task, 'test', device), precision(cfg, device))
+        return by_seed
+    try:
+        os.makedirs(cfg.out_dir, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'cannot make the folder {cfg.out_dir}: {error.strerror}; choose another --out_dir') from None
+    write(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
+    checkpoint['config'] = asdict(cfg)
+    keep_log(cfg, checkpoint)
+    diverged = []
+    for seed in cfg.seeds:
+        try:
+            scores = train_seed(cfg, task, seed, device, checkpoint, stop)
+        except Diverged as error:
+            diverged.append(f'seed {seed}: {error}; its last good checkpoint is kept. A lower --lr or a longer --warmup_steps may help')
+            print(diverged[-1], file=sys.stderr)
+            continue
+        if scores is None:
+            print(f'stopped at step {checkpoint["seeds"][seed]["step"]} and saved; go on with --resume')
+            return None
+        by_seed[seed] = scores
+    if not by_seed:
+        raise UserError(diverged[-1])
+    write(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+    if cfg.results:
+        write_result(cfg, by_seed, checkpoint, command)
+    return by_seed
+
+
+def finished(cfg):
+    """{seed: {length: scores}} of a point of a sweep that an earlier call finished with this very configuration, or None."""
+    folder = cfg.out_dir
+    if not os.path.exists(os.path.join(folder, 'lengths.json')) or read_json(os.path.join(folder, 'config.json')) != json.loads(json.dumps(asdict(cfg))):
+        return None
+    return {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in read_json(os.path.join(folder, 'lengths.json')).items()}
+
+
+def main(argv):
+    if '--help' in argv or '-h' in argv:
+        return print_help()
+    values = read_config(argv)
+    command = 'python train.py ' + shlex.join(argv)
+    swept = [key for key, value in values.items() if isinstance(value, Sweep)]
+    values['out_dir'] = values['out_dir'] or default_out_dir(values)
+    points = []
+    for point in itertools.product(*(values[key] for key in swept)):
+        name = ','.join(f'{key}={slug(str(value))}' for key, value in zip(swept, point))
+        here = dict(values, **dict(zip(swept, point)))
+        if swept:
+            here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
+        points.append((' '.join(map(str, point)), make_config(here)))
+    shown = ', '.join(f'{key}={value}' for key, value in values.items())
+    print('\n'.join(textwrap.wrap(shown, 120)), end='\n\n')
+    stop, rows = Stop(), []
+    for label, cfg in points:
+        if swept:
+            print(f'--- {label} ({cfg.out_dir})')
+        by_seed = finished(cfg) if swept and not cfg.eval_only else None
+        if by_seed:
+            print('finished earlier; delete the folder to train it again')
+        else:
+            by_seed = run(cfg, stop, command)
+        if by_seed is None:
+            return 128 + stop.signal
+        if swept:
+            print(brief(cfg, mean_scores(by_seed)))
+        else:
+            report(cfg, by_seed)
+            scores = mean_scores(by_seed)
+            figure(os.path.join(cfg.out_dir, 'lengths.png'), cfg, [(m, scores, k) for m, k in (('exact match', 'exact'), ('tokens', 'token'), ('last state', 'last'))])
+        rows.append((label, mean_scores(by_seed), 'exact'))
+    if swept:
+        print('\nexact match by length, ' + ' x '.join(swept))
+        print('\n'.join(strips(cfg, rows)))
+        figure(os.path.join(values['out_dir'], 'lengths.png'), cfg, rows)
+
+
+if __name__ == '__main__':
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f'train.py: {error}', file=sys.stderr)
+        sys.exit(2)
