@@ -117,7 +117,18 @@ class Transformer(nn.Module):
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
             self.head.weight = self.embedding.weight
-            nn.init.normal_(self.head.weight, std=cfg.d_model ** -0.5)
+        self.start(cfg.n_layer)
+
+    def start(self, n_layer):
+        """Matrices from N(0, 1 / fan_in), those that write to the residual stream from 1 / (2 n_layer) of that; embedding N(0, 0.1^2)."""
+        for name, p in self.named_parameters():
+            if name == 'embedding.weight':
+                nn.init.normal_(p, std=0.1)
+            elif '.pe.' not in name and p.dim() == 2:
+                writes = name.endswith(('proj.weight', 'mlp.2.weight'))
+                nn.init.normal_(p, std=(p.shape[1] * (2 * n_layer if writes else 1)) ** -0.5)
+            elif name.endswith('bias') and '.pe.' not in name:
+                nn.init.zeros_(p)
 
     def forward(self, tokens, targets=None, total_len=None):
         """tokens [B, T] int64 -> (logits [B, T, V], mean cross-entropy of the targets [B, T] that are not -100, or None).
@@ -134,7 +145,8 @@ class Transformer(nn.Module):
         logits = self.head(self.norm(x))                                                # (B, T, V)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
     def optim_groups(self, lr, weight_decay):
         """Three groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters."""
@@ -147,16 +159,24 @@ class Transformer(nn.Module):
 
 
 if __name__ == '__main__':
+    import ast
     import sys
     keys = {}
-    for arg in sys.argv[1:]:
-        if arg.startswith('--') and '=' in arg:
-            key, value = arg[2:].split('=', 1)
-            keys[key] = type(ModelConfig.__dataclass_fields__[key].default)(value) if key in ModelConfig.__dataclass_fields__ else value
+    for arg in sys.argv[1:]:                                                            # config files and --key=value, as train.py takes them
+        if arg.startswith('--'):
+            key, _, value = arg[2:].partition('=')
+            try:
+                value = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                pass                                                                    # a string
+            keys[key] = value
         else:
-            exec(compile(open(arg).read(), arg, 'exec'), keys)
+            with open(arg) as f:
+                exec(f.read(), keys)
     cfg = ModelConfig(**{k: v for k, v in keys.items() if k in ModelConfig.__dataclass_fields__})
     model = Transformer(cfg)
     for name, p in model.named_parameters():
         print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')
     print(f'{"total":40} {"":14} {sum(p.numel() for p in model.parameters()):>10,}')
+    if 'vocab_size' not in keys:
+        print(f'for a vocabulary of {cfg.vocab_size}; --vocab_size=N counts another')

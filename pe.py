@@ -405,6 +405,7 @@ class ViPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
+        self.shift_invariant = not cfg.vipe_logn
         if cfg.vipe_u:
             self.u = nn.Parameter(torch.zeros(cfg.heads, cfg.head_dim))
         if cfg.vipe_value:

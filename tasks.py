@@ -7,8 +7,10 @@ A task has `vocab` (token strings; index 0 is the padding), `end` (the end token
 `sample(n, length, generator) -> (tokens, targets)`, both [n, T] int64, and `decode(row)`. tokens is the whole sequence with its
 answer; targets[t] = tokens[t+1] where the answer is to be predicted and -100 elsewhere. To add a task, write a class and name it in TASKS.
 """
+import difflib
 import inspect
 import re
+import sys
 
 import torch
 
@@ -317,7 +319,6 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count'
 
 def make(name):
     """The task of that name, its number options behind a colon: 'parity', 'polynomial:p=7'. ValueError says what is wrong."""
-    import difflib
     base, _, options = name.partition(':')
     if base not in TASKS:
         near = difflib.get_close_matches(base, TASKS, 1)
@@ -338,7 +339,6 @@ def example(name, length):
 
 
 if __name__ == '__main__':
-    import sys
     if len(sys.argv) < 2:
         for name, task in TASKS.items():
             print(f'{name:18} {type(task).__doc__.splitlines()[0]}')
@@ -349,8 +349,9 @@ if __name__ == '__main__':
         length = int(sys.argv[2]) if len(sys.argv) > 2 else max(5, task.min_length)
         tokens, targets = task.sample(5, length)
     except ValueError as error:
-        sys.exit(f'tasks.py: {error}')
-    print(inspect.getdoc(type(task)).split('\n\n>>>')[0], f'\n\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
+        print(f'tasks.py: {error}', file=sys.stderr)
+        sys.exit(2)
+    print(inspect.getdoc(type(task)).split('\n\n>>>')[0])
+    print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
-        answer = row[1:][target[:-1] != -100]
-        print(f'{task.decode(row)}\n    predicted: {task.decode(answer)}')
+        print(f'{task.decode(row)}\n    predicted: {task.decode(row[1:][target[:-1] != -100])}')

@@ -85,15 +85,18 @@ class Config(ModelConfig):
         for key in ('train_lengths', 'eval_lengths', 'seeds'):
             value = sorted(set(getattr(self, key))) if key != 'seeds' else list(dict.fromkeys(getattr(self, key)))
             low = 0 if key == 'seeds' else 1
-            if not value or any(type(x) is not int or not low <= x < 2 ** 32 for x in value):
+            if not value or any(type(x) is not int or not low <= x < 2 ** 28 for x in value):
                 raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; it is {getattr(self, key)!r}')
             setattr(self, key, value)
-        self.length_schedule = [list(stage) for stage in self.length_schedule]
-        for step in [step for step, _ in self.length_schedule] or [0]:
-            if not lengths_at(self, step):
+        schedule = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else stage for stage in self.length_schedule]
+        if any(not isinstance(stage, list) or [type(x) for x in stage] != [int, int] for stage in schedule) or schedule and schedule[0][0] != 0:
+            raise ValueError(f'length_schedule must be pairs (first step, longest length) and begin at step 0; it is {schedule}')
+        for step in [step for step, _ in schedule] or [0]:
+            lengths = lengths_at(self, step)
+            if not lengths:
                 raise ValueError(f'length_schedule leaves no length of train_lengths at step {step}')
-        if self.length_schedule and self.length_schedule[0][0] != 0:
-            raise ValueError('length_schedule must begin at step 0')
+            if self.n_train and self.n_train * len(lengths) < self.batch_size:
+                raise ValueError(f'n_train={self.n_train} gives {self.n_train * len(lengths)} problems, fewer than batch_size={self.batch_size}')
         the_task = tasks.make(self.task)
         total = lambda lengths: max(the_task.sample(1, length)[0].shape[1] for length in (min(lengths), max(lengths)))
         self.vocab_size, self.train_len, self.eval_len = len(the_task.vocab), total(self.train_lengths), total(self.eval_lengths)
@@ -242,6 +245,11 @@ def lengths_at(cfg, step):
     return [n for n in cfg.train_lengths if not limits or n <= limits[-1]]
 
 
+def generator(device, stream, number):
+    """A random generator of its own for every stream and number. (The CPU's looks at the lowest 32 bits of its seed only.)"""
+    return torch.Generator(device).manual_seed(('train', 'fixed', 'eval', 'test').index(stream) + 1 << 28 | number)
+
+
 class Batches:
     """Shuffled batches [batch_size, T] of mixed lengths, rows padded on the right with 0. The data live on the device.
 
@@ -250,14 +258,14 @@ class Batches:
     """
     def __init__(self, cfg, task, seed, device):
         self.cfg, self.task, self.seed, self.device = cfg, task, seed, device
-        self.generator = torch.Generator(device).manual_seed(2 ** 33 + seed)
+        self.generator = generator(device, 'train', seed)
         self.lengths, self.order, self.at = None, (), 0
 
     def draw(self, lengths):
         cfg = self.cfg
-        generator = self.generator if not cfg.n_train else torch.Generator(self.device).manual_seed(2 ** 34 + self.seed)
+        source = generator(self.device, 'fixed', self.seed) if cfg.n_train else self.generator
         per_length = cfg.n_train or math.ceil(64 * cfg.batch_size / len(lengths))
-        problems = [self.task.sample(per_length, length, generator) for length in lengths]
+        problems = [self.task.sample(per_length, length, source) for length in lengths]
         T = max(tokens.shape[1] for tokens, _ in problems)
         dtype = torch.int16 if cfg.vocab_size < 2 ** 15 else torch.int32
         pad = lambda rows, value: torch.nn.functional.pad(rows.to(dtype), (0, T - rows.shape[1]), value=value)
@@ -289,10 +297,9 @@ class Batches:
 
 
 def held_out(cfg, task, split, device):
-    """{length: (tokens, targets)}, the same for every seed and encoding; split 'eval' or 'test'. No training seed reaches its generators."""
-    n, base = (cfg.n_eval, 2 ** 40) if split == 'eval' else (cfg.n_test, 2 ** 41)
-    return {length: tuple(x.to(device) for x in task.sample(n, length, torch.Generator().manual_seed(base + length)))
-            for length in cfg.eval_lengths}
+    """{length: (tokens, targets)}, the same for every seed and encoding; split: 'eval' or 'test'. No training stream reaches them."""
+    n = cfg.n_eval if split == 'eval' else cfg.n_test
+    return {length: tuple(x.to(device) for x in task.sample(n, length, generator('cpu', split, length))) for length in cfg.eval_lengths}
 
 
 @torch.no_grad()
@@ -336,6 +343,14 @@ def write(path, data):
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
         raise UserError(f'cannot write {path}: {error.strerror}; the last checkpoint is whole') from None
+
+
+def append(path, text):
+    try:
+        with open(path, 'a') as f:
+            f.write(text)
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}') from None
 
 
 def read_checkpoint(path):
@@ -428,7 +443,8 @@ def train_seed(cfg, task, seed, device, checkpoint, stop):
     big = sum(p.numel() for p in model.parameters()) >= 1e7
     forward = torch.compile(model) if cfg.compile or (cfg.compile is None and device.type == 'cuda' and big) else model
     sets = held_out(cfg, task, 'eval', device)
-    losses, params = list(torch.tensor(entry['losses'])), list(model.parameters())      # since the last line of the log
+    losses = list(torch.tensor(entry['losses'], dtype=torch.float64, device=device))     # since the last line of the log
+    params = list(model.parameters())
 
     def save(step):
         if not all(p.isfinite().all() for p in params):
@@ -562,7 +578,7 @@ def figure(path, cfg, rows):
     colors = plt.get_cmap('tab10' if len(rows) <= 10 else 'tab20').colors
     for i, (label, scores, metric) in enumerate(rows):
         lengths = sorted(scores)
-        ax.plot(lengths, [100 * scores[n][metric] for n in lengths], '-o' if len(lengths) < 100 else '-', ms=3, color=colors[i % len(colors)],
+        ax.plot(lengths, [100 * scores[n][metric] for n in lengths], marker='o', ms=3, color=colors[i % len(colors)],
                 linestyle=('-', '--', ':')[i % 3], label=label)
     ax.set(xlabel=f'problem length ({cfg.task})', ylabel='exact match (%)' if rows[0][2] == rows[-1][2] else 'right (%)', ylim=(-3, 103))
     ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
@@ -600,11 +616,7 @@ def write_result(cfg, by_seed, checkpoint, command):
     line = dict(config=asdict(cfg), command=command, torch=torch.__version__, python=platform.python_version(),
                 hardware=gpu or f'{platform.machine()} CPU, {torch.get_num_threads()} threads', lengths=by_seed,
                 curves={seed: [[e['step'], *summary(cfg, e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed})
-    try:
-        with open(cfg.results, 'a') as f:
-            f.write(json.dumps(line) + '\n')
-    except OSError as error:
-        raise UserError(f'cannot write {cfg.results}: {error.strerror}') from None
+    append(cfg.results, json.dumps(line) + '\n')
 
 
 def run(cfg, stop, command):
@@ -626,6 +638,8 @@ def run(cfg, stop, command):
         os.makedirs(cfg.out_dir, exist_ok=True)
     except OSError as error:
         raise UserError(f'cannot make the folder {cfg.out_dir}: {error.strerror}; choose another --out_dir') from None
+    if cfg.results:
+        append(cfg.results, '')                                                         # fails now rather than after the training
     write(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
     checkpoint['config'] = asdict(cfg)
     keep_log(cfg, checkpoint)

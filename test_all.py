@@ -1,0 +1,841 @@
+"""Contracts, not snapshots. `python -m pytest test_all.py` runs all of it on a CPU in a few minutes."""
+import cmath
+import doctest
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_file
+import pe
+import tasks
+import train
+from model import ModelConfig, Transformer
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+# every encoding, and every switch that changes what one computes
+VARIANTS = {name: dict(pe=name) for name in pe.ENCODINGS} | {
+    'yarn beta': dict(pe='yarn', yarn_beta_fast=3.0, yarn_beta_slow=0.5), 't5 24': dict(pe='t5', t5_buckets=24, t5_max_distance=40),
+    'fire 64': dict(pe='fire', fire_width=64), 'rope base': dict(pe='rope', rope_base=100.0),
+    'pope uniform': dict(pe='pope', pope_delta='uniform'), 'pope no delta': dict(pe='pope', pope_delta='none'),
+    'pope no softplus': dict(pe='pope', pope_softplus=False), 'vipe s one': dict(pe='vipe', vipe_s='one'),
+    'vipe s global': dict(pe='vipe', vipe_s='global', eval_len=40), 'vipe as': dict(pe='vipe', vipe_g='as'),
+    'vipe as+b': dict(pe='vipe', vipe_g='as+b'), 'vipe rational': dict(pe='vipe', vipe_g='rational'),
+    'vipe logits only': dict(pe='vipe', vipe_value=False), 'vipe value only': dict(pe='vipe', vipe_logn=False, vipe_u=False),
+    'vipe d_p': dict(pe='vipe', vipe_d_p=5), 'ape+rope': dict(pe='ape+rope'), 'pope+vipe': dict(pe='pope+vipe'),
+    'pope+alibi': dict(pe='pope+alibi'), 'vrope+vipe': dict(pe='vrope+vipe'), 'vipe+vrope': dict(pe='vipe+vrope'), 't5+fire': dict(pe='t5+fire'),
+    'rope on 1 head': dict(pe='rope', rope_heads=1), 'pope+vipe on 3 heads': dict(pe='pope+vipe', rope_heads=3),
+    'alibi on 2 heads': dict(pe='alibi', rope_heads=2), 'mla rope': dict(pe='rope', attention='mla'),
+    'mla pope+vipe': dict(pe='pope+vipe', attention='mla'), 'mla rope on 1 head': dict(pe='rope', attention='mla', rope_heads=1)}
+variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
+TRAIN_LEN = 12
+
+
+def make(dtype=torch.float64, seed=0, **kw):
+    """A small model, its encoding's parameters moved off their starting values, so that nothing is tested at a special point."""
+    torch.manual_seed(seed)
+    model = Transformer(ModelConfig(**dict(dict(d_model=32, n_head=4, vocab_size=11, train_len=TRAIN_LEN, max_len=64), **kw))).to(dtype)
+    with torch.no_grad():
+        for block in model.blocks:
+            for p in block.attn.pe.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+    return model.eval()
+
+
+def encoding(name, heads=2, head_dim=8, **kw):
+    torch.manual_seed(0)
+    return pe.build(pe.PEConfig(pe=name, d_model=heads * head_dim, n_head=heads, **kw)).double().eval()
+
+
+def qkv(heads=2, T=10, head_dim=8, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return (*(torch.randn(2, heads, T, head_dim, generator=g, dtype=torch.float64) for _ in range(3)), torch.arange(T))
+
+
+def close(a, b, tol=1e-10):
+    assert torch.allclose(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=tol, atol=tol)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pe.py: each encoding against its equation, in loops and in float64
+
+def loop_logits(q, k, score):
+    """[B, H, T, T] from score(h, q_t, k_s, t, s), -inf above the diagonal."""
+    B, H, T, _ = q.shape
+    out = torch.full((B, H, T, T), -math.inf, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                for s in range(t + 1):
+                    out[b, h, t, s] = score(h, q[b, h, t].tolist(), k[b, h, s].tolist(), t, s)
+    return out
+
+
+def dot(q, k):
+    return sum(x * y for x, y in zip(q, k))
+
+
+def rope_score(theta, d=8):
+    def score(h, q, k, t, s):
+        pairs = [(complex(q[c], q[c + d // 2]), complex(k[c], k[c + d // 2])) for c in range(d // 2)]
+        return sum((a.conjugate() * b * cmath.exp(1j * (s - t) * theta[c])).real for c, (a, b) in enumerate(pairs)) / math.sqrt(d)
+    return score
+
+
+def test_nope_is_plain_attention():
+    q, k, v, pos = qkv()
+    close(encoding('nope').logits(q, k, pos), loop_logits(q, k, lambda h, q, k, t, s: dot(q, k) / math.sqrt(8)))
+
+
+def test_rope():
+    q, k, v, pos = qkv()
+    close(encoding('rope').logits(q, k, pos), loop_logits(q, k, rope_score([10000 ** (-2 * c / 8) for c in range(4)])))
+
+
+@pytest.mark.parametrize('T, train_len, d', [(10, 12, 8), (40, 12, 8), (99, 35, 32), (400, 100, 64)])
+def test_yarn(T, train_len, d):
+    enc = encoding('yarn', head_dim=d, train_len=train_len)
+    s = max(1, T / train_len)
+    theta = []
+    low = max(math.floor(d * math.log(train_len / (32 * 2 * math.pi)) / (2 * math.log(10000))), 0)
+    high = min(math.ceil(d * math.log(train_len / (1 * 2 * math.pi)) / (2 * math.log(10000))), d - 1)
+    for c in range(d // 2):
+        w = min(max((c - low) / (high - low), 0), 1)
+        theta.append(10000 ** (-2 * c / d) * ((1 - w) + w / s))
+    close(enc.scaled_frequencies(s, torch.zeros(1, dtype=torch.float64).expand(1, d)), theta)
+    q, k, v, pos = qkv(T=10, head_dim=d)
+    temperature = 0.1 * math.log(s) + 1
+    close(enc.logits(q, k, pos, enc.state(None, pos, T)), temperature ** 2 * loop_logits(q, k, rope_score(theta, d)))
+
+
+def test_yarn_against_published_values():
+    """transformers 5.23, _compute_yarn_parameters: dim 16, original length 128, factor 10, base 10000."""
+    theta = encoding('yarn', head_dim=16, train_len=128).scaled_frequencies(10.0, torch.zeros(1, 16, dtype=torch.float64))
+    close(theta, [1.0, 0.221359, 0.04, 0.003162, 0.001, 0.000316, 0.0001, 0.000032], 1e-6)
+
+
+@pytest.mark.parametrize('delta', ['zero', 'uniform', 'none'])
+@pytest.mark.parametrize('softplus', [True, False])
+def test_pope(delta, softplus):
+    enc = encoding('pope', pope_delta=delta, pope_softplus=softplus)
+    if delta == 'zero':
+        with torch.no_grad():
+            enc.delta.copy_(torch.linspace(-8, 1, 16).view(2, 8))                        # beyond both bounds
+    q, k, v, pos = qkv()
+    mu = (lambda x: math.log1p(math.exp(x))) if softplus else (lambda x: x)
+    phase = (lambda h, c: min(max(enc.delta[h, c].item(), -2 * math.pi), 0)) if delta != 'none' else (lambda h, c: 0)
+    close(enc.logits(q, k, pos), loop_logits(q, k, lambda h, q, k, t, s: sum(
+        mu(q[c]) * mu(k[c]) * math.cos((s - t) * 10000 ** (-c / 8) + phase(h, c)) for c in range(8)) / math.sqrt(8)))
+
+
+def test_pope_delta_start():
+    assert (encoding('pope').delta == 0).all()
+    delta = encoding('pope', heads=16, pope_delta='uniform').delta
+    assert -2 * math.pi <= delta.min() < -5 and -1 < delta.max() <= 0
+
+
+def test_alibi_slopes():
+    """The published slopes: powers of two, and 12 heads as in BLOOM's and MPT's code."""
+    slope = lambda heads: encoding('alibi', heads=heads).slope.tolist()
+    assert slope(8) == [2.0 ** -h for h in range(1, 9)] and slope(1) == [2.0 ** -8]
+    close(slope(12), [2.0 ** -h for h in range(1, 9)] + [2.0 ** -0.5, 2.0 ** -1.5, 2.0 ** -2.5, 2.0 ** -3.5], 1e-6)
+    q, k, v, pos = qkv()
+    close(encoding('alibi').logits(q, k, pos), loop_logits(q, k, lambda h, q, k, t, s: dot(q, k) / math.sqrt(8) - 2.0 ** (-4 * (h + 1)) * (t - s)))
+
+
+@pytest.mark.parametrize('buckets, max_distance', [(32, 128), (24, 128), (32, 64), (7, 20)])
+def test_t5(buckets, max_distance):
+    def bucket(d):
+        exact = buckets // 2
+        if d < exact:
+            return d
+        return min(buckets - 1, exact + int(math.log(d / exact) / math.log(max_distance / exact) * (buckets - exact)))
+    enc = encoding('t5', t5_buckets=buckets, t5_max_distance=max_distance)
+    assert enc.float().bucket(torch.arange(1000)).tolist() == [bucket(d) for d in range(1000)]
+    enc = enc.double()
+    torch.nn.init.normal_(enc.table)
+    q, k, v, pos = qkv(T=25)
+    close(enc.logits(q, k, pos), loop_logits(q, k, lambda h, q, k, t, s: dot(q, k) / math.sqrt(8) + enc.table[bucket(t - s), h].item()))
+
+
+def test_fire():
+    enc = encoding('fire', train_len=12)
+    q, k, v, pos = qkv()
+    with torch.no_grad():
+        enc.c.fill_(-0.3)
+        enc.L.fill_(1.2)                                                                # the threshold is 1.2 * 12 / 4 = 3.6
+    psi = lambda x: math.log(0.3 * x + 1)
+
+    def score(h, q, k, t, s):
+        x = psi(t - s) / (psi(max(t, 3.6)) + 1e-6)
+        hidden = [max(0.0, w * x + b) for w, b in zip(enc.mlp[0].weight[:, 0].tolist(), enc.mlp[0].bias.tolist())]
+        return dot(q, k) / math.sqrt(8) + dot(hidden, enc.mlp[2].weight[h].tolist()) + enc.mlp[2].bias[h].item()
+    close(enc.logits(q, k, pos), loop_logits(q, k, score))
+
+
+def test_vrope():
+    q, k, v, pos = qkv()
+    enc = encoding('vrope')
+    alpha = enc.logits(q, k, pos).softmax(-1)
+    expected = torch.zeros_like(v)
+    for t in range(10):
+        for s in range(t + 1):
+            for c in range(4):
+                value = torch.complex(v[:, :, s, c], v[:, :, s, c + 4]) * cmath.exp(1j * (s - t) * 10000 ** (-2 * c / 8))
+                expected[:, :, t, c] += alpha[:, :, t, s] * value.real
+                expected[:, :, t, c + 4] += alpha[:, :, t, s] * value.imag
+    close(enc.attend(q, k, v, pos), expected)
+
+
+@pytest.mark.parametrize('total_len', [None, 30])
+@pytest.mark.parametrize('kw', [dict(), dict(vipe_g='as+b'), dict(vipe_g='rational'), dict(vipe_s='one'), dict(vipe_s='global', eval_len=48)],
+                         ids=lambda kw: str(kw))
+def test_vipe_averages_the_values_of_eq_8(kw, total_len):
+    enc = encoding('vipe', train_len=6, vipe_d_p=3, **kw)
+    with torch.no_grad():
+        for p in enc.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    q, k, v, pos = qkv()
+    s = {'one': 1.0, 'global': 8.0}.get(kw.get('vipe_s'), (total_len or 10) / 6)
+    p = [] if enc.g_param is None else enc.g_param.tolist()
+    g = {'s': lambda: s, 'as+b': lambda: p[0] * s + p[1], 'rational': lambda: (1 + p[0]) * (s - p[0] + p[0] ** 2 / s)}[kw.get('vipe_g', 's')]()
+    state = enc.state(None, pos, total_len)
+    logits = loop_logits(q, k, lambda h, q, k, t, i: g * math.log(t + 1) * (1 + dot(enc.u[h].tolist(), k)) * dot(q, k) / math.sqrt(8))
+    close(enc.logits(q, k, pos, state), logits)
+    alpha, z = logits.softmax(-1), torch.zeros(2, 2, 10, 11, dtype=torch.float64)
+    for n in range(10):
+        for i in range(n + 1):
+            code = enc.W_p[:, 0] * (n - i) / s + enc.b_p[:, 0]                           # p_(n-i) (H, d_p)
+            z[:, :, n] += alpha[:, :, n, i, None] * torch.cat([v[:, :, i], code.expand(2, 2, 3)], dim=-1)
+    close(enc.attend(q, k, v, pos, state), z)
+
+
+def test_vipe_global_scale_is_one_in_training():
+    enc = encoding('vipe', train_len=6, vipe_s='global', eval_len=48)
+    assert enc.state(None, torch.arange(5)) == 8 and enc.train().state(None, torch.arange(5)) == 1
+
+
+def test_pope_vipe_scales_by_the_raw_key():
+    q, k, v, pos = qkv()
+    enc = encoding('pope+vipe', train_len=20)
+    pope, vipe = enc.parts
+    torch.nn.init.normal_(vipe.u)
+    row, col = torch.arange(1, 11).double().log()[:, None], 1 + torch.einsum('bhtd,hd->bht', k, vipe.u)[:, :, None, :]
+    close(enc.logits(q, k, pos).masked_fill(torch.ones(10, 10).triu(1) > 0, 0),
+          (row * col * pope.logits(q, k, pos).masked_fill(torch.ones(10, 10).triu(1) > 0, 0)))
+    assert enc.out_dim == 16
+
+
+def test_sinusoids():
+    x = torch.zeros(1, 9, 8, dtype=torch.float64)
+    p = [[(math.sin if c % 2 == 0 else math.cos)(t / 10000 ** (c // 2 * 2 / 8)) for c in range(8)] for t in range(9)]
+    close(pe.APE(pe.PEConfig(d_model=8)).embed(x, torch.arange(9))[0], p)
+
+
+def test_shifted_ape_shifts_in_training_only():
+    cfg, pos = pe.PEConfig(d_model=8, max_shift=50), torch.arange(9)
+    enc, ape, x = pe.ShiftedAPE(cfg), pe.APE(cfg), torch.zeros(300, 9, 8)
+    close(enc.eval().embed(x, pos), ape.embed(x, pos), 1e-6)
+    rows = enc.train().embed(x, pos)
+    table = ape.embed(torch.zeros(1, 60, 8), torch.arange(60))[0]
+    offsets = [next(m for m in range(51) if torch.allclose(row, table[m:m + 9], atol=1e-5)) for row in rows]
+    assert min(offsets) < 5 and max(offsets) > 45 and len(set(offsets)) > 25
+
+
+@pytest.mark.parametrize('name', ['learned', 'random'])
+def test_tables_repeat_their_last_row(name):
+    enc = encoding(name, max_len=5)
+    x = enc.embed(torch.zeros(1, 9, 16, dtype=torch.float64), torch.arange(9))[0]
+    close(x[:5], enc.table)
+    close(x[5:], enc.table[4].expand(4, 16))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pe.py and model.py: what holds for every encoding
+
+@variants
+def test_attend_is_softmax_of_logits_times_value(kw):
+    for T in (TRAIN_LEN, 3 * TRAIN_LEN):
+        enc = make(**kw).blocks[1].attn.pe
+        H, D = enc.cfg.heads, enc.cfg.head_dim
+        q, k, v, pos = qkv(H, T, D)
+        y = enc.attend(q, k, v, pos)
+        close(y, enc.out(enc.logits(q, k, pos).softmax(-1) @ enc.value(v, pos), pos))
+        assert y.shape == (2, H, T, enc.out_dim)
+
+
+@variants
+def test_causal_and_prefix_consistent(kw):
+    model = make(**kw)
+    tokens = torch.randint(11, (3, 20))
+    changed = tokens.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 11
+    with torch.no_grad():
+        full = model(tokens)[0]
+        assert torch.equal(full[:, :12], model(changed)[0][:, :12]) and not torch.equal(full[:, 12:], model(changed)[0][:, 12:])
+        for t in (1, 7, 19):
+            close(model(tokens[:, :t], total_len=20)[0], full[:, :t])
+
+
+@variants
+def test_gradient_reaches_every_parameter(kw):
+    model = make(**kw).train()
+    tokens = torch.randint(11, (3, TRAIN_LEN))
+    model(tokens, tokens)[1].backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+@variants
+def test_float32_agrees_with_float64(kw):
+    model = make(**kw)
+    tokens = torch.randint(11, (3, 3 * TRAIN_LEN))
+    with torch.no_grad():
+        reference = model(tokens)[0]
+        assert (model.float()(tokens)[0].double() - reference).abs().max() < 1e-5 * max(1, reference.abs().max())
+
+
+@variants
+def test_shift_invariance_where_declared(kw):
+    enc = make(**kw).blocks[0].attn.pe
+    q, k, v, pos = qkv(enc.cfg.heads, TRAIN_LEN, enc.cfg.head_dim)
+    x = torch.randn(1, TRAIN_LEN, 32, dtype=torch.float64)
+    same = torch.allclose(enc.attend(q, k, v, pos), enc.attend(q, k, v, pos + 7)) and torch.allclose(enc.embed(x, pos), enc.embed(x, pos + 7))
+    assert same == enc.shift_invariant
+
+
+@variants
+def test_save_and_load(kw, tmp_path):
+    model, other = make(**kw), make(seed=1, **kw)
+    tokens = torch.randint(11, (2, 9))
+    torch.save(model.state_dict(), tmp_path / 'm.pt')
+    other.load_state_dict(torch.load(tmp_path / 'm.pt', weights_only=True))
+    assert torch.equal(model(tokens)[0], other(tokens)[0])
+
+
+@variants
+def test_beyond_every_trained_length(kw):
+    logits, loss = make(**kw)(torch.randint(11, (1, 200)), torch.randint(11, (1, 200)))                  # tables have 64 rows
+    assert logits.isfinite().all() and loss.isfinite()
+
+
+@variants
+def test_overfits_one_batch(kw):
+    model = make(torch.float32, **kw).train()
+    tokens = torch.randint(11, (8, TRAIN_LEN), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = torch.arange(8)                                                      # so that each row can be told apart
+    optimizer = torch.optim.AdamW(model.optim_groups(1e-2, 0.0))
+    for _ in range(120):
+        loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2, loss
+
+
+@variants
+def test_bfloat16_autocast_stays_near(kw):
+    model = make(torch.float32, **kw)
+    tokens = torch.randint(11, (2, 3 * TRAIN_LEN))
+    with torch.no_grad():
+        reference = model(tokens)[0]
+        with torch.autocast('cpu', torch.bfloat16):
+            assert (model(tokens)[0].float() - reference).abs().max() < 0.15 * reference.abs().max()
+
+
+def test_t5_table_is_shared_and_others_are_not():
+    layers = lambda name: [block.attn.pe for block in make(pe=name, n_layer=3).blocks]
+    assert len({id(enc.table) for enc in layers('t5')}) == 1
+    assert len({id(enc.delta) for enc in layers('pope')}) == 3
+    both = layers('t5+pope')
+    assert len({id(enc.parts[0].table) for enc in both}) == 1 and len({id(enc.parts[1].delta) for enc in both}) == 3
+
+
+def test_rope_heads():
+    rope, nope = encoding('rope', heads=4), encoding('nope', heads=4)
+    q, k, v, pos = qkv(4)
+    y = encoding('rope', heads=4, rope_heads=1).attend(q, k, v, pos)
+    close(y[:, :1], rope.attend(q, k, v, pos)[:, :1])
+    close(y[:, 1:], nope.attend(q, k, v, pos)[:, 1:])
+    assert not torch.allclose(y[:, 1:], rope.attend(q, k, v, pos)[:, 1:])
+
+
+def test_mla_logits_are_eq_3():
+    model = make(pe='rope', attention='mla', n_head=8, d_compress=6)                     # 4 real heads of 8: 4 NoPE + 4 RoPE features
+    attn, x, pos = model.blocks[0].attn, torch.randn(2, 10, 32, dtype=torch.float64), torch.arange(10)
+    seen = []
+    attn.tap_logits.register_forward_hook(lambda m, i, o: seen.append(o))
+    attn(x, pos, None)
+    W_Q, W_K = attn.q.weight.view(4, 8, 32), (attn.kv.weight[:32] @ attn.compress.weight).view(4, 8, 32)
+    q, k = torch.einsum('hdc,btc->bhtd', W_Q, x), torch.einsum('hdc,btc->bhtd', W_K, x)
+    rope = loop_logits(q[..., 4:], k[..., 4:], rope_score([1, 10000 ** -0.5], 4)) * 2     # undo its 1/sqrt(4)
+    close(seen[0], (q[..., :4] @ k[..., :4].transpose(-1, -2) + rope) / math.sqrt(8))
+    assert attn.compress.weight.shape == (6, 32) and attn.kv.weight.shape == (64, 6)
+
+
+def test_taps_read_and_replace():
+    model = make(pe='rope')
+    tokens, shapes = torch.randint(11, (2, 9)), {}
+    before = model(tokens)[0]
+    handles = [m.register_forward_hook(lambda m, i, o, n=n: shapes.__setitem__(n, tuple(o.shape)))
+               for n, m in model.named_modules() if n.split('.')[-1].startswith('tap_')]
+    close(model(tokens)[0], before)
+    assert shapes['blocks.1.attn.tap_q'] == shapes['blocks.1.attn.tap_k'] == shapes['blocks.1.attn.tap_head_out'] == (2, 4, 9, 8)
+    assert shapes['blocks.0.attn.tap_logits'] == (2, 4, 9, 9) and shapes['tap_resid'] == shapes['blocks.1.tap_resid'] == (2, 9, 32)
+    for h in handles:
+        h.remove()
+    h = model.blocks[1].attn.tap_head_out.register_forward_hook(lambda m, i, o: o * 0)
+    assert not torch.allclose(model(tokens)[0], before)
+    h.remove()
+    assert torch.equal(model(tokens)[0], before)
+
+
+@pytest.mark.parametrize('kw', [dict(norm='rmsnorm'), dict(tie=True), dict(dropout=0.3), dict(d_ff=20, n_layer=3, n_head=1)], ids=str)
+def test_model_switches(kw):
+    model = make(pe='rope', **kw)
+    tokens = torch.randint(11, (2, 9))
+    assert (model.head.weight is model.embedding.weight) == bool(kw.get('tie'))
+    assert torch.equal(model(tokens)[0], model(tokens)[0])
+    model.train()
+    assert torch.equal(model(tokens)[0], model(tokens)[0]) != bool(kw.get('dropout'))
+    ignored = torch.full((2, 9), -100)
+    ignored[0, 3] = 5
+    close(model.eval()(tokens, ignored)[1], F.cross_entropy(model(tokens)[0][0, 3][None], torch.tensor([5])))
+
+
+def test_optimizer_groups_hold_every_parameter_once():
+    model = make(pe='pope+t5')
+    groups = model.optim_groups(1e-3, 0.1)
+    ids = [id(p) for group in groups for p in group['params']]
+    assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in model.parameters()}
+    decays = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
+    names = [n for n, p in model.named_parameters() if id(p) in decays]
+    assert names and all(n.endswith('weight') and 'norm' not in n and '.pe.' not in n and n != 'embedding.weight' for n in names)
+
+
+@pytest.mark.parametrize('kw, says', [
+    (dict(d_model=30, n_head=4), 'divisible'), (dict(pe='rope', d_model=20, n_head=4), 'even'), (dict(pe='rop'), "'rope'"), (dict(pe='rope+'), 'unknown'),
+    (dict(n_head=3, d_model=30, attention='mla'), 'even'), (dict(rope_heads=9), 'rope_heads'), (dict(norm='batch'), 'layernorm'), (dict(n_layer=0), 'n_layer'),
+    (dict(vipe_s='both'), 'length'), (dict(pope_delta='one'), 'uniform'), (dict(attention='gqa'), 'mla'), (dict(dropout=1.5), 'dropout'),
+    (dict(pe='ape', d_model=21, n_head=1), 'even'), (dict(pe='t5', t5_buckets=1), 't5')], ids=str)
+def test_impossible_shapes_say_what_to_do(kw, says):
+    with pytest.raises(ValueError, match=says):
+        Transformer(ModelConfig(**kw))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tasks.py: slow, obvious oracles
+
+def answer(name, prompt):
+    """What a task's answer must be, from the words before it, by the definition alone."""
+    if name in ('copy', 'reverse', 'sort', 'count', 'parity', 'polynomial', 'mode'):
+        assert prompt[0] == 'BoS' and prompt[-1] == 'EoI'
+        x = prompt[1:-1]
+        numbers = [int(w) for w in x] if name != 'mode' else None
+        if name == 'copy':
+            states = numbers
+        elif name == 'reverse':
+            states = numbers[::-1]
+        elif name == 'sort':
+            assert len(set(numbers)) == len(numbers)
+            states = sorted(numbers)
+        elif name == 'count':
+            states = list(range(numbers[0], numbers[1] + 1))
+        elif name == 'mode':
+            assert len(statistics.multimode(x)) == 1
+            states = [statistics.mode(x)]
+        else:
+            states = [numbers[0]]
+            for n in numbers[1:]:
+                states.append((states[-1] + n) % 2 if name == 'parity' else (states[-1] * n + 1) % 5)
+        return [str(s) for s in states] + ['EoS']
+    assert prompt[-1] == '?'
+    places = {w: [i for i, x in enumerate(prompt) if x == w] for w in prompt}
+    if name == 'distance':
+        (i,), (j,) = places['trigger0'], places['trigger1']
+        return [f'class{abs(i - j) // 4}']
+    if name == 'distance_sum':
+        i, j, k, l = (places[f'trigger{m}'][0] for m in range(4))
+        return [f'class{(abs(i - j) + abs(k - l)) // 8}']
+    if name == 'trigger_count':
+        return [f'class{sum(w.startswith("trigger") for w in prompt)}']
+
+
+LENGTHS = {'copy': (1, 5, 48), 'parity': (1, 5, 48), 'polynomial': (1, 5, 48), 'count': (1, 5, 48, 128), 'reverse': (1, 5, 48), 'mode': (1, 2, 7, 48),
+           'sort': (1, 5, 48, 100), 'indirect_indexing': (1, 20, 40, 52), 'distance': (2, 9, 128, 200), 'trigger_count': (1, 9, 128, 200),
+           'distance_sum': (4, 9, 128, 200)}
+
+
+@pytest.mark.parametrize('name, length', [(n, length) for n in tasks.TASKS for length in LENGTHS[n]])
+def test_tasks_against_an_oracle(name, length):
+    task = tasks.TASKS[name]
+    n = 2000 if length < 60 else 300
+    tokens, targets = task.sample(n, length, torch.Generator().manual_seed(length))
+    assert tokens.dtype == targets.dtype == torch.int64 and tokens.shape == targets.shape and len(tokens) == n
+    assert tokens.min() >= 0 and tokens.max() < len(task.vocab) and len(set(task.vocab)) == len(task.vocab)
+    for row, target in zip(tokens.tolist(), targets.tolist()):
+        assert all(t == -100 or t == row[i + 1] for i, t in enumerate(target)) and target[-1] == -100
+        words = [task.vocab[i] for i in row if i != 0]
+        first = next(i for i, t in enumerate(target) if t != -100) + 1
+        assert all(t != -100 for t in target[first - 1:len(words) - 1]) and all(i == 0 for i in row[len(words):])
+        if name == 'indirect_indexing':
+            source, letter, shift, goal = task.decode(torch.tensor(row)).split(', ')
+            assert len(source) == length == len(set(source)) and source.isalpha() and re.fullmatch(r'[+-]\d{1,2}', shift) and abs(int(shift)) <= 15
+            assert words[first:] == [goal] == [source[source.index(letter) + int(shift)]] and source.index(letter) + int(shift) >= 0
+        else:
+            assert words[first:] == answer(name, words[:first])
+            assert len(words[:first]) == (4 if name == 'count' else length + 1 + (task.end is not None))
+            assert task.decode(torch.tensor(row)).split() == words
+
+
+@pytest.mark.parametrize('name, length', [('distance', 128), ('trigger_count', 128), ('indirect_indexing', 30), ('mode', 9), ('count', 9), ('parity', 9)])
+def test_task_distributions(name, length):
+    tokens, targets = tasks.TASKS[name].sample(20000, length, torch.Generator().manual_seed(0))
+    last = targets.gather(1, (torch.arange(targets.shape[1]) * ((targets != -100) & (targets != 3))).argmax(1, keepdim=True))
+    share = last.unique(return_counts=True)[1] / 20000
+    expected = {'distance': [3 / 127] + [4 / 127] * 31, 'trigger_count': [1 / 32] * 32, 'indirect_indexing': [1 / 52] * 52, 'mode': [1 / 10] * 10,
+                'parity': [1 / 2] * 2}.get(name, [1 / 120] * 120)
+    assert len(share) == len(expected) and (share - torch.tensor(expected)).abs().max() < 6 * math.sqrt(max(expected) / 20000)
+    if name == 'distance':                                                              # both orders, and the whole range of distances
+        a, b = (tokens == 34).int().argmax(1), (tokens == 35).int().argmax(1)
+        assert 0.48 < (a < b).float().mean() < 0.52 and set((a - b).abs().tolist()) == set(range(1, 128))
+    if name == 'indirect_indexing':
+        shifts = [int(''.join(tasks.TASKS[name].vocab[i] for i in row[33:36] if i > 1)) for row in tokens[:3000].tolist()]
+        assert set(shifts) == set(range(-15, 16))
+
+
+def test_tasks_are_seeded():
+    for name, task in tasks.TASKS.items():
+        draw = lambda seed: task.sample(50, LENGTHS[name][1], torch.Generator().manual_seed(seed))[0]
+        assert torch.equal(draw(3), draw(3)) and not torch.equal(draw(3), draw(4))
+
+
+def test_tasks_doctests_and_docstrings():
+    assert doctest.testmod(tasks).failed == 0
+    assert all('>>> example(' in type(task).__doc__ for task in tasks.TASKS.values())
+
+
+def test_polynomial_of_any_modulus():
+    task = tasks.make('polynomial:p=7')
+    tokens, _ = task.sample(500, 9, torch.Generator().manual_seed(0))
+    assert task.p == 7 and len(task.vocab) == 11 and tokens.max() == 10
+    row = [int(w) for w in task.decode(tokens[0]).split() if w.isdigit()]
+    assert all((row[9 + t - 1] * row[t] + 1) % 7 == row[9 + t] for t in range(1, 9))
+
+
+@pytest.mark.parametrize('name, length, says', [('pairty', 5, "'parity'"), ('polynomial:q=7', 5, 'options'), ('polynomial:p=', 5, 'options'), ('count', 200, '128'),
+                                                ('sort', 101, '100'), ('copy', 0, 'from 1'), ('distance_sum', 3, 'from 4'), ('indirect_indexing', 53, '52')])
+def test_task_errors(name, length, says):
+    with pytest.raises(ValueError, match=says):
+        tasks.make(name).sample(2, length)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+TINY = dict(d_model=16, n_layer=1, batch_size=8, max_steps=12, eval_interval=4, log_interval=2, train_lengths='1-3', eval_lengths='1-5',
+            n_eval=8, n_test=16, warmup_steps=2, device='cpu')
+
+
+def flags(**kw):
+    return [f'--{key}={value}' for key, value in {**TINY, **kw}.items()]
+
+
+def python(*argv, **kw):
+    return subprocess.run([sys.executable, *argv], cwd=HERE, capture_output=True, text=True, **kw)
+
+
+def weights(folder, seed=0):
+    return torch.load(os.path.join(folder, 'ckpt.pt'), weights_only=True)['seeds'][seed]['model']
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def lines(folder, **drop):
+    out = [json.loads(line) for line in open(os.path.join(folder, 'log.jsonl'))]
+    return [{k: v for k, v in line.items() if k != 'steps_per_s'} for line in out]
+
+
+def test_a_run_and_its_files(tmp_path, capsys):
+    assert train.main(flags(out_dir=tmp_path / 'r', seeds='3,4', results=tmp_path / 'results.jsonl')) is None
+    out = capsys.readouterr().out
+    assert 'pe=rope' in out and 'exact match' in out and 'last state' in out and '│' in out
+    scores = json.load(open(tmp_path / 'r/lengths.json'))
+    assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345') and set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
+    log = lines(tmp_path / 'r')
+    assert [(p['seed'], p['step']) for p in log if 'loss' in p] == [(s, n) for s in (3, 4) for n in range(2, 13, 2)]
+    assert json.load(open(tmp_path / 'r/config.json'))['seeds'] == [3, 4]
+    result, = (json.loads(line) for line in open(tmp_path / 'results.jsonl'))
+    assert result['lengths'] == scores and result['config']['pe'] == 'rope' and result['command'].startswith('python train.py') and result['torch']
+    assert [c[0] for c in result['curves']['4']] == [4, 8, 12]
+    model, cfg = train.load(tmp_path / 'r', seed=4)
+    assert cfg.task == 'parity' and not model.training and same(model.state_dict(), weights(tmp_path / 'r', 4))
+    assert same(train.load(tmp_path / 'r')[0].state_dict(), weights(tmp_path / 'r', 3))
+    with pytest.raises(train.UserError, match='seed 9'):
+        train.load(tmp_path / 'r', seed=9)
+
+
+def test_same_seed_same_losses_other_seed_other_losses(tmp_path):
+    for name, seed in (('a', 0), ('b', 0), ('c', 1)):
+        train.main(flags(out_dir=tmp_path / name, seeds=seed, dropout=0.1, pe='shifted_ape'))
+    losses = {name: [p['loss'] for p in lines(tmp_path / name) if 'loss' in p] for name in 'abc'}
+    assert losses['a'] == losses['b'] != losses['c'] and same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
+
+
+@pytest.mark.parametrize('kw', [dict(pe='shifted_ape', dropout=0.1), dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'), dict(seeds='0,1', dtype='float64')], ids=str)
+def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path, monkeypatch):
+    train.main(flags(out_dir=tmp_path / 'whole', **kw))
+    for stop_at in (1, 4, 7, 11):
+        folder, calls, learning_rate = tmp_path / str(stop_at), [], train.learning_rate
+
+        def stop_here(cfg, step):
+            if step + 1 == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return learning_rate(cfg, step)
+        monkeypatch.setattr(train, 'learning_rate', stop_here)
+        assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
+        assert torch.load(folder / 'ckpt.pt', weights_only=True)['seeds'][0]['step'] == stop_at
+        monkeypatch.setattr(train, 'learning_rate', learning_rate)
+        train.main(flags(out_dir=folder, resume=True, **kw))
+        for seed in train.make_config(train.read_config(flags(**kw))).seeds:
+            assert same(weights(tmp_path / 'whole', seed), weights(folder, seed))
+        assert lines(folder) == lines(tmp_path / 'whole')
+
+
+def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
+    kw = dict(max_steps=300, eval_interval=10, log_interval=5, pe='pope')
+    python('train.py', *flags(out_dir=tmp_path / 'whole', **kw), check=True)
+    rng = random.Random(time.time_ns())
+    run = subprocess.Popen([sys.executable, 'train.py', *flags(out_dir=tmp_path / 'killed', **kw)], cwd=HERE, stdout=subprocess.DEVNULL)
+    kills = 0
+    while run.poll() is None and kills < 3:
+        while not (tmp_path / 'killed/ckpt.pt').exists() and run.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.5))
+        run.kill()
+        run.wait()
+        kills += 1
+        run = subprocess.Popen([sys.executable, 'train.py', *flags(out_dir=tmp_path / 'killed', resume=True, **kw)], cwd=HERE, stdout=subprocess.DEVNULL)
+        time.sleep(3)
+    assert run.wait() == 0 and kills
+    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'killed')) and lines(tmp_path / 'whole') == lines(tmp_path / 'killed')
+
+
+def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    train.main(flags(out_dir=tmp_path))
+    before, fsync = (tmp_path / 'ckpt.pt').read_bytes(), os.fsync
+
+    def full(fd):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(train.UserError, match='No space left'):
+        train.write(str(tmp_path / 'ckpt.pt'), b'new')
+    monkeypatch.setattr(os, 'fsync', fsync)
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before and not list(tmp_path.glob('*.tmp'))
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch, capsys):
+    forward = Transformer.forward
+
+    def poisoned(self, tokens, targets=None, total_len=None, calls=[0]):
+        logits, loss = forward(self, tokens, targets, total_len)
+        calls[0] += self.training
+        return logits, loss * math.nan if loss is not None and calls[0] == 7 else loss
+    monkeypatch.setattr(Transformer, 'forward', poisoned)
+    with pytest.raises(train.UserError, match='nan at step 7'):
+        train.main(flags(out_dir=tmp_path))
+    checkpoint = torch.load(tmp_path / 'ckpt.pt', weights_only=True)['seeds'][0]
+    assert checkpoint['step'] == 4 and all(p.isfinite().all() for p in checkpoint['model'].values())
+
+
+def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
+    argv = flags(pe='nope,rope', lr='1e-3,1e-2', out_dir=tmp_path)
+    train.main(argv)
+    out = capsys.readouterr().out
+    folders = [f'pe={p},lr={x}' for p in ('nope', 'rope') for x in (0.001, 0.01)]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == sorted(folders)
+    assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', out, re.M)) == 4
+    (tmp_path / folders[2] / 'lengths.json').unlink()                                   # as if killed in the third
+    first = (tmp_path / folders[0] / 'ckpt.pt').stat().st_mtime_ns
+    train.main(argv)
+    assert capsys.readouterr().out.count('finished earlier') == 3 and (tmp_path / folders[2] / 'lengths.json').exists()
+    assert (tmp_path / folders[0] / 'ckpt.pt').stat().st_mtime_ns == first
+
+
+def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
+    train.main(flags(out_dir=tmp_path, pe='vipe'))
+    before = (tmp_path / 'ckpt.pt').read_bytes()
+    capsys.readouterr()
+    train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
+    out = capsys.readouterr().out
+    assert 'parity with vipe' in out and '      2      9' in out and (tmp_path / 'ckpt.pt').read_bytes() == before
+
+
+def test_exact_match_is_greedy_decoding(tmp_path):
+    """Teacher forcing and generation with the known final length agree, ViPE included."""
+    train.main(flags(out_dir=tmp_path, pe='vipe', max_steps=300, eval_interval=300, task='copy', lr=1e-2))
+    model, cfg = train.load(tmp_path)
+    task = tasks.make('copy')
+    exact = 0
+    for length in (2, 3, 4):
+        tokens, targets = task.sample(60, length, torch.Generator().manual_seed(5))
+        score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
+        row = tokens[:, :length + 2]
+        with torch.no_grad():
+            while row.shape[1] < tokens.shape[1]:
+                row = torch.cat([row, model(row, total_len=tokens.shape[1])[0][:, -1:].argmax(-1)], dim=1)
+        assert abs((row == tokens).all(1).double().mean().item() - score) < 1e-6
+        exact += score
+    assert exact > 0.5
+
+
+def test_evaluate_counts():
+    class Fixed(torch.nn.Module):
+        def forward(self, tokens):
+            return F.one_hot(self.answers, 8).float(), None
+    task = tasks.make('copy')
+    tokens, targets = task.sample(4, 3, torch.Generator().manual_seed(0))
+    model = Fixed()
+    model.answers = targets.clamp(min=0)
+    model.answers[0, 4] += 1                                                            # first state of row 0
+    model.answers[1, 6] += 1                                                            # last state of row 1
+    model.answers[2, 7] += 1                                                            # EoS of row 2
+    scores = train.evaluate(model, task, {3: (tokens, targets)})[3]
+    assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
+
+
+def test_batches_mix_lengths_and_repeat_fixed_data():
+    cfg = train.make_config(train.read_config(flags(n_train=8, batch_size=6)))
+    batches = train.Batches(cfg, tasks.make('parity'), 0, 'cpu')
+    epoch = torch.cat([batches.next(0)[0] for _ in range(4)])
+    again = torch.cat([batches.next(0)[0] for _ in range(4)])
+    assert epoch.shape == (24, 9) and not torch.equal(epoch, again)
+    assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, again.tolist()))
+    assert {(row != 0).sum().item() for row in epoch[:6]} > {5} or len({(row != 0).sum().item() for row in epoch[:6]}) > 1
+    fresh = train.Batches(train.make_config(train.read_config(flags())), tasks.make('parity'), 0, 'cpu')
+    assert len({tuple(row) for _ in range(200) for row in fresh.next(0)[0].tolist()}) == 2 + 4 + 8
+
+
+def test_schedule_limits_lengths():
+    cfg = train.make_config(train.read_config(flags(length_schedule='[(0, 1), (5, 3)]')))
+    assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
+    batches = train.Batches(cfg, tasks.make('parity'), 0, 'cpu')
+    assert batches.next(0)[0].shape[1] == 5 and batches.next(5)[0].shape[1] == 9
+
+
+def test_held_out_problems_come_from_generators_of_their_own():
+    """No seed that a user can set reaches them, and long problems, where chance repeats are impossible, are never trained on."""
+    cfg = train.make_config(train.read_config(flags(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200)))
+    task = tasks.make('parity')
+    rows = lambda split: set(map(tuple, train.held_out(cfg, task, split, 'cpu')[40][0].tolist()))
+    batches = train.Batches(cfg, task, 0, 'cpu')
+    trained = {tuple(row) for _ in range(200) for row in batches.next(0)[0].tolist()}
+    assert len(trained) > 1000 and not rows('eval') & rows('test') and not (rows('eval') | rows('test')) & trained
+    with pytest.raises(train.UserError, match='seeds'):
+        train.make_config(train.read_config(flags(seeds=2 ** 40)))
+
+
+def test_learning_rate_schedules():
+    cfg = lambda **kw: train.make_config(train.read_config(flags(lr=1.0, max_steps=100, warmup_steps=10, min_lr=0.1, **kw)))
+    assert train.learning_rate(cfg(), 0) == 0.1 and train.learning_rate(cfg(), 9) == 1 == train.learning_rate(cfg(), 10)
+    close(train.learning_rate(cfg(), 55), 0.55)
+    close(train.learning_rate(cfg(decay='cosine'), 55), 0.55)
+    close(train.learning_rate(cfg(decay='cosine'), 100), 0.1)
+    assert train.learning_rate(cfg(decay='none'), 99) == 1
+
+
+BAD = {
+    'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"), 'wrong type': (['--lr=fast'], '--lr: lr must be float'),
+    'not whole': (['--max_steps=1.5'], 'max_steps must be int'), 'no value': (['--lr'], '--lr needs a value'), 'unknown task': (['--task=pairty'], "'parity'"),
+    'unknown encoding': (['--pe=rop'], "'rope'"), 'odd head': (['--d_model=21'], 'even'), 'heads': (['--n_head=5'], 'divisible'),
+    'negative length': (['--train_lengths=-3'], 'train_lengths'), 'zero length': (['--eval_lengths=0-3'], 'eval_lengths'), 'no length': (['--train_lengths='], 'train_lengths'),
+    'too long': (['--task=sort', '--eval_lengths=1-200'], 'from 1 to 100'), 'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
+    'no cuda': (['--device=cuda:7'], 'CUDA'), 'bad device': (['--device=tpu'], 'cpu, cuda'), 'no folder': (['--out_dir=/dev/null/x'], 'cannot make the folder'),
+    'nothing to resume': (['--resume', '--out_dir=nowhere'], 'no run to resume'), 'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'no run to evaluate'),
+    'zero steps': (['--max_steps=0'], 'max_steps must be positive'), 'bad choice': (['--decay=exp'], 'linear'), 'bad bool': (['--tie=maybe'], 'tie must be bool'),
+    'bad schedule': (['--length_schedule=[(5, 3)]'], 'begin at step 0'), 'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'leaves no length'),
+    'odd schedule': (['--length_schedule=5'], 'length_schedule'), 'small set': (['--n_train=1'], 'fewer than batch_size'), 'no results': (['--results=/dev/null/x'], 'cannot write'),
+    'a point of a sweep': (['--d_model=32,33'], 'even')}
+
+
+@pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = [f for f in flags() if f.split('=')[0] not in {a.split('=')[0] for a in argv}]
+    with pytest.raises(train.UserError, match=re.escape(says)) as error:
+        train.main(small + argv)
+    assert '\n' not in str(error.value)
+    assert not list(tmp_path.rglob('ckpt.pt'))
+
+
+def test_bad_config_files(tmp_path):
+    for text, says in (('lr = 1e-3\npee = 1\n', "unknown key 'pee', did you mean 'pe'"), ('lr = = 2', 'line 1: invalid syntax'), ('lr = 1\nseeds = [x]', 'line 2: NameError'),
+                       ('lr = "fast"', 'lr must be float')):
+        (tmp_path / 'bad.py').write_text(text)
+        with pytest.raises(train.UserError, match=re.escape(says)) as error:
+            train.main([str(tmp_path / 'bad.py')])
+        assert 'bad.py' in str(error.value)
+
+
+def test_exit_code_2_without_a_traceback(tmp_path):
+    for argv in (['--lr=fast'], [*flags(out_dir=tmp_path / 'r', n_train=1)], ['configs/none.py']):
+        run = python('train.py', *argv)
+        assert run.returncode == 2 and run.stderr.startswith('train.py: ') and run.stderr.count('\n') == 1
+    run = python('tasks.py', 'pairty')
+    assert run.returncode == 2 and run.stderr.count('\n') == 1
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    train.main(flags(out_dir=tmp_path))
+    for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'), (dict(pe='nope'), 'trained with pe=rope'), (dict(train_lengths='1-4'), 'train_lengths'),
+                     (dict(task='copy'), 'trained with task=parity')):
+        with pytest.raises(train.UserError, match=says):
+            train.main(flags(out_dir=tmp_path, resume=True, **kw))
+    data = (tmp_path / 'ckpt.pt').read_bytes()
+    (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
+    for argv in ([f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True)):
+        with pytest.raises(train.UserError, match='no whole checkpoint'):
+            train.main(argv)
+
+
+def test_files_and_flags_chain(tmp_path):
+    (tmp_path / 'a.py').write_text('task = "copy"\nlr = 0.5\nmax_steps = 10\n')
+    (tmp_path / 'b.py').write_text('# on top of a\nlr = lr / 2\neval_lengths = range(1, 4)\n')
+    cfg = train.make_config(train.read_config([str(tmp_path / 'a.py'), str(tmp_path / 'b.py'), '--max_steps=1e3', '--eval_lengths=1-3,7', '--rope_heads=1']))
+    assert (cfg.task, cfg.lr, cfg.max_steps, cfg.eval_lengths, cfg.rope_heads) == ('copy', 0.25, 1000, [1, 2, 3, 7], 1)
+    assert (cfg.vocab_size, cfg.train_len, cfg.eval_len, cfg.out_dir) == (6, 35, 17, 'out/copy_rope')
+
+
+def test_help_names_every_key(capsys):
+    train.main(['--help'])
+    out = capsys.readouterr().out
+    for key in train.KEYS:
+        line = re.search(rf'^  --{key}=(.*)$', out, re.M)
+        assert line and len(line[1].split()) > 1, key
+
+
+@pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(HERE, 'configs'))))
+def test_configs_are_valid(name):
+    cfg = train.make_config(train.read_config([os.path.join(HERE, 'configs', name)]))
+    if not name.startswith('paper_'):
+        assert name == f'{cfg.task}_{cfg.pe}.py'
+    Transformer(cfg)
+
+
+def test_every_file_runs():
+    assert 'parameters: delta [4, 16]' in python('pe.py').stdout and python('tasks.py').stdout.count('\n') > len(tasks.TASKS)
+    assert 'predicted: ' in python('tasks.py', 'parity', '3').stdout
+    out = python('model.py', 'configs/parity_rope.py', '--d_model=128').stdout
+    assert re.search(r'embedding.weight +\[\d+, 128\]', out) and 'total' in out
