@@ -135,13 +135,21 @@ class Encoding(nn.Module):
         q, k = self.scaled_qk(q, k, pos, state)
         bias = self.bias(pos, state)
         mask = None if bias is None else (bias + causal(bias)).to(q.dtype)[None]        # (1, H, T, T)
-        y = F.scaled_dot_product_attention(q, k, self.value(v, pos, state), attn_mask=mask, is_causal=mask is None, scale=self.scale)
-        return self.out(y, pos, state)
+        v = self.value(v, pos, state)
+        q, k, v_ = pad_to_one_width(q, k, v)                                            # fused attention wants one width
+        y = F.scaled_dot_product_attention(q, k, v_, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        return self.out(y[..., :v.shape[-1]], pos, state)
 
 
 def causal(like):
     """[T, T]: 0 where s <= t, -inf above the diagonal; T and the dtype as in `like` [.., T, T]."""
     return torch.full(like.shape[-2:], float('-inf'), dtype=like.dtype, device=like.device).triu(1)
+
+
+def pad_to_one_width(*xs):
+    """Zeros behind the last features of all but the widest, which change neither a dot product nor the first features of an average."""
+    width = max(x.shape[-1] for x in xs)
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 
 def frequencies(n, base, like):
@@ -151,10 +159,9 @@ def frequencies(n, base, like):
 
 
 def rotate(x, angle):
-    """Rotate the pair (x_c, x_(c + D/2)) by angle[:, c]: x [B, H, T, D], angle [T, D/2]."""
-    cos, sin = angle.cos(), angle.sin()
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1).to(x.dtype)
+    """Rotate the pair (x_2c, x_2c+1) by angle[:, c], as complex numbers x_c e^(i angle_c): x [B, H, T, D], angle [T, D/2]."""
+    pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))      # (B, H, T, D/2)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2).to(x.dtype)
 
 
 def distance(pos):
@@ -385,7 +392,7 @@ class VRoPE(Encoding):
     def turn(self, v, pos):
         d = self.cfg.head_dim                                                           # other encodings' channels stay
         angle = pos[:, None] * frequencies(d // 2, self.cfg.rope_base, v)               # (T, D/2)
-        return torch.cat([rotate(v[..., :d], angle), v[..., d:]], dim=-1)
+        return torch.cat([rotate(v[..., :d].contiguous(), angle), v[..., d:]], dim=-1)
 
     def value(self, v, pos, state=None):
         return self.turn(v, pos)

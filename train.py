@@ -49,7 +49,7 @@ class Config(ModelConfig):
     # optimization: AdamW, linear warm-up, decay
     seeds: list = (0,)                    # a model per seed, trained one after the other
     batch_size: int = 64                  # sequences per step
-    max_steps: int = 5000                 # optimizer steps
+    max_steps: int = 4000                 # optimizer steps
     lr: float = 1e-3                      # peak learning rate
     min_lr: float = 0.0                   # learning rate at the end of the decay
     warmup_steps: int = 200               # steps of linear warm-up
