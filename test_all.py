@@ -685,7 +685,7 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
 
 def test_exact_match_is_greedy_decoding(tmp_path):
     """Teacher forcing and generation with the known final length agree, ViPE included."""
-    train.main(flags(out_dir=tmp_path, pe='vipe', max_steps=300, eval_interval=300, task='copy', lr=1e-2))
+    train.main(flags(out_dir=tmp_path, pe='vipe', max_steps=600, eval_interval=600, task='copy', lr=3e-3, n_layer=2, d_model=32, batch_size=32))
     model, cfg = train.load(tmp_path)
     task = tasks.make('copy')
     exact = 0

@@ -1,3 +1,3 @@
-# RoPE learns parity on every length up to 16 and fails at 17. About 2 minutes on a laptop CPU.
+# RoPE gets every length up to 16 right and length 17 wrong. About 2 minutes on 2 CPU cores.
 task = 'parity'
 pe = 'rope'
