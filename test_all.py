@@ -681,6 +681,13 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
     out = capsys.readouterr().out
     assert 'parity with vipe' in out and '      2      9' in out and (tmp_path / 'ckpt.pt').read_bytes() == before
+    assert list(json.load(open(tmp_path / 'lengths.json'))['0']) == list('123459')
+
+
+def test_a_diverging_point_does_not_end_a_sweep(tmp_path, capsys):
+    with pytest.raises(train.UserError, match='1 of 2 runs diverged: 1e\\+30'):
+        train.main(flags(lr='1e30,1e-3', out_dir=tmp_path))
+    assert re.search(r'^0.001 .*│', capsys.readouterr().out, re.M)
 
 
 def test_exact_match_is_greedy_decoding(tmp_path):

@@ -98,7 +98,7 @@ class Config(ModelConfig):
             if self.n_train and self.n_train * len(lengths) < self.batch_size:
                 raise ValueError(f'n_train={self.n_train} gives {self.n_train * len(lengths)} problems, fewer than batch_size={self.batch_size}')
         the_task = tasks.make(self.task)
-        total = lambda lengths: max(the_task.sample(1, length)[0].shape[1] for length in (min(lengths), max(lengths)))
+        total = lambda lengths: max(the_task.sample(1, length, torch.Generator())[0].shape[1] for length in (min(lengths), max(lengths)))
         self.vocab_size, self.train_len, self.eval_len = len(the_task.vocab), total(self.train_lengths), total(self.eval_lengths)
         self.out_dir = self.out_dir or f'out/{slug(self.task)}_{slug(self.pe)}'
         super().__post_init__()
@@ -397,7 +397,7 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)
 
 
-class Diverged(Exception):
+class Diverged(UserError):
     """The loss or a weight is no longer finite."""
 
 
@@ -526,25 +526,23 @@ def mean_scores(by_seed):
 
 
 def strips(cfg, rows):
-    """A character per length for each (label, scores, metric), the trained lengths marked off from the longer ones."""
-    lengths, longest = sorted(rows[0][1]), max(cfg.train_lengths)
-    every = math.ceil(len(lengths) / 64)
-    lengths = [n for i, n in enumerate(lengths) if i % every == 0 or n == longest]
+    """The lines of a table: for each (label, scores, metric) a character per length, the trained lengths marked off from longer ones."""
+    longest, lengths = max(cfg.train_lengths), sorted(rows[0][1])
+    lengths = lengths[::math.ceil(len(lengths) / 64)]
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
-    cut = lambda text: text[:sum(n <= longest for n in lengths)] + bar + text[sum(n <= longest for n in lengths):]
-    ticks = [' '] * (len(lengths) + 8)
-    for i, n in enumerate(lengths):
-        if (i == 0 or n == longest or i % 8 == 7) and all(c == ' ' for c in ticks[i:i + len(str(n)) + 1]) and (i == 0 or ticks[i - 1] == ' '):
-            ticks[i:i + len(str(n))] = str(n)
-    width = max(len(label) for label, _, _ in rows) + 2
-    yield ' ' * width + cut(''.join(ticks[:len(lengths)])) + ''.join(ticks[len(lengths):]).rstrip().ljust(3) + 'trained   longer   holds to'
+    inside = sum(n <= longest for n in lengths)
+    width, ticks = max(len(label) for label, _, _ in rows) + 2, ''
+    for i, n in enumerate(lengths):                                                     # a number ends above its own column
+        tick = str(n) if i in (0, inside - 1) or i % 8 == 7 else ''
+        ticks += tick.rjust(i + 1 - len(ticks)) if len(tick) < i + 1 - len(ticks) or not ticks else ' ' * (i + 1 - len(ticks))
+    mark = lambda text, sign: text[:inside] + sign + text[inside:]
+    yield ' ' * width + mark(ticks, ' ') + '   trained    longer  holds to'
     for label, scores, metric in rows:
         trained, longer, holds = summary(cfg, scores, metric)
-        strip = ''.join(shades[int(scores[n][metric] * 8 + 1e-9)] for n in lengths)
-        yield f'{label:{width}}{cut(strip)}   {percent(trained):>7}  {percent(longer):>7}   {holds or "none":>8}'
-    yield (f"{'':{width}}a character per length: {shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; "
-           'holds to: last length before one below 95 %')
+        strip = mark(''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths), bar)
+        yield f'{label:{width}}{strip}   {percent(trained):>7}   {percent(longer):>7}  {holds or "none":>8}'
+    yield f'\n{shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; holds to: the last length before one below 95 %'
 
 
 def report(cfg, by_seed):
@@ -627,12 +625,14 @@ def run(cfg, stop, command):
     if cfg.eval_only or (cfg.resume and os.path.exists(path)):
         checkpoint = read_checkpoint(path)
         check_architecture(cfg, checkpoint['config'], path)
-    by_seed = {}
+    by_seed, table = {}, os.path.join(cfg.out_dir, 'lengths.json')
     if cfg.eval_only:
         for seed in cfg.seeds:
             model = load(cfg.out_dir, seed)[0].to(device)
             model.cfg.eval_len = cfg.eval_len
             by_seed[seed] = evaluate(model, task, held_out(cfg, task, 'test', device), precision(cfg, device))
+        known = read_lengths(table) if os.path.exists(table) else {}
+        write(table, json.dumps({seed: dict(sorted({**known.get(seed, {}), **by_seed.get(seed, {})}.items())) for seed in {**known, **by_seed}}))
         return by_seed
     try:
         os.makedirs(cfg.out_dir, exist_ok=True)
@@ -649,26 +649,29 @@ def run(cfg, stop, command):
             scores = train_seed(cfg, task, seed, device, checkpoint, stop)
         except Diverged as error:
             diverged.append(f'seed {seed}: {error}; its last good checkpoint is kept. A lower --lr or a longer --warmup_steps may help')
-            print(diverged[-1], file=sys.stderr)
+            print(diverged[-1])
             continue
         if scores is None:
             print(f'stopped at step {checkpoint["seeds"][seed]["step"]} and saved; go on with --resume')
             return None
         by_seed[seed] = scores
     if not by_seed:
-        raise UserError(diverged[-1])
-    write(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+        raise Diverged(diverged[-1])
+    write(table, json.dumps(by_seed))
     if cfg.results:
         write_result(cfg, by_seed, checkpoint, command)
     return by_seed
 
 
+def read_lengths(path):
+    return {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in read_json(path).items()}
+
+
 def finished(cfg):
     """{seed: {length: scores}} of a point of a sweep that an earlier call finished with this very configuration, or None."""
-    folder = cfg.out_dir
-    if not os.path.exists(os.path.join(folder, 'lengths.json')) or read_json(os.path.join(folder, 'config.json')) != json.loads(json.dumps(asdict(cfg))):
-        return None
-    return {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in read_json(os.path.join(folder, 'lengths.json')).items()}
+    table, config = (os.path.join(cfg.out_dir, name) for name in ('lengths.json', 'config.json'))
+    if os.path.exists(table) and read_json(config) == json.loads(json.dumps(asdict(cfg))):
+        return {seed: {n: scores[n] for n in cfg.eval_lengths} for seed, scores in read_lengths(table).items()}
 
 
 def main(argv):
@@ -684,31 +687,40 @@ def main(argv):
         here = dict(values, **dict(zip(swept, point)))
         if swept:
             here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
-        points.append((' '.join(map(str, point)), make_config(here)))
+        points.append((' '.join(map(str, point)) or 'exact match', make_config(here)))
     shown = ', '.join(f'{key}={value}' for key, value in values.items())
     print('\n'.join(textwrap.wrap(shown, 120)), end='\n\n')
-    stop, rows = Stop(), []
+    stop, rows, failed = Stop(), [], []
     for label, cfg in points:
         if swept:
             print(f'--- {label} ({cfg.out_dir})')
-        by_seed = finished(cfg) if swept and not cfg.eval_only else None
+        by_seed = finished(cfg) if swept else None
         if by_seed:
             print('finished earlier; delete the folder to train it again')
         else:
-            by_seed = run(cfg, stop, command)
+            try:
+                by_seed = run(cfg, stop, command)
+            except Diverged as error:
+                if not swept:
+                    raise
+                failed.append(f'{label}: {error}')
+                continue
         if by_seed is None:
             return 128 + stop.signal
+        scores = mean_scores(by_seed)
+        rows.append((label, scores, 'exact'))
         if swept:
-            print(brief(cfg, mean_scores(by_seed)))
+            print(brief(cfg, scores))
         else:
             report(cfg, by_seed)
-            scores = mean_scores(by_seed)
-            figure(os.path.join(cfg.out_dir, 'lengths.png'), cfg, [(m, scores, k) for m, k in (('exact match', 'exact'), ('tokens', 'token'), ('last state', 'last'))])
-        rows.append((label, mean_scores(by_seed), 'exact'))
-    if swept:
+            rows += [('tokens', scores, 'token'), ('last state', scores, 'last')]
+    if swept and rows:
         print('\nexact match by length, ' + ' x '.join(swept))
         print('\n'.join(strips(cfg, rows)))
+    if rows:
         figure(os.path.join(values['out_dir'], 'lengths.png'), cfg, rows)
+    if failed:
+        raise UserError(f'{len(failed)} of {len(points)} runs diverged: ' + '; '.join(failed))
 
 
 if __name__ == '__main__':
