@@ -610,40 +610,36 @@ def zoo():
     print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
 
 
+def picture(name, T):
+    """What an encoding does with the same content at every position [T, T]: the logits, or how the value at s looks from t."""
+    torch.manual_seed(1)
+    enc = build(PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)).eval()
+    for p in enc.parameters():
+        torch.nn.init.normal_(p) if name == 't5' else None                              # learned, from 0: a random start shows the buckets
+    pos = torch.arange(T)
+    x = enc.embed(torch.full((1, T, 32), 0.0 if name in ('ape', 'learned', 'random') else 1.0), pos)
+    heads = x.view(1, T, 2, 16).transpose(1, 2)                                         # (1, 2, T, 16)
+    if type(enc).value is Encoding.value:
+        return enc.logits(heads, heads, pos)[0, 0]
+    v = enc.value(heads, pos)[0, 0]                                                     # (T, D')
+    seen = [enc.out(v[s].expand(1, 2, T, -1), pos)[0, 0] for s in range(T)]             # all attention on s: T x (T, out_dim)
+    channel = 16 if enc.out_dim > 16 else 0                                             # the first of the distance code, if there is one
+    return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
+
+
 def draw(path, T=48):
-    """Draw what each encoding does with the same content at every position: the logits it gives, or, where it acts on values, how a
-    value looks from each later position."""
+    """Draw the encodings side by side; nope has nothing to see and shifted_ape is ape in evaluation."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    names = [n for n in ENCODINGS if n not in ('nope', 'shifted_ape')]                  # nope: nothing to see; shifted_ape: as ape
+    names = [name for name in ENCODINGS if name not in ('nope', 'shifted_ape')] + ['pope+alibi']
     fig, axes = plt.subplots(3, 4, figsize=(11, 8.6), layout='constrained')
-    pos = torch.arange(T)
-    for ax, name in zip(axes.flat, names + [None] * 12):
-        if name is None:
-            ax.axis('off')
-            continue
-        torch.manual_seed(1)
-        enc = ENCODINGS[name](PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)).eval()
-        if name == 't5':
-            torch.nn.init.normal_(enc.table)                                            # learned: a random start shows the buckets
-        if name == 'pope':
-            torch.nn.init.uniform_(enc.delta, -math.pi / 2, 0)
-        x = enc.embed(torch.zeros(1, T, 32), pos) if name in ('ape', 'learned', 'random') else torch.ones(1, T, 32)
-        heads = x.view(1, T, 2, 16).transpose(1, 2)
-        if type(enc).value is Encoding.value:
-            m, what = enc.logits(heads, heads, pos)[0, 0], 'logit'
-        else:                                                                           # one-hot attention: y[t, s] = value s seen from t
-            v = enc.value(heads, pos)[0, 0]                                             # (s, D')
-            seen = enc.out(v.expand(1, 2, T, -1), pos) if False else torch.stack(
-                [enc.out(v[s].expand(1, 2, T, -1), pos)[0, 0] for s in range(T)], dim=1)            # (t, s, D_out)
-            m, what = seen[..., 0 if name == 'vrope' else 16], 'value'
-        m = m.detach().masked_fill(causal(torch.zeros(T, T)) != 0, float('nan'))
-        ax.imshow(m, cmap='viridis')
-        ax.set_title(f'{name} ({what})', fontsize=11)
-        ax.set_xlabel('key position s')
-        ax.set_ylabel('query position t')
-    fig.savefig(path, dpi=110)
+    for ax, name in zip(axes.flat, names):
+        m = picture(name, T).detach()
+        ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
+        ax.set_title(name + (' (value)' if name in ('vrope', 'vipe') else ' (logit)'), fontsize=11)
+        ax.set(xlabel='key position s', ylabel='query position t')
+    fig.savefig(path, dpi=80)
     print(f'drew {path}')
 
 

@@ -426,34 +426,39 @@ def precision(cfg, device):
     return torch.autocast(device.type, torch.bfloat16) if cfg.dtype == 'bfloat16' else contextlib.nullcontext()
 
 
+def save(cfg, checkpoint, entry, step, device, **parts):
+    """Put the whole state of one seed's training into its entry, and the checkpoint on disk."""
+    if not all(p.isfinite().all() for p in parts['model'].parameters()):
+        raise Diverged(f'a weight became NaN or infinite by step {step}')
+    entry.update(step=step, rng=torch.get_rng_state(), **{name: part.state_dict() for name, part in parts.items()})
+    if device.type == 'cuda':
+        entry['cuda_rng'] = torch.cuda.get_rng_state(device)
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def restore(entry, device, **parts):
+    for name, part in parts.items():
+        part.load_state_dict(entry[name])
+    torch.set_rng_state(entry['rng'])
+    if device.type == 'cuda':
+        torch.cuda.set_rng_state(entry['cuda_rng'], device)
+
+
 def train_seed(cfg, task, seed, device, checkpoint, stop):
-    """Train one model, from where checkpoint['seeds'][seed] is if it is there, and keep that entry up to date on disk."""
+    """Train one model, from where checkpoint['seeds'][seed] left it, and keep that entry up to date on disk; its {length: scores}, None if stopped."""
     torch.manual_seed(seed)
     model = Transformer(cfg).to(device, DTYPES[cfg.dtype])
     optimizer = torch.optim.AdamW(model.optim_groups(cfg.lr, cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
-    batches, amp = Batches(cfg, task, seed, device), precision(cfg, device)
+    batches, sets, amp = Batches(cfg, task, seed, device), held_out(cfg, task, 'eval', device), precision(cfg, device)
     entry = checkpoint['seeds'].setdefault(seed, {'step': 0, 'evals': [], 'losses': []})
     if entry['step']:
-        model.load_state_dict(entry['model'])
-        optimizer.load_state_dict(entry['optimizer'])
-        batches.load_state_dict(entry['batches'])
-        torch.set_rng_state(entry['rng'])
-        if device.type == 'cuda':
-            torch.cuda.set_rng_state(entry['cuda_rng'], device)
-    big = sum(p.numel() for p in model.parameters()) >= 1e7
-    forward = torch.compile(model) if cfg.compile or (cfg.compile is None and device.type == 'cuda' and big) else model
-    sets = held_out(cfg, task, 'eval', device)
-    losses = list(torch.tensor(entry['losses'], dtype=torch.float64, device=device))     # since the last line of the log
+        restore(entry, device, model=model, optimizer=optimizer, batches=batches)
+    losses = list(torch.tensor(entry['losses'], dtype=torch.float64, device=device))    # since the last line of the log
     params = list(model.parameters())
-
-    def save(step):
-        if not all(p.isfinite().all() for p in params):
-            raise Diverged(f'a weight became NaN or infinite by step {step}')
-        entry.update(step=step, model=model.state_dict(), optimizer=optimizer.state_dict(), batches=batches.state_dict(),
-                     rng=torch.get_rng_state(), losses=[float(x) for x in losses])
-        if device.type == 'cuda':
-            entry['cuda_rng'] = torch.cuda.get_rng_state(device)
-        save_checkpoint(cfg, checkpoint)
+    big = device.type == 'cuda' and sum(p.numel() for p in params) >= 1e7
+    forward = torch.compile(model) if cfg.compile or (cfg.compile is None and big) else model
 
     bar = tqdm(total=cfg.max_steps, initial=entry['step'], desc=f'{cfg.task} {cfg.pe} seed {seed}', unit='step', disable=None, leave=False)
     with bar, open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a') as log:
@@ -493,7 +498,8 @@ def train_seed(cfg, task, seed, device, checkpoint, stop):
                 tqdm.write(f'step {done:>6}  loss {recent[-1]:.4f}  {speed:6.1f} steps/s  {brief(cfg, scores)}')
             if evaluating or stop.signal:
                 log.flush()
-                save(done)
+                entry['losses'] = [float(x) for x in losses]
+                save(cfg, checkpoint, entry, done, device, model=model, optimizer=optimizer, batches=batches)
             if stop.signal and done < cfg.max_steps:
                 return None
     return evaluate(model, task, held_out(cfg, task, 'test', device), amp)
@@ -532,12 +538,13 @@ def strips(cfg, rows):
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     inside = sum(n <= longest for n in lengths)
-    width, ticks = max(len(label) for label, _, _ in rows) + 2, ''
+    width, ticks = max(len(label) for label, _, _ in rows) + 2, [' '] * len(lengths)
     for i, n in enumerate(lengths):                                                     # a number ends above its own column
-        tick = str(n) if i in (0, inside - 1) or i % 8 == 7 else ''
-        ticks += tick.rjust(i + 1 - len(ticks)) if len(tick) < i + 1 - len(ticks) or not ticks else ' ' * (i + 1 - len(ticks))
+        start = max(0, i + 1 - len(str(n)))
+        if (i in (0, inside - 1) or i % 8 == 7) and set(ticks[max(0, start - 1):start + len(str(n))]) == {' '}:
+            ticks[start:start + len(str(n))] = str(n)
     mark = lambda text, sign: text[:inside] + sign + text[inside:]
-    yield ' ' * width + mark(ticks, ' ') + '   trained    longer  holds to'
+    yield ' ' * width + mark(''.join(ticks), ' ') + '   trained    longer  holds to'
     for label, scores, metric in rows:
         trained, longer, holds = summary(cfg, scores, metric)
         strip = mark(''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths), bar)
@@ -562,37 +569,40 @@ def report(cfg, by_seed):
         print(f'{label:12}' + ''.join(f'{100 * scores[n][metric]:7.1f}' for n in columns) + '  %')
 
 
-def figure(path, cfg, rows):
-    """lengths.png: a curve per (label, scores, metric) against length, the trained lengths shaded. Says so if matplotlib is missing."""
+def figure(path, cfg, rows, swept):
+    """lengths.png: a curve per (label, scores, metric), or a row of colours for each point of a sweep. Says so if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
-        print(f'(pip install matplotlib, and the run also draws {path})')
+        print(f'(pip install matplotlib, and {path} is drawn as well)')
         return
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(7.5, 4), layout='constrained')
-    ax.axvspan(min(cfg.train_lengths) - 0.5, max(cfg.train_lengths) + 0.5, color='0.92', label='lengths trained on')
-    colors = plt.get_cmap('tab10' if len(rows) <= 10 else 'tab20').colors
-    for i, (label, scores, metric) in enumerate(rows):
-        lengths = sorted(scores)
-        ax.plot(lengths, [100 * scores[n][metric] for n in lengths], marker='o', ms=3, color=colors[i % len(colors)],
-                linestyle=('-', '--', ':')[i % 3], label=label)
-    ax.set(xlabel=f'problem length ({cfg.task})', ylabel='exact match (%)' if rows[0][2] == rows[-1][2] else 'right (%)', ylim=(-3, 103))
-    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
-    fig.savefig(path, dpi=120)
+    lengths, longest = sorted(rows[0][1]), max(cfg.train_lengths)
+    fig, ax = plt.subplots(figsize=(8, 1.6 + 0.28 * len(rows) if swept else 4), layout='constrained')
+    if swept:
+        cells = ax.pcolormesh(range(len(lengths) + 1), range(len(rows) + 1), [[100 * s[n][m] for n in lengths] for _, s, m in rows],
+                              vmin=0, vmax=100, cmap='viridis', edgecolors='white', linewidth=0.5)
+        fig.colorbar(cells, label='exact match (%)')
+        ax.axvline(sum(n <= longest for n in lengths), color='crimson', lw=2)
+        ax.set_yticks([i + 0.5 for i in range(len(rows))], [label for label, _, _ in rows])
+        ticks = [i for i, n in enumerate(lengths) if i == 0 or n % max(1, len(lengths) // 12) == 0]
+        ax.set_xticks([i + 0.5 for i in ticks], [lengths[i] for i in ticks])
+        ax.invert_yaxis()
+    else:
+        ax.axvspan(min(cfg.train_lengths) - 0.5, longest + 0.5, color='0.9', label='lengths trained on')
+        for (label, scores, metric), style in zip(rows, ('-', '--', ':')):
+            ax.plot(lengths, [100 * scores[n][metric] for n in lengths], style, marker='o', ms=3, label=label)
+        ax.set(ylabel='right (%)', ylim=(-3, 103))
+        ax.legend()
+    ax.set(xlabel='problem length' + (f'; trained to {longest} (red line)' if swept else ''), title=cfg.task if swept else f'{cfg.task} with {cfg.pe}')
+    fig.savefig(path, dpi=110)
     plt.close(fig)
     print(f'drew {path}')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # running
-
-def save_checkpoint(cfg, checkpoint):
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    write(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
-
 
 def keep_log(cfg, checkpoint):
     """Drop the lines of log.jsonl that a resumed run will write again: those after the checkpoint."""
@@ -718,7 +728,7 @@ def main(argv):
         print('\nexact match by length, ' + ' x '.join(swept))
         print('\n'.join(strips(cfg, rows)))
     if rows:
-        figure(os.path.join(values['out_dir'], 'lengths.png'), cfg, rows)
+        figure(os.path.join(values['out_dir'], 'lengths.png'), cfg, rows, swept)
     if failed:
         raise UserError(f'{len(failed)} of {len(points)} runs diverged: ' + '; '.join(failed))
 

@@ -1,0 +1,10 @@
+# Task 1 of the Toeplitz study, small: how far apart are two trigger words? Compare --pe=nope,ape,alibi,t5,rope.
+# After it, configs/paper_toeplitz.py makes it the paper's size.
+task = 'distance'
+pe = 'rope'
+train_lengths = [64]
+eval_lengths = [32, 64, 96, 128]
+n_layer = 2
+n_head = 4
+max_steps = 3000
+n_test = 4096

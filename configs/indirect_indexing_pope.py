@@ -1,0 +1,2 @@
+task = 'indirect_indexing'
+pe = 'pope'

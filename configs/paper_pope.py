@@ -1,0 +1,22 @@
+# After indirect_indexing_*: the settings of the PoPE paper (Tables 6 and 7). 100,000 steps at this width want a GPU.
+d_model = 512
+n_head = 8
+n_layer = 8
+norm = 'rmsnorm'
+pope_delta = 'uniform'
+train_lengths = range(20, 41)
+eval_lengths = range(20, 41)
+n_train = 47620                 # per length: 1,000,020 problems
+n_eval = 477                    # per length: 10,017
+n_test = 477
+batch_size = 64
+max_steps = 100000
+warmup_steps = 4000
+lr = 2e-4
+min_lr = 2e-5
+decay = 'cosine'
+beta2 = 0.99
+weight_decay = 0.01
+grad_clip = 1.0
+eval_interval = 5000
+log_interval = 100

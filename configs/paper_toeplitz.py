@@ -1,0 +1,25 @@
+# After distance_*, trigger_count_*, distance_sum_*: the settings of the Toeplitz study (Tables 3 and 4), for its first task.
+# The second task has 50,000 problems, 35,000 to train on, and 150 epochs: --n_train=35000 --n_test=15000 --max_steps=10200
+# MLA: --attention=mla
+d_model = 256
+d_ff = 512
+n_head = 16
+n_layer = 6
+dropout = 0.1
+seeds = [0, 42, 70, 113, 130]
+train_lengths = [128]
+eval_lengths = [128, 192, 256]
+n_train = 70000                 # of 100,000, the other 30,000 for the test
+n_test = 30000
+n_eval = 2000
+batch_size = 512
+max_steps = 13600               # 100 epochs
+warmup_steps = 816              # 6 %
+lr = 1e-4
+decay = 'cosine'
+beta1 = 0.98
+beta2 = 0.9
+weight_decay = 1e-5
+grad_clip = 0.0
+eval_interval = 1360
+log_interval = 100

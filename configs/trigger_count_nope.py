@@ -1,0 +1,10 @@
+# Task 2 of the Toeplitz study, small: how many words are triggers? Position does not matter. Compare --pe=nope,alibi,rope.
+# After it, configs/paper_toeplitz.py makes it the paper's size.
+task = 'trigger_count'
+pe = 'nope'
+train_lengths = [64]
+eval_lengths = [32, 64, 96, 128]
+n_layer = 2
+n_head = 4
+max_steps = 3000
+n_test = 4096
