@@ -137,8 +137,33 @@ class Encoding(nn.Module):
         mask = None if bias is None else (bias + causal(bias)).to(q.dtype)[None]        # (1, H, T, T)
         v = self.value(v, pos, state)
         q, k, v_ = pad_to_one_width(q, k, v)                                            # fused attention wants one width
-        y = F.scaled_dot_product_attention(q, k, v_, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        y = fused_attention(q, k, v_, mask, self.scale)
         return self.out(y[..., :v.shape[-1]], pos, state)
+
+
+def fused_attention(q, k, v, mask, scale):
+    """Causal attention [B, H, T, D] with an optional additive mask [1, H, T, T], by PyTorch's fused kernels."""
+    if torch._C._functorch.is_batchedtensor(q):                                         # many seeds at once, under vmap
+        return seeds_attention(q, k, v, mask, scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+
+
+@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
+def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    raise NotImplementedError('seeds_attention exists for its vmap rule only')
+
+
+@seeds_attention.register_vmap
+def _(info, in_dims, q, k, v, mask, scale):
+    S = info.batch_size
+    q, k, v = (x.movedim(d, 0) if d is not None else x.expand(S, *x.shape) for x, d in zip((q, k, v), in_dims))
+    if mask is not None and in_dims[3] is not None:                                     # a mask per seed: fold the seeds into the heads
+        B, H = q.shape[1:3]
+        q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
+        y = fused_attention(q, k, v, mask.movedim(in_dims[3], 1).flatten(1, 2), scale)  # mask [1, S, H, T, T]
+        return y.unflatten(1, (S, H)), 1
+    y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)             # into the batch
+    return y.unflatten(0, (S, -1)), 0
 
 
 def causal(like):
@@ -209,11 +234,19 @@ class APE(Encoding):
 class ShiftedAPE(APE):
     """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m), m ~ U{0..max_shift} per sequence in training.
 
-    m = 0 in evaluation. Positions up to max_shift beyond the training length are trained, their large distances never.
+    m = 0 in evaluation. Positions up to max_shift beyond the training length are trained, their large distances never. The shifts are a
+    Weyl sequence (multiples of 2^64 over the golden ratio, from a random start), so that they follow from the model's own state.
     """
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.register_buffer('start', torch.randint(2 ** 62, ()))
+        self.register_buffer('used', torch.zeros((), dtype=torch.int64))
+
     def embed(self, x, pos):
         if self.training:
-            pos = pos + torch.randint(self.cfg.max_shift + 1, (x.shape[0], 1), device=x.device)     # (B, T)
+            m = self.start + (self.used + torch.arange(x.shape[0], device=x.device)) * -7046029254386353131     # wraps around
+            self.used += x.shape[0]
+            pos = pos + (m >> 33).remainder(self.cfg.max_shift + 1)[:, None]            # (B, T)
         return x + self.sinusoid(pos, x)
 
 
@@ -229,7 +262,7 @@ class Learned(Encoding):
         self.table = nn.Parameter(torch.randn(cfg.max_len, cfg.d_model) * 0.02)
 
     def embed(self, x, pos):
-        return x + self.table[pos.clamp(max=len(self.table) - 1)].to(x.dtype)
+        return x + F.embedding(pos.clamp(max=self.cfg.max_len - 1), self.table).to(x.dtype)
 
 
 class Random(Encoding):
@@ -244,7 +277,7 @@ class Random(Encoding):
         self.register_buffer('table', torch.randn(cfg.max_len, cfg.d_model) * 0.5 ** 0.5)
 
     def embed(self, x, pos):
-        return x + self.table[pos.clamp(max=len(self.table) - 1)].to(x.dtype)
+        return x + F.embedding(pos.clamp(max=self.cfg.max_len - 1), self.table).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,7 +390,7 @@ class T5(Encoding):
         return torch.where(d < exact, d, (exact + (log * (n - exact)).long()).clamp(max=n - 1))
 
     def bias(self, pos, state=None):
-        return self.table[self.bucket(distance(pos))].permute(2, 0, 1)                  # (T, T, H) -> (H, T, T)
+        return F.embedding(self.bucket(distance(pos)), self.table).permute(2, 0, 1)     # (T, T, H) -> (H, T, T)
 
 
 class FIRE(Encoding):

@@ -575,7 +575,7 @@ def test_a_run_and_its_files(tmp_path, capsys):
     scores = json.load(open(tmp_path / 'r/lengths.json'))
     assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345') and set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
     log = lines(tmp_path / 'r')
-    assert [(p['seed'], p['step']) for p in log if 'loss' in p] == [(s, n) for s in (3, 4) for n in range(2, 13, 2)]
+    assert [(p['step'], p['seed']) for p in log if 'loss' in p] == [(n, s) for n in range(2, 13, 2) for s in (3, 4)]
     assert json.load(open(tmp_path / 'r/config.json'))['seeds'] == [3, 4]
     result, = (json.loads(line) for line in open(tmp_path / 'results.jsonl'))
     assert result['lengths'] == scores and result['config']['pe'] == 'rope' and result['command'].startswith('python train.py') and result['torch']
@@ -606,7 +606,7 @@ def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path, monke
             return learning_rate(cfg, step)
         monkeypatch.setattr(train, 'learning_rate', stop_here)
         assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
-        assert torch.load(folder / 'ckpt.pt', weights_only=True)['seeds'][0]['step'] == stop_at
+        assert torch.load(folder / 'ckpt.pt', weights_only=True)['step'] == stop_at
         monkeypatch.setattr(train, 'learning_rate', learning_rate)
         train.main(flags(out_dir=folder, resume=True, **kw))
         for seed in train.make_config(train.read_config(flags(**kw))).seeds:
@@ -654,10 +654,61 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypa
         calls[0] += self.training
         return logits, loss * math.nan if loss is not None and calls[0] == 7 else loss
     monkeypatch.setattr(Transformer, 'forward', poisoned)
-    with pytest.raises(train.UserError, match='nan at step 7'):
+    with pytest.raises(train.UserError, match='NaN or infinite at step 7'):
         train.main(flags(out_dir=tmp_path))
     checkpoint = torch.load(tmp_path / 'ckpt.pt', weights_only=True)['seeds'][0]
     assert checkpoint['step'] == 4 and all(p.isfinite().all() for p in checkpoint['model'].values())
+
+
+@variants
+def test_seeds_together_train_as_each_alone(kw):
+    """100 steps in float64: the losses of each seed agree to 1e-9 relative."""
+    compare_seeds([5, 6, 7], 100, 1e-9, dtype='float64', **kw)
+
+
+@pytest.mark.parametrize('name', pe.ENCODINGS)
+def test_float32_seeds_together_train_as_each_alone(name):
+    compare_seeds([5, 6], 20, 1e-5, pe=name)
+
+
+def compare_seeds(together, steps, tol, **kw):
+    """Train the seeds in one vmapped pass, in a loop within the step, and each alone, with train.py's own pieces: losses [steps] of each."""
+    def losses(seeds, vmap):
+        cfg = train.Config(**dict(dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 2, 3, 4], eval_lengths=[3], warmup_steps=5, seeds=seeds), **kw))
+        models, batches = train.Seeds(cfg, torch.device('cpu')), train.Batches(cfg, tasks.make(cfg.task), 'cpu')
+        assert models.together == (len(seeds) > 1)
+        models.together = vmap
+        optimizer = torch.optim.AdamW(models.groups, betas=(cfg.beta1, cfg.beta2), fused=True)
+        out = []
+        for step in range(steps):
+            out.append(models.backward(*batches.next(step)))
+            models.clip(cfg.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return torch.stack(out, dim=1)                                                  # (S, steps)
+    alone = torch.cat([losses([seed], False) for seed in together])
+    assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
+    close(losses(together, True), alone, tol)
+    close(losses(together, False), alone, tol)
+
+
+def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsys):
+    train.main(flags(out_dir=tmp_path / 'a', seeds='0,1,2'))
+    clip, calls = train.Seeds.clip, []
+
+    def poisoned(self, largest):
+        clip(self, largest)
+        calls.append(1)
+        if len(calls) == 6:                                                             # so that the loss of step 7 is NaN
+            self.params['head.weight'].grad[1] = math.nan
+    monkeypatch.setattr(train.Seeds, 'clip', poisoned)
+    train.main(flags(out_dir=tmp_path / 'b', seeds='0,1,2'))
+    assert 'seed 1: the loss became NaN or infinite at step 7' in capsys.readouterr().out
+    assert list(json.load(open(tmp_path / 'b/lengths.json'))) == ['0', '2']
+    for seed in (0, 2):
+        assert same(weights(tmp_path / 'a', seed), weights(tmp_path / 'b', seed))
+    failed = torch.load(tmp_path / 'b/ckpt.pt', weights_only=True)['seeds'][1]
+    assert failed['step'] == 4 and all(p.isfinite().all() for p in failed['model'].values())
 
 
 def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
@@ -725,21 +776,21 @@ def test_evaluate_counts():
 
 def test_batches_mix_lengths_and_repeat_fixed_data():
     cfg = train.make_config(train.read_config(flags(n_train=8, batch_size=6)))
-    batches = train.Batches(cfg, tasks.make('parity'), 0, 'cpu')
-    epoch = torch.cat([batches.next(0)[0] for _ in range(4)])
-    again = torch.cat([batches.next(0)[0] for _ in range(4)])
+    batches = train.Batches(cfg, tasks.make('parity'), 'cpu')
+    epoch = torch.cat([batches.next(0)[0][0] for _ in range(4)])
+    again = torch.cat([batches.next(0)[0][0] for _ in range(4)])
     assert epoch.shape == (24, 9) and not torch.equal(epoch, again)
     assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, again.tolist()))
     assert {(row != 0).sum().item() for row in epoch[:6]} > {5} or len({(row != 0).sum().item() for row in epoch[:6]}) > 1
-    fresh = train.Batches(train.make_config(train.read_config(flags())), tasks.make('parity'), 0, 'cpu')
-    assert len({tuple(row) for _ in range(200) for row in fresh.next(0)[0].tolist()}) == 2 + 4 + 8
+    fresh = train.Batches(train.make_config(train.read_config(flags())), tasks.make('parity'), 'cpu')
+    assert len({tuple(row) for _ in range(200) for row in fresh.next(0)[0][0].tolist()}) == 2 + 4 + 8
 
 
 def test_schedule_limits_lengths():
     cfg = train.make_config(train.read_config(flags(length_schedule='[(0, 1), (5, 3)]')))
     assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
-    batches = train.Batches(cfg, tasks.make('parity'), 0, 'cpu')
-    assert batches.next(0)[0].shape[1] == 5 and batches.next(5)[0].shape[1] == 9
+    batches = train.Batches(cfg, tasks.make('parity'), 'cpu')
+    assert batches.next(0)[0].shape == (1, 8, 5) and batches.next(5)[0].shape == (1, 8, 9)
 
 
 def test_held_out_problems_come_from_generators_of_their_own():
@@ -747,8 +798,8 @@ def test_held_out_problems_come_from_generators_of_their_own():
     cfg = train.make_config(train.read_config(flags(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200)))
     task = tasks.make('parity')
     rows = lambda split: set(map(tuple, train.held_out(cfg, task, split, 'cpu')[40][0].tolist()))
-    batches = train.Batches(cfg, task, 0, 'cpu')
-    trained = {tuple(row) for _ in range(200) for row in batches.next(0)[0].tolist()}
+    batches = train.Batches(cfg, task, 'cpu')
+    trained = {tuple(row) for _ in range(200) for row in batches.next(0)[0][0].tolist()}
     assert len(trained) > 1000 and not rows('eval') & rows('test') and not (rows('eval') | rows('test')) & trained
     with pytest.raises(train.UserError, match='seeds'):
         train.make_config(train.read_config(flags(seeds=2 ** 40)))
@@ -807,7 +858,7 @@ def test_exit_code_2_without_a_traceback(tmp_path):
 def test_checkpoints_that_do_not_fit(tmp_path):
     train.main(flags(out_dir=tmp_path))
     for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'), (dict(pe='nope'), 'trained with pe=rope'), (dict(train_lengths='1-4'), 'train_lengths'),
-                     (dict(task='copy'), 'trained with task=parity')):
+                     (dict(task='copy'), 'trained with task=parity'), (dict(seeds='0,1'), 'has seeds')):
         with pytest.raises(train.UserError, match=says):
             train.main(flags(out_dir=tmp_path, resume=True, **kw))
     data = (tmp_path / 'ckpt.pt').read_bytes()

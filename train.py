@@ -47,7 +47,7 @@ class Config(ModelConfig):
     n_eval: int = 128                     # held-out problems per length in the evaluations during training
     n_test: int = 1024                    # held-out problems per length, other than those, in the final table
     # optimization: AdamW, linear warm-up, decay
-    seeds: list = (0,)                    # a model per seed, trained one after the other
+    seeds: list = (0,)                    # a model per seed, all trained together in one batched step
     batch_size: int = 64                  # sequences per step
     max_steps: int = 4000                 # optimizer steps
     lr: float = 1e-3                      # peak learning rate
@@ -251,47 +251,48 @@ def generator(device, stream, number):
 
 
 class Batches:
-    """Shuffled batches [batch_size, T] of mixed lengths, rows padded on the right with 0. The data live on the device.
+    """Shuffled batches [S, batch_size, T] of mixed lengths, one per seed, rows padded on the right with 0. The data live on the device.
 
-    An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order. It follows from the generator's
-    state at its start, which is what a checkpoint keeps.
+    An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order. It follows from the generators'
+    states at its start, which are what a checkpoint keeps.
     """
-    def __init__(self, cfg, task, seed, device):
-        self.cfg, self.task, self.seed, self.device = cfg, task, seed, device
-        self.generator = generator(device, 'train', seed)
-        self.lengths, self.order, self.at = None, (), 0
+    def __init__(self, cfg, task, device):
+        self.cfg, self.task, self.device = cfg, task, device
+        self.generators = [generator(device, 'train', seed) for seed in cfg.seeds]
+        self.seed_axis = torch.arange(len(cfg.seeds), device=device)[:, None]           # (S, 1)
+        self.lengths, self.size, self.at = None, 0, 0
 
-    def draw(self, lengths):
-        cfg = self.cfg
-        source = generator(self.device, 'fixed', self.seed) if cfg.n_train else self.generator
-        per_length = cfg.n_train or math.ceil(64 * cfg.batch_size / len(lengths))
+    def pool(self, lengths, source):
+        """All problems of one seed's epoch: tokens, targets [N, T]."""
+        per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.sample(per_length, length, source) for length in lengths]
         T = max(tokens.shape[1] for tokens, _ in problems)
-        dtype = torch.int16 if cfg.vocab_size < 2 ** 15 else torch.int32
+        dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32
         pad = lambda rows, value: torch.nn.functional.pad(rows.to(dtype), (0, T - rows.shape[1]), value=value)
-        self.tokens = torch.cat([pad(tokens, tasks.PAD) for tokens, _ in problems])     # (N, T)
-        self.targets = torch.cat([pad(targets, -100) for _, targets in problems])
+        return torch.cat([pad(x, tasks.PAD) for x, _ in problems]), torch.cat([pad(y, -100) for _, y in problems])
 
     def begin_epoch(self, lengths):
-        self.start, self.at = self.generator.get_state(), 0
+        self.starts, self.at = [g.get_state() for g in self.generators], 0
         if lengths != self.lengths or not self.cfg.n_train:
-            self.draw(lengths)
-        self.lengths = lengths
-        self.order = torch.randperm(len(self.tokens), generator=self.generator, device=self.device)
+            sources = [generator(self.device, 'fixed', seed) for seed in self.cfg.seeds] if self.cfg.n_train else self.generators
+            self.tokens, self.targets = map(torch.stack, zip(*(self.pool(lengths, source) for source in sources)))       # (S, N, T)
+        self.lengths, self.size = lengths, self.tokens.shape[1]
+        self.order = torch.stack([torch.randperm(self.size, generator=g, device=self.device) for g in self.generators])  # (S, N)
 
     def next(self, step):
         lengths = lengths_at(self.cfg, step)
-        if lengths != self.lengths or self.at + self.cfg.batch_size > len(self.order):
+        if lengths != self.lengths or self.at + self.cfg.batch_size > self.size:
             self.begin_epoch(lengths)
-        rows = self.order[self.at:self.at + self.cfg.batch_size]
+        rows = self.order[:, self.at:self.at + self.cfg.batch_size]                     # (S, B)
         self.at += self.cfg.batch_size
-        return self.tokens[rows].long(), self.targets[rows].long()                      # (B, T)
+        return self.tokens[self.seed_axis, rows].long(), self.targets[self.seed_axis, rows].long()          # (S, B, T)
 
     def state_dict(self):
-        return {'start': self.start, 'lengths': self.lengths, 'at': self.at}
+        return {'starts': self.starts, 'lengths': self.lengths, 'at': self.at}
 
     def load_state_dict(self, state):
-        self.generator.set_state(state['start'])
+        for g, start in zip(self.generators, state['starts']):
+            g.set_state(start)
         self.begin_epoch(state['lengths'])
         self.at = state['at']
 
@@ -426,56 +427,92 @@ def precision(cfg, device):
     return torch.autocast(device.type, torch.bfloat16) if cfg.dtype == 'bfloat16' else contextlib.nullcontext()
 
 
-def save(cfg, checkpoint, entry, step, device, **parts):
-    """Put the whole state of one seed's training into its entry, and the checkpoint on disk."""
-    if not all(p.isfinite().all() for p in parts['model'].parameters()):
-        raise Diverged(f'a weight became NaN or infinite by step {step}')
-    entry.update(step=step, rng=torch.get_rng_state(), **{name: part.state_dict() for name, part in parts.items()})
-    if device.type == 'cuda':
-        entry['cuda_rng'] = torch.cuda.get_rng_state(device)
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    write(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+class Seeds:
+    """The models of all seeds, trained together. Their parameters, and gradients, are slices of stacked ones, name -> [S, ...], which the
+    optimizer holds. Nothing in a step mixes seeds, so each one trains as it would alone.
+    """
+    def __init__(self, cfg, device):
+        self.models = []
+        for seed in cfg.seeds:
+            torch.manual_seed(seed)
+            self.models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
+        self.params, self.buffers = torch.func.stack_module_state(self.models)
+        for p in self.params.values():
+            p.grad = torch.zeros_like(p)
+        for i, model in enumerate(self.models):
+            for name, p in model.named_parameters():
+                p.data, p.grad = self.params[name].data[i], self.params[name].grad[i]
+            for name, x in model.named_buffers():
+                x.data = self.buffers[name][i]
+        first, names = self.models[0], {id(p): name for name, p in self.models[0].named_parameters()}
+        self.groups = [dict(group, params=[self.params[names[id(p)]] for p in group['params']]) for group in first.optim_groups(cfg.lr, cfg.weight_decay)]
+        compiled = cfg.compile or (cfg.compile is None and device.type == 'cuda' and sum(p.numel() for p in first.parameters()) >= 1e7)
+        self.forward = [torch.compile(model) if compiled else model for model in self.models]
+        # on a CPU one pass for all seeds saves calls but not arithmetic, and large steps fall out of the cache
+        work = cfg.batch_size * cfg.train_len * cfg.d_model
+        self.together = len(self.models) > 1 and not compiled and (device.type == 'cuda' or work <= 2 ** 17)
+
+    def backward(self, tokens, targets, amp=contextlib.nullcontext()):
+        """Add every seed's gradient on its own batch, tokens and targets [S, B, T], to .grad; the losses [S]."""
+        if self.together:
+            def loss_of(params, buffers, tokens, targets):
+                return torch.func.functional_call(self.models[0], (params, buffers), (tokens, targets), tie_weights=False)[1]
+            with amp:
+                losses = torch.func.vmap(loss_of, randomness='different')(self.params, self.buffers, tokens, targets)
+            losses.sum().backward()
+            return losses.detach()
+        losses = []
+        for forward, x, y in zip(self.forward, tokens, targets):
+            with amp:
+                _, loss = forward(x, y)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    def clip(self, largest):
+        """Scale each seed's gradient to a norm of at most `largest`."""
+        grads = [p.grad for p in self.params.values()]
+        norm = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in grads]).norm(dim=0)      # (S,)
+        scale = (largest / (norm + 1e-6)).clamp(max=1)
+        for g in grads:
+            g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
 
 
-def restore(entry, device, **parts):
-    for name, part in parts.items():
-        part.load_state_dict(entry[name])
-    torch.set_rng_state(entry['rng'])
-    if device.type == 'cuda':
-        torch.cuda.set_rng_state(entry['cuda_rng'], device)
+def train(cfg, task, device, checkpoint, stop):
+    """Train all seeds together, from where the checkpoint left them; {seed: {length: scores}} of those that stayed finite, None if stopped."""
+    seeds = Seeds(cfg, device)
+    optimizer = torch.optim.AdamW(seeds.groups, betas=(cfg.beta1, cfg.beta2), fused=True)
+    batches, sets, amp = Batches(cfg, task, device), held_out(cfg, task, 'eval', device), precision(cfg, device)
+    if checkpoint['step']:
+        restore(checkpoint, cfg, seeds, optimizer, batches, device)
+    else:
+        checkpoint['seeds'] = {seed: {'evals': []} for seed in cfg.seeds}
+    entries = list(checkpoint['seeds'].values())
+    alive = [i for i, entry in enumerate(entries) if 'failed' not in entry]
+    losses = list(checkpoint.pop('losses', torch.empty(0)).to(device))                  # [S] each, since the last line of the log
 
+    def check(finite, step, what):
+        for i in [i for i in alive if not finite(i)]:
+            alive.remove(i)
+            entries[i]['failed'] = f'seed {cfg.seeds[i]}: {what} became NaN or infinite at step {step}; its last good checkpoint is kept'
+            tqdm.write(entries[i]['failed'])
+        if not alive:
+            raise Diverged(entries[-1]['failed'] + '. A lower --lr or a longer --warmup_steps may help')
 
-def train_seed(cfg, task, seed, device, checkpoint, stop):
-    """Train one model, from where checkpoint['seeds'][seed] left it, and keep that entry up to date on disk; its {length: scores}, None if stopped."""
-    torch.manual_seed(seed)
-    model = Transformer(cfg).to(device, DTYPES[cfg.dtype])
-    optimizer = torch.optim.AdamW(model.optim_groups(cfg.lr, cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
-    batches, sets, amp = Batches(cfg, task, seed, device), held_out(cfg, task, 'eval', device), precision(cfg, device)
-    entry = checkpoint['seeds'].setdefault(seed, {'step': 0, 'evals': [], 'losses': []})
-    if entry['step']:
-        restore(entry, device, model=model, optimizer=optimizer, batches=batches)
-    losses = list(torch.tensor(entry['losses'], dtype=torch.float64, device=device))    # since the last line of the log
-    params = list(model.parameters())
-    big = device.type == 'cuda' and sum(p.numel() for p in params) >= 1e7
-    forward = torch.compile(model) if cfg.compile or (cfg.compile is None and big) else model
-
-    bar = tqdm(total=cfg.max_steps, initial=entry['step'], desc=f'{cfg.task} {cfg.pe} seed {seed}', unit='step', disable=None, leave=False)
+    name = f'{cfg.task} {cfg.pe} ' + (f'seed {cfg.seeds[0]}' if len(entries) == 1 else f'{len(entries)} seeds')
+    bar = tqdm(total=cfg.max_steps, initial=checkpoint['step'], desc=name, unit='step', disable=None, leave=False)
     with bar, open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a') as log:
-        began, first = time.time(), entry['step']
-        for step in range(entry['step'], cfg.max_steps):
+        began, first = time.time(), checkpoint['step']
+        for step in range(first, cfg.max_steps):
             rate = learning_rate(cfg, step)
             for group in optimizer.param_groups:
                 group['lr'] = rate
-            tokens, targets = batches.next(step)
-            with amp:
-                _, loss = forward(tokens, targets)
-            loss.backward()
+            tokens, targets = batches.next(step)                                        # (S, B, T)
+            losses.append(seeds.backward(tokens, targets, amp))                         # (S,)
             if cfg.grad_clip:
-                torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip)
+                seeds.clip(cfg.grad_clip)
             optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+            optimizer.zero_grad(set_to_none=False)                                      # the models' .grad are slices of these
             bar.update()
 
             done = step + 1
@@ -483,26 +520,55 @@ def train_seed(cfg, task, seed, device, checkpoint, stop):
             if not (evaluating or stop.signal or done % cfg.log_interval == 0):
                 continue
             recent = torch.stack(losses).tolist()                                       # the loop's only synchronization
-            for i, x in enumerate(recent):
-                if not math.isfinite(x):
-                    raise Diverged(f'the loss became {x} at step {done - len(recent) + i + 1}')
+            for k, row in enumerate(recent):
+                check(lambda i: math.isfinite(row[i]), done - len(recent) + k + 1, 'the loss')
+            mean = sum(recent[-1][i] for i in alive) / len(alive)
             if evaluating or done % cfg.log_interval == 0:
                 speed = (done - first) / (time.time() - began)
-                bar.set_postfix(loss=f'{recent[-1]:.4f}')
-                log.write(json.dumps(dict(step=done, seed=seed, loss=sum(recent) / len(recent), lr=rate, steps_per_s=round(speed, 2))) + '\n')
+                bar.set_postfix(loss=f'{mean:.4f}')
+                for i in alive:
+                    line = dict(step=done, seed=cfg.seeds[i], loss=sum(row[i] for row in recent) / len(recent), lr=rate, steps_per_s=round(speed, 2))
+                    log.write(json.dumps(line) + '\n')
                 losses.clear()
+            if evaluating or stop.signal:
+                check(lambda i: all(p[i].isfinite().all() for p in seeds.params.values()), done, 'a weight')
             if evaluating:
-                scores = evaluate(model, task, sets, amp)
-                entry['evals'].append({'step': done, 'lengths': scores})
-                log.write(json.dumps(dict(step=done, seed=seed, eval=scores)) + '\n')
-                tqdm.write(f'step {done:>6}  loss {recent[-1]:.4f}  {speed:6.1f} steps/s  {brief(cfg, scores)}')
+                for i in alive:
+                    entries[i]['evals'].append({'step': done, 'lengths': evaluate(seeds.models[i], task, sets, amp)})
+                    log.write(json.dumps(dict(step=done, seed=cfg.seeds[i], eval=entries[i]['evals'][-1]['lengths'])) + '\n')
+                scores = mean_scores({i: entries[i]['evals'][-1]['lengths'] for i in alive})
+                tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  {brief(cfg, scores)}')
             if evaluating or stop.signal:
                 log.flush()
-                entry['losses'] = [float(x) for x in losses]
-                save(cfg, checkpoint, entry, done, device, model=model, optimizer=optimizer, batches=batches)
+                save(checkpoint, done, cfg, seeds, optimizer, batches, losses, alive, device)
             if stop.signal and done < cfg.max_steps:
                 return None
-    return evaluate(model, task, held_out(cfg, task, 'test', device), amp)
+    test = held_out(cfg, task, 'test', device)
+    return {cfg.seeds[i]: evaluate(seeds.models[i], task, test, amp) for i in alive}
+
+
+def save(checkpoint, step, cfg, seeds, optimizer, batches, losses, alive, device):
+    """The whole state of the training to disk; a seed that failed keeps the model that it had."""
+    for i in alive:
+        model = {name: x.clone() for name, x in seeds.models[i].state_dict().items()}
+        checkpoint['seeds'][cfg.seeds[i]].update(step=step, model=model)
+    checkpoint.update(step=step, optimizer=optimizer.state_dict(), batches=batches.state_dict(), rng=torch.get_rng_state())
+    if device.type == 'cuda':
+        checkpoint['cuda_rng'] = torch.cuda.get_rng_state(device)
+    buffer = io.BytesIO()
+    torch.save(checkpoint | {'losses': torch.stack(losses) if losses else torch.empty(0)}, buffer)
+    write(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def restore(checkpoint, cfg, seeds, optimizer, batches, device):
+    for seed, model in zip(cfg.seeds, seeds.models):
+        if 'model' in checkpoint['seeds'][seed]:                                        # else it failed before its first checkpoint
+            model.load_state_dict(checkpoint['seeds'][seed]['model'])
+    optimizer.load_state_dict(checkpoint['optimizer'])
+    batches.load_state_dict(checkpoint['batches'])
+    torch.set_rng_state(checkpoint['rng'])
+    if device.type == 'cuda':
+        torch.cuda.set_rng_state(checkpoint['cuda_rng'], device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -608,12 +674,12 @@ def keep_log(cfg, checkpoint):
     """Drop the lines of log.jsonl that a resumed run will write again: those after the checkpoint."""
     path = os.path.join(cfg.out_dir, 'log.jsonl')
     lines = []
-    if checkpoint['seeds'] and os.path.exists(path):
+    if checkpoint['step'] and os.path.exists(path):
         with open(path) as f:
             for line in f:
                 with contextlib.suppress(ValueError):                                   # a line cut off by a kill
                     point = json.loads(line)
-                    if point['step'] <= checkpoint['seeds'].get(point['seed'], {'step': 0})['step']:
+                    if point['step'] <= checkpoint['step']:
                         lines.append(line)
     write(path, ''.join(lines))
 
@@ -631,10 +697,12 @@ def run(cfg, stop, command):
     """Train (or evaluate) the seeds of one configuration; returns {seed: {length: scores}}, None if it was asked to stop."""
     device, task = pick_device(cfg), tasks.make(cfg.task)
     path = os.path.join(cfg.out_dir, 'ckpt.pt')
-    checkpoint = {'config': asdict(cfg), 'seeds': {}}
+    checkpoint = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
     if cfg.eval_only or (cfg.resume and os.path.exists(path)):
         checkpoint = read_checkpoint(path)
         check_architecture(cfg, checkpoint['config'], path)
+        if not cfg.eval_only and list(checkpoint['seeds']) != cfg.seeds:
+            raise UserError(f'{path} has seeds {list(checkpoint["seeds"])}, not {cfg.seeds}: give it the same, or another --out_dir')
     by_seed, table = {}, os.path.join(cfg.out_dir, 'lengths.json')
     if cfg.eval_only:
         for seed in cfg.seeds:
@@ -653,20 +721,10 @@ def run(cfg, stop, command):
     write(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
     checkpoint['config'] = asdict(cfg)
     keep_log(cfg, checkpoint)
-    diverged = []
-    for seed in cfg.seeds:
-        try:
-            scores = train_seed(cfg, task, seed, device, checkpoint, stop)
-        except Diverged as error:
-            diverged.append(f'seed {seed}: {error}; its last good checkpoint is kept. A lower --lr or a longer --warmup_steps may help')
-            print(diverged[-1])
-            continue
-        if scores is None:
-            print(f'stopped at step {checkpoint["seeds"][seed]["step"]} and saved; go on with --resume')
-            return None
-        by_seed[seed] = scores
-    if not by_seed:
-        raise Diverged(diverged[-1])
+    by_seed = train(cfg, task, device, checkpoint, stop)
+    if by_seed is None:
+        print(f'stopped at step {checkpoint["step"]} and saved; go on with --resume')
+        return None
     write(table, json.dumps(by_seed))
     if cfg.results:
         write_result(cfg, by_seed, checkpoint, command)
