@@ -1,2 +1,15 @@
+# PoPE's diagnostic: the letter so many places left or right of another. The task wants long training: this size stands still at guessing by the
+# shift for at least the first 8,000 steps (measured on sources of 5 to 10 letters), so take a GPU and put configs/paper_pope.py behind it.
+# Compare: --pe=rope,pope
 task = 'indirect_indexing'
 pe = 'pope'
+norm = 'rmsnorm'
+d_model = 128
+n_layer = 4
+n_head = 4
+train_lengths = range(20, 41)
+eval_lengths = range(20, 45)
+lr = 5e-4
+warmup_steps = 500
+max_steps = 50000
+n_test = 512
