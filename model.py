@@ -158,25 +158,37 @@ class Transformer(nn.Module):
                 for name, params in groups.items() if params]
 
 
+def read_arguments(argv):
+    """ModelConfig from config files and --key=value as train.py takes them; a config file's other keys do not matter here."""
+    keys, known = {}, ModelConfig.__dataclass_fields__
+    for arg in argv:
+        if not arg.startswith('--'):
+            with open(arg) as f:
+                exec(compile(f.read(), arg, 'exec'), keys)
+            continue
+        key, _, value = arg[2:].partition('=')
+        if key not in known:
+            raise ValueError(f'unknown key {arg}; there are: {", ".join(known)}')
+        keys[key] = value if known[key].type is str else ast.literal_eval(value)
+    config = {key: value for key, value in keys.items() if key in known}
+    for key, value in config.items():
+        if type(value) is not known[key].type and not (known[key].type is float and type(value) is int):
+            raise ValueError(f'{key} must be {known[key].type.__name__}, not {value!r}')
+    return ModelConfig(**config)
+
+
 if __name__ == '__main__':
     import ast
     import sys
-    keys = {}
-    for arg in sys.argv[1:]:                                                            # config files and --key=value, as train.py takes them
-        if arg.startswith('--'):
-            key, _, value = arg[2:].partition('=')
-            try:
-                value = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                pass                                                                    # a string
-            keys[key] = value
-        else:
-            with open(arg) as f:
-                exec(f.read(), keys)
-    cfg = ModelConfig(**{k: v for k, v in keys.items() if k in ModelConfig.__dataclass_fields__})
-    model = Transformer(cfg)
+    if '--help' in sys.argv:
+        sys.exit(print(__doc__))
+    try:
+        cfg = read_arguments(sys.argv[1:])
+        model = Transformer(cfg)
+    except (OSError, SyntaxError, ValueError) as error:
+        print(f'model.py: {error}', file=sys.stderr)
+        sys.exit(2)
     for name, p in model.named_parameters():
         print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')
     print(f'{"total":40} {"":14} {sum(p.numel() for p in model.parameters()):>10,}')
-    if 'vocab_size' not in keys:
-        print(f'for a vocabulary of {cfg.vocab_size}; --vocab_size=N counts another')
+    print(f'for a vocabulary of {cfg.vocab_size} tokens; --vocab_size=N counts another')

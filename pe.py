@@ -14,6 +14,7 @@ write the class and name it in ENCODINGS: then it can be trained, tested and pro
 import copy
 import difflib
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 class PEConfig:
     """What an encoding may read; model.ModelConfig adds the rest. Derived: `heads` and `head_dim`, of the real attention heads."""
     pe: str = 'rope'               # positional encoding, or several joined by '+' (ape+rope): `python pe.py` lists them
-    rope_heads: int = None         # apply the encoding to the first k heads only, the rest are NoPE; None: to all
+    rope_heads: int = None         # what acts in attention acts on the first k heads only, the rest are NoPE; None: on all
     attention: str = 'mha'         # mha | mla (keys and values from a compressed vector; half of each head is NoPE)
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 real heads, each a NoPE half and an encoded half
@@ -49,9 +50,12 @@ class PEConfig:
     pope_delta: str = 'zero'       # pope: phase bias delta starts at zero | uniform on [-2 pi, 0] | none (no bias)
 
     def __post_init__(self):
-        for key in ('d_model', 'n_head', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'rope_base'):
+        for key in ('d_model', 'n_head', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'yarn_beta_fast',
+                    'yarn_beta_slow'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
+        if self.rope_base <= 1:
+            raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         for key in ('eval_len', 'max_shift', 'vipe_d_p'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
@@ -498,8 +502,8 @@ ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random, 'sh
 # ---------------------------------------------------------------------------------------------------------------------
 # combining encodings
 
-class Wrapper(Encoding):
-    """An encoding made of others: embed and state go through to each part in turn."""
+class Sum(Encoding):
+    """'a+b': the hooks of a, then of b (out in reverse); factors of the logits multiply and are computed from the raw q and k; biases add."""
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
@@ -510,6 +514,9 @@ class Wrapper(Encoding):
     def for_layer(self):
         return type(self)(self.cfg, *(p.for_layer() for p in self.parts))
 
+    def each(self, state):
+        return list(zip(self.parts, state if state is not None else [None] * len(self.parts)))
+
     def embed(self, x, pos):
         for p in self.parts:
             x = p.embed(x, pos)
@@ -518,12 +525,6 @@ class Wrapper(Encoding):
     def state(self, x, pos, total_len=None):
         return [p.state(x, pos, total_len) for p in self.parts]
 
-    def each(self, state):
-        return zip(self.parts, state if state is not None else [None] * len(self.parts))
-
-
-class Sum(Wrapper):
-    """'a+b': the hooks of a, then of b (out in reverse); factors of the logits multiply and are computed from the raw q and k; biases add."""
     def qk(self, q, k, pos, state=None):
         for p, s in self.each(state):
             q, k = p.qk(q, k, pos, s)
@@ -543,67 +544,49 @@ class Sum(Wrapper):
         return v
 
     def out(self, y, pos, state=None):
-        for p, s in reversed(list(self.each(state))):
+        for p, s in reversed(self.each(state)):
             y = p.out(y, pos, s)
         return y
 
 
-class FirstHeads(Wrapper):
-    """rope_heads = k: the part acts on the first k heads (its cfg has heads = k); the others, padded with zeros to its width, are NoPE."""
+class FirstHeads(Sum):
+    """rope_heads = k: the part (its cfg has heads = k) acts on the first k heads; the others, padded with zeros to its width, are NoPE."""
+    def __init__(self, cfg, part):
+        super().__init__(cfg, part)
+        self.k = part.cfg.heads
+
     def join(self, first, rest):                                                        # [B, k, T, wide], [B, H - k, T, D]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)        # (B, H, T, wide)
 
     def qk(self, q, k, pos, state=None):
-        (p, s), = self.each(state)
-        n = p.cfg.heads
-        first_q, first_k = p.qk(q[:, :n], k[:, :n], pos, s)
-        return self.join(first_q, q[:, n:]), self.join(first_k, k[:, n:])
+        first_q, first_k = super().qk(q[:, :self.k], k[:, :self.k], pos, state)
+        return self.join(first_q, q[:, self.k:]), self.join(first_k, k[:, self.k:])
 
     def rescale(self, q, k, pos, state=None):
-        (p, s), = self.each(state)
-        n = p.cfg.heads
-        factors = p.rescale(q[:, :n], k[:, :n], pos, s)
+        factors = super().rescale(q[:, :self.k], k[:, :self.k], pos, state)
         ones = torch.ones_like(q[..., :1])                                              # (B, H, T, 1)
-        return None if factors is None else tuple(torch.cat([ones[:, :n] * f, ones[:, n:]], dim=1) for f in factors)
+        return None if factors is None else tuple(torch.cat([ones[:, :self.k] * f, ones[:, self.k:]], dim=1) for f in factors)
 
     def bias(self, pos, state=None):
-        (p, s), = self.each(state)
-        bias = p.bias(pos, s)
-        return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, self.cfg.heads - p.cfg.heads))
+        bias = super().bias(pos, state)
+        return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, self.cfg.heads - self.k))
 
     def value(self, v, pos, state=None):
-        (p, s), = self.each(state)
-        return self.join(p.value(v[:, :p.cfg.heads], pos, s), v[:, p.cfg.heads:])
+        return self.join(super().value(v[:, :self.k], pos, state), v[:, self.k:])
 
     def out(self, y, pos, state=None):
-        (p, s), = self.each(state)
-        first, rest = p.out(y[:, :p.cfg.heads], pos, s), y[:, p.cfg.heads:, :, :self.cfg.head_dim]
-        return self.join(first, rest)
+        return self.join(super().out(y[:, :self.k], pos, state), y[:, self.k:, :, :self.cfg.head_dim])
 
 
-class SecondHalf(Wrapper):
+class SecondHalf(Sum):
     """mla: the part sees the second half of every query and key (its cfg has head_dim = D/2); the first half is NoPE (Toeplitz study eq. 3)."""
     def qk(self, q, k, pos, state=None):
-        (p, s), = self.each(state)
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
-        q_p, k_p = p.qk(q_p, k_p, pos, s)
+        q_p, k_p = super().qk(q_p, k_p, pos, state)
         return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
 
     def rescale(self, q, k, pos, state=None):
-        (p, s), = self.each(state)
-        return p.rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], pos, s)
-
-    def bias(self, pos, state=None):
-        (p, s), = self.each(state)
-        return p.bias(pos, s)
-
-    def value(self, v, pos, state=None):
-        (p, s), = self.each(state)
-        return p.value(v, pos, s)
-
-    def out(self, y, pos, state=None):
-        (p, s), = self.each(state)
-        return p.out(y, pos, s)
+        return super().rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], pos, state)
 
 
 def build(cfg):
@@ -639,7 +622,8 @@ def zoo():
         enc = cls(PEConfig(pe=name, n_head=4))
         params = ', '.join(f'{n} {list(p.shape)}' for n, p in enc.named_parameters()) or 'none'
         hooks = ', '.join(h for h in HOOKS if getattr(cls, h) is not getattr(Encoding, h)) or 'none'
-        print(f'{name}\n    {cls.__doc__.splitlines()[0]}\n    parameters: {params}\n    changes: {hooks}\n')
+        equation = (cls.__doc__ or 'no docstring').splitlines()[0]
+        print(f'{name}\n    {equation}\n    parameters: {params}\n    changes: {hooks}\n')
     print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
 
 
@@ -662,20 +646,33 @@ def picture(name, T):
 
 def draw(path, T=48):
     """Draw the encodings side by side; nope has nothing to see and shifted_ape is ape in evaluation."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit('pe.py: drawing needs matplotlib: pip install matplotlib')
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     names = [name for name in ENCODINGS if name not in ('nope', 'shifted_ape')] + ['pope+alibi']
-    fig, axes = plt.subplots(3, 4, figsize=(11, 8.6), layout='constrained')
+    rows = math.ceil(len(names) / 4)
+    fig, axes = plt.subplots(rows, 4, figsize=(11, 2.87 * rows), layout='constrained')
     for ax, name in zip(axes.flat, names):
         m = picture(name, T).detach()
         ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
         ax.set_title(name + (' (value)' if name in ('vrope', 'vipe') else ' (logit)'), fontsize=11)
         ax.set(xlabel='key position s', ylabel='query position t')
-    fig.savefig(path, dpi=80)
+    for ax in axes.flat[len(names):]:
+        ax.axis('off')
+    try:
+        fig.savefig(path, dpi=80)
+    except (OSError, ValueError) as error:
+        sys.exit(f'pe.py: cannot draw {path}: {error}')
     print(f'drew {path}')
 
 
 if __name__ == '__main__':
-    import sys
-    draw(sys.argv[1]) if len(sys.argv) > 1 else zoo()
+    if len(sys.argv) > 1 and sys.argv[1].startswith('-'):
+        print(__doc__)
+    elif len(sys.argv) > 1:
+        draw(sys.argv[1])
+    else:
+        zoo()

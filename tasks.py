@@ -27,7 +27,7 @@ class Task:
     def sample(self, n, length, generator=None):
         """n problems of the given length -> (tokens, targets), both [n, T] int64. ValueError if the task has no such length."""
         if length < self.min_length or (self.max_length and length > self.max_length):
-            raise ValueError(f'{type(self).__name__.lower()} has lengths from {self.min_length}'
+            raise ValueError(f'{type(self).__name__} problems have lengths from {self.min_length}'
                              + (f' to {self.max_length}' if self.max_length else '') + f', not {length}')
         return self.problems(n, length, Draw(generator))
 
@@ -113,6 +113,8 @@ class Polynomial(Iterative):
     'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
     """
     def __init__(self, p=5):
+        if p < 2:
+            raise ValueError(f'polynomial needs a modulus p >= 2, not {p}')
         super().__init__(range(p))
         self.p = p
 
@@ -254,7 +256,7 @@ class Classification(Task):
 class Distance(Classification):
     """Task 1: how far apart are the two triggers? (Toeplitz study 4.1). 32 classes, class = |i - j| // 4, distances uniform on 1..127.
 
-    Both orders of the two triggers occur. Where length > 128 the distances stay below 128, so that every class has been seen.
+    Both orders of the two triggers occur. Where length > 128 the distances stay below 128, so that a model trained at 128 has seen every class.
 
     >>> example('distance', 9)
     'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'

@@ -22,6 +22,7 @@ import platform
 import re
 import shlex
 import signal
+import statistics
 import sys
 import textwrap
 import time
@@ -83,14 +84,14 @@ class Config(ModelConfig):
             if getattr(self, key) not in known:
                 raise ValueError(f'{key} must be one of {", ".join(known)}, not {getattr(self, key)!r}')
         for key in ('train_lengths', 'eval_lengths', 'seeds'):
-            value = sorted(set(getattr(self, key))) if key != 'seeds' else list(dict.fromkeys(getattr(self, key)))
-            low = 0 if key == 'seeds' else 1
+            value, low = list(getattr(self, key)), 0 if key == 'seeds' else 1
             if not value or any(type(x) is not int or not low <= x < 2 ** 28 for x in value):
-                raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; it is {getattr(self, key)!r}')
-            setattr(self, key, value)
+                raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; it is {value}')
+            setattr(self, key, list(dict.fromkeys(value)) if key == 'seeds' else sorted(set(value)))
         schedule = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else stage for stage in self.length_schedule]
-        if any(not isinstance(stage, list) or [type(x) for x in stage] != [int, int] for stage in schedule) or schedule and schedule[0][0] != 0:
-            raise ValueError(f'length_schedule must be pairs (first step, longest length) and begin at step 0; it is {schedule}')
+        if any(not isinstance(stage, list) or [type(x) for x in stage] != [int, int] for stage in schedule) or \
+                schedule and schedule[0][0] != 0 or schedule != sorted(schedule):
+            raise ValueError(f'length_schedule must be pairs (first step, longest length) in order of steps and begin at step 0; it is {schedule}')
         for step in [step for step, _ in schedule] or [0]:
             lengths = lengths_at(self, step)
             if not lengths:
@@ -108,7 +109,9 @@ class Config(ModelConfig):
 DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.float32, 'float64': torch.float64}     # of the weights
 DERIVED = ('vocab_size', 'train_len', 'eval_len')                 # set from the task, not by the user
 KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
-ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in DERIVED]     # what weights depend on
+# what a checkpoint's weights depend on (s is 1 in training, whatever vipe_s), and what may differ when a run is resumed
+ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s')]
+FREE = ('out_dir', 'device', 'compile', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume', 'eval_only')
 
 
 class UserError(Exception):
@@ -132,7 +135,7 @@ def coerce(key, value, where):
     """The value as the type of its key: whole numbers for floats, lists for ranges; strings as on the command line."""
     kind = KEYS[key].type
     if isinstance(value, str) and kind is not str:
-        text = value
+        text = value.capitalize() if kind is bool else value
         if kind is list:                                          # 1-16 | 1,2,4 | range(1, 17) | [1, 2, 4]
             text = re.sub(r'(?<![\w(])(\d+)-(\d+)', lambda m: f'*range({m[1]}, {int(m[2]) + 1})', text)
         try:
@@ -160,7 +163,7 @@ class Sweep(list):
 def checked(key, value, where):
     """The value, or the Sweep of values, that a key was given."""
     check_key(key, where)
-    if isinstance(value, str) and ',' in value and KEYS[key].type is not list:
+    if isinstance(value, str) and ',' in value and KEYS[key].type is not list and key not in ('out_dir', 'results'):
         return Sweep(coerce(key, part.strip(), where) for part in value.split(','))
     return coerce(key, value, where)
 
@@ -174,12 +177,12 @@ def read_file(path, values):
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'cannot read config file {path}: {getattr(error, "strerror", None) or "it is not text"}') from None
     except SyntaxError as error:
-        raise UserError(f'{path}, line {error.lineno}: {error.msg}') from None
+        raise UserError(f'{path}, line {error.lineno or 1}: {error.msg}') from None
     except Exception as error:
-        line = [frame.lineno for frame in inspect.getinnerframes(error.__traceback__) if frame.filename == path][-1]
+        line = [0, *(frame.lineno for frame in inspect.getinnerframes(error.__traceback__) if frame.filename == path)][-1]
         raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
     del names['__builtins__']
-    return {key: value if value is values.get(key) else checked(key, value, path) for key, value in names.items()}
+    return values | {key: value if key in values and value is values[key] else checked(key, value, path) for key, value in names.items()}
 
 
 def read_config(argv):
@@ -196,11 +199,14 @@ def read_config(argv):
     for path in files:
         values = read_file(path, values)
     values |= flags
-    if values['eval_only'] or (values['resume'] and not files):   # the run's own configuration is the base, flags come on top
+    sweeps = any(isinstance(value, Sweep) for value in values.values())
+    if values['eval_only'] and sweeps:
+        raise UserError('--eval_only takes one run: name its folder by --out_dir')
+    if (values['eval_only'] or values['resume']) and not sweeps:  # the run's own configuration is the base, flags come on top
         saved = os.path.join(values['out_dir'] or default_out_dir(values), 'config.json')
         if not os.path.exists(saved):
             raise UserError(f'no run to {"evaluate" if values["eval_only"] else "resume"}: {saved} does not exist; name the run by --out_dir')
-        values |= {k: v for k, v in read_json(saved).items() if k in KEYS} | {'resume': False, 'out_dir': os.path.dirname(saved)} | flags
+        values |= {k: v for k, v in read_json(saved).items() if k in KEYS} | {'resume': values['resume'], 'out_dir': os.path.dirname(saved)} | flags
     return values
 
 
@@ -212,9 +218,12 @@ def default_out_dir(values):
 def read_json(path):
     try:
         with open(path) as f:
-            return json.load(f)
+            value = json.load(f)
     except (OSError, ValueError) as error:
         raise UserError(f'cannot read {path}: {error}') from None
+    if not isinstance(value, dict):
+        raise UserError(f'cannot read {path}: it is not a run\'s')
+    return value
 
 
 def make_config(values):
@@ -356,18 +365,29 @@ def append(path, text):
 
 def read_checkpoint(path):
     try:
-        return torch.load(path, map_location='cpu', weights_only=True)
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        if {'config', 'seeds', 'step'} <= checkpoint.keys() and set(KEYS) <= checkpoint['config'].keys():
+            return checkpoint
     except FileNotFoundError:
         raise UserError(f'no checkpoint {path}; train the run first, or name it by --out_dir') from None
     except Exception:
-        raise UserError(f'{path} is no whole checkpoint; delete it and train again') from None
+        pass                                                                            # cut off, or no checkpoint at all
+    raise UserError(f'{path} is no whole checkpoint of this program; delete it and train again')
 
 
-def check_architecture(cfg, saved, path):
-    """A checkpoint's weights fit only the architecture that they were trained in."""
-    for key in ARCHITECTURE:
+def check_same(cfg, saved, path, keys):
+    """What was trained in one configuration is not to be taken for another's."""
+    for key in keys:
         if saved[key] != getattr(cfg, key):
             raise UserError(f'{path} was trained with {key}={saved[key]}, not {getattr(cfg, key)}: give it the same, or another --out_dir')
+
+
+def weights(checkpoint, seed, path):
+    """One seed's model in a checkpoint."""
+    entries = checkpoint['seeds']
+    if 'model' not in entries.get(seed, {}):
+        raise UserError(f'{path} has no model of seed {seed}; it has {", ".join(str(s) for s in entries if "model" in entries[s]) or "none"}')
+    return entries[seed]['model']
 
 
 def load(run_dir, seed=None):
@@ -375,11 +395,8 @@ def load(run_dir, seed=None):
     path = os.path.join(run_dir, 'ckpt.pt')
     checkpoint = read_checkpoint(path)
     cfg = Config(**{k: v for k, v in checkpoint['config'].items() if k in KEYS})
-    seed = cfg.seeds[0] if seed is None else seed
-    if seed not in checkpoint['seeds']:
-        raise UserError(f'{path} has no seed {seed}; it has {", ".join(map(str, checkpoint["seeds"]))}')
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
-    model.load_state_dict(checkpoint['seeds'][seed]['model'])
+    model.load_state_dict(weights(checkpoint, cfg.seeds[0] if seed is None else seed, path))
     return model.eval(), cfg
 
 
@@ -494,15 +511,20 @@ def train(cfg, task, device, checkpoint, stop):
     def check(finite, step, what):
         for i in [i for i in alive if not finite(i)]:
             alive.remove(i)
-            entries[i]['failed'] = f'seed {cfg.seeds[i]}: {what} became NaN or infinite at step {step}; its last good checkpoint is kept'
-            tqdm.write(entries[i]['failed'])
+            entries[i]['failed'] = f'seed {cfg.seeds[i]}: {what} became NaN or infinite at step {step}' + (
+                f'; its checkpoint of step {entries[i]["step"]} is kept' if 'step' in entries[i] else ', before its first checkpoint')
+            if alive:
+                tqdm.write(entries[i]['failed'])
         if not alive:
-            raise Diverged(entries[-1]['failed'] + '. A lower --lr or a longer --warmup_steps may help')
+            raise Diverged(next(e['failed'] for e in entries if 'failed' in e) + '. A lower --lr or a longer --warmup_steps may help')
 
+    if not alive:
+        raise Diverged('every seed of this run has failed; train it into another --out_dir with a lower --lr')
+    print(f'{sum(p.numel() for p in seeds.models[0].parameters()):,} parameters on {device}')
     name = f'{cfg.task} {cfg.pe} ' + (f'seed {cfg.seeds[0]}' if len(entries) == 1 else f'{len(entries)} seeds')
     bar = tqdm(total=cfg.max_steps, initial=checkpoint['step'], desc=name, unit='step', disable=None, leave=False)
     with bar, open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a') as log:
-        began, first = time.time(), checkpoint['step']
+        began, first = time.time(), checkpoint['step']                                  # began: moves on by what evaluations take
         for step in range(first, cfg.max_steps):
             rate = learning_rate(cfg, step)
             for group in optimizer.param_groups:
@@ -530,6 +552,7 @@ def train(cfg, task, device, checkpoint, stop):
                     line = dict(step=done, seed=cfg.seeds[i], loss=sum(row[i] for row in recent) / len(recent), lr=rate, steps_per_s=round(speed, 2))
                     log.write(json.dumps(line) + '\n')
                 losses.clear()
+            pause = time.time()
             if evaluating or stop.signal:
                 check(lambda i: all(p[i].isfinite().all() for p in seeds.params.values()), done, 'a weight')
             if evaluating:
@@ -541,6 +564,7 @@ def train(cfg, task, device, checkpoint, stop):
             if evaluating or stop.signal:
                 log.flush()
                 save(checkpoint, done, cfg, seeds, optimizer, batches, losses, alive, device)
+            began += time.time() - pause
             if stop.signal and done < cfg.max_steps:
                 return None
     test = held_out(cfg, task, 'test', device)
@@ -579,7 +603,7 @@ def summary(cfg, scores, metric='exact'):
     mean = lambda lengths: sum(scores[n][metric] for n in lengths) / len(lengths) if lengths else None
     holds = list(itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores)))
     longest = max(cfg.train_lengths)
-    return mean([n for n in scores if n <= longest]), mean([n for n in scores if n > longest]), holds[-1] if holds else 0
+    return mean([n for n in scores if n in cfg.train_lengths]), mean([n for n in scores if n > longest]), holds[-1] if holds else 0
 
 
 def percent(x):
@@ -588,13 +612,28 @@ def percent(x):
 
 def brief(cfg, scores):
     trained, longer, holds = summary(cfg, scores)
-    return f'exact match {percent(trained)} up to length {max(cfg.train_lengths)}, {percent(longer)} beyond; holds to {holds or "none"}'
+    return f'exact match {percent(trained)} on trained lengths, {percent(longer)} beyond; holds to {holds or "none"}'
 
 
 def mean_scores(by_seed):
     """The mean over seeds of {seed: {length: scores}}."""
     runs = list(by_seed.values())
     return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in run0} for n, run0 in runs[0].items()}
+
+
+def best(cfg, checkpoint):
+    """(step, {length: score}) of the evaluation during training with the highest mean exact match, over lengths and seeds."""
+    runs = [entry['evals'] for entry in checkpoint['seeds'].values() if 'failed' not in entry]
+    points = [(evals[0]['step'], mean_scores({i: e['lengths'] for i, e in enumerate(evals)})) for evals in zip(*runs)]
+    return max(points, key=lambda point: sum(x['exact'] for x in point[1].values())) if points else None
+
+
+def over_seeds(cfg, by_seed):
+    """One line on the spread over seeds."""
+    trained, longer, _ = zip(*(summary(cfg, scores) for scores in by_seed.values()))
+    spread = lambda xs: f'{100 * statistics.mean(xs):.1f} +- {100 * statistics.stdev(xs):.1f} %, best {100 * max(xs):.1f} %' if None not in xs else '-'
+    return (f'{len(by_seed)} seeds: exact match on trained lengths {spread(trained)}; beyond {spread(longer)}; '
+            f'{sum(x >= 0.85 for x in trained if x is not None)} of {len(by_seed)} reach 85 % on trained lengths')
 
 
 def strips(cfg, rows):
@@ -615,17 +654,23 @@ def strips(cfg, rows):
         trained, longer, holds = summary(cfg, scores, metric)
         strip = mark(''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths), bar)
         yield f'{label:{width}}{strip}   {percent(trained):>7}   {percent(longer):>7}  {holds or "none":>8}'
+    if len(lengths) < len(rows[0][1]):
+        yield f'\n(every {math.ceil(len(rows[0][1]) / 64)}th length is shown)'
     yield f'\n{shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; holds to: the last length before one below 95 %'
 
 
-def report(cfg, by_seed):
-    """Print the final table of one run."""
+def report(cfg, by_seed, best):
+    """Print the final table of one run, beside the best of its evaluations during training."""
     scores = mean_scores(by_seed)
     rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
     if len(by_seed) > 1:
         rows += [(f'exact, seed {seed}', run, 'exact') for seed, run in by_seed.items()]
+    if best:
+        rows.append((f'best, step {best[0]}', best[1], 'exact'))
     print(f'\n{cfg.task} with {cfg.pe}, {len(by_seed)} seed{"s" * (len(by_seed) > 1)}, {scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
     print('\n'.join(strips(cfg, rows)))
+    if len(by_seed) > 1:
+        print(over_seeds(cfg, by_seed))
     longest = max(cfg.train_lengths)
     inside, beyond = [n for n in scores if n <= longest], [n for n in scores if n > longest]
     some = lambda lengths, k: sorted({lengths[round(i * (len(lengths) - 1) / max(1, k - 1))] for i in range(k)}) if lengths else []
@@ -693,42 +738,46 @@ def write_result(cfg, by_seed, checkpoint, command):
     append(cfg.results, json.dumps(line) + '\n')
 
 
+def evaluate_run(cfg):
+    """--eval_only: {seed: {length: scores}} of a finished run at cfg.eval_lengths, added to its lengths.json."""
+    device, path, table = pick_device(cfg), os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
+    checkpoint, task = read_checkpoint(path), tasks.make(cfg.task)
+    check_same(cfg, checkpoint['config'], path, ARCHITECTURE)
+    model, sets, by_seed = Transformer(cfg).to(device, DTYPES[cfg.dtype]), held_out(cfg, task, 'test', device), {}
+    for seed in cfg.seeds:
+        model.load_state_dict(weights(checkpoint, seed, path))
+        by_seed[seed] = evaluate(model, task, sets, precision(cfg, device))
+    known = read_lengths(table) if os.path.exists(table) else {}
+    write(table, json.dumps({seed: dict(sorted({**known.get(seed, {}), **by_seed.get(seed, {})}.items())) for seed in {**known, **by_seed}}))
+    return by_seed
+
+
 def run(cfg, stop, command):
-    """Train (or evaluate) the seeds of one configuration; returns {seed: {length: scores}}, None if it was asked to stop."""
+    """Train the seeds of one configuration; returns the checkpoint and {seed: {length: scores}}, None instead if it was asked to stop."""
     device, task = pick_device(cfg), tasks.make(cfg.task)
-    path = os.path.join(cfg.out_dir, 'ckpt.pt')
+    path, table = os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
     checkpoint = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
-    if cfg.eval_only or (cfg.resume and os.path.exists(path)):
+    if cfg.resume and os.path.exists(path):
         checkpoint = read_checkpoint(path)
-        check_architecture(cfg, checkpoint['config'], path)
-        if not cfg.eval_only and list(checkpoint['seeds']) != cfg.seeds:
-            raise UserError(f'{path} has seeds {list(checkpoint["seeds"])}, not {cfg.seeds}: give it the same, or another --out_dir')
-    by_seed, table = {}, os.path.join(cfg.out_dir, 'lengths.json')
-    if cfg.eval_only:
-        for seed in cfg.seeds:
-            model = load(cfg.out_dir, seed)[0].to(device)
-            model.cfg.eval_len = cfg.eval_len
-            by_seed[seed] = evaluate(model, task, held_out(cfg, task, 'test', device), precision(cfg, device))
-        known = read_lengths(table) if os.path.exists(table) else {}
-        write(table, json.dumps({seed: dict(sorted({**known.get(seed, {}), **by_seed.get(seed, {})}.items())) for seed in {**known, **by_seed}}))
-        return by_seed
+        check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
+        checkpoint['config'] = asdict(cfg)
     try:
         os.makedirs(cfg.out_dir, exist_ok=True)
     except OSError as error:
         raise UserError(f'cannot make the folder {cfg.out_dir}: {error.strerror}; choose another --out_dir') from None
     if cfg.results:
         append(cfg.results, '')                                                         # fails now rather than after the training
+    for old in (table,) if checkpoint['step'] else (table, path):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(old)
     write(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
-    checkpoint['config'] = asdict(cfg)
     keep_log(cfg, checkpoint)
     by_seed = train(cfg, task, device, checkpoint, stop)
-    if by_seed is None:
-        print(f'stopped at step {checkpoint["step"]} and saved; go on with --resume')
-        return None
-    write(table, json.dumps(by_seed))
-    if cfg.results:
-        write_result(cfg, by_seed, checkpoint, command)
-    return by_seed
+    if by_seed:
+        write(table, json.dumps(by_seed))
+        if cfg.results:
+            write_result(cfg, by_seed, checkpoint, command)
+    return checkpoint, by_seed
 
 
 def read_lengths(path):
@@ -737,9 +786,12 @@ def read_lengths(path):
 
 def finished(cfg):
     """{seed: {length: scores}} of a point of a sweep that an earlier call finished with this very configuration, or None."""
-    table, config = (os.path.join(cfg.out_dir, name) for name in ('lengths.json', 'config.json'))
-    if os.path.exists(table) and read_json(config) == json.loads(json.dumps(asdict(cfg))):
-        return {seed: {n: scores[n] for n in cfg.eval_lengths} for seed, scores in read_lengths(table).items()}
+    path, table = os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
+    if os.path.exists(table) and os.path.exists(path):
+        checkpoint, scores = read_checkpoint(path), read_lengths(table)
+        check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
+        if checkpoint['step'] == cfg.max_steps and all(set(cfg.eval_lengths) <= run.keys() for run in scores.values()):
+            return {seed: {n: run[n] for n in cfg.eval_lengths} for seed, run in scores.items()}
 
 
 def main(argv):
@@ -755,45 +807,58 @@ def main(argv):
         here = dict(values, **dict(zip(swept, point)))
         if swept:
             here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
-        points.append((' '.join(map(str, point)) or 'exact match', make_config(here)))
+        points.append((' '.join(map(str, point)), make_config(here)))
     shown = ', '.join(f'{key}={value}' for key, value in values.items())
     print('\n'.join(textwrap.wrap(shown, 120)), end='\n\n')
+    if values['eval_only']:
+        (_, cfg), = points
+        return show(cfg, evaluate_run(cfg), None)
     stop, rows, failed = Stop(), [], []
     for label, cfg in points:
         if swept:
             print(f'--- {label} ({cfg.out_dir})')
-        by_seed = finished(cfg) if swept else None
+        checkpoint, by_seed = None, finished(cfg) if swept else None
         if by_seed:
             print('finished earlier; delete the folder to train it again')
         else:
             try:
-                by_seed = run(cfg, stop, command)
+                checkpoint, by_seed = run(cfg, stop, command)
             except Diverged as error:
                 if not swept:
                     raise
                 failed.append(f'{label}: {error}')
                 continue
+            failed += [f'{label} {entry["failed"]}'.strip() for entry in checkpoint['seeds'].values() if 'failed' in entry]
         if by_seed is None:
+            print(f'stopped at step {checkpoint["step"]} and saved; go on with ' + ('the same command' if swept else '--resume'))
             return 128 + stop.signal
-        scores = mean_scores(by_seed)
-        rows.append((label, scores, 'exact'))
         if swept:
-            print(brief(cfg, scores))
+            rows.append((label, mean_scores(by_seed), 'exact'))
+            print(brief(cfg, rows[-1][1]) + ('\n' + over_seeds(cfg, by_seed) if len(by_seed) > 1 else ''))
         else:
-            report(cfg, by_seed)
-            rows += [('tokens', scores, 'token'), ('last state', scores, 'last')]
-    if swept and rows:
+            show(cfg, by_seed, best(cfg, checkpoint))
+    if rows:
         print('\nexact match by length, ' + ' x '.join(swept))
         print('\n'.join(strips(cfg, rows)))
-    if rows:
         figure(os.path.join(values['out_dir'], 'lengths.png'), cfg, rows, swept)
     if failed:
-        raise UserError(f'{len(failed)} of {len(points)} runs diverged: ' + '; '.join(failed))
+        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
+
+
+def show(cfg, by_seed, best):
+    """The table and the figure of one run."""
+    report(cfg, by_seed, best)
+    scores = mean_scores(by_seed)
+    rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
+    figure(os.path.join(cfg.out_dir, 'lengths.png'), cfg, rows, swept=False)
 
 
 if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='replace')
     try:
         sys.exit(main(sys.argv[1:]))
-    except UserError as error:
+    except BrokenPipeError:                                                             # ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
         print(f'train.py: {error}', file=sys.stderr)
         sys.exit(2)

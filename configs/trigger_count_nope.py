@@ -2,8 +2,8 @@
 # After it, configs/paper_toeplitz.py makes it the paper's size.
 task = 'trigger_count'
 pe = 'nope'
-train_lengths = [64]
-eval_lengths = [32, 64, 96, 128]
+train_lengths = [128]
+eval_lengths = [128, 160, 192, 256]
 n_layer = 2
 n_head = 4
 max_steps = 3000
