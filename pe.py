@@ -154,11 +154,13 @@ def fused_attention(q, k, v, mask, scale):
 
 @torch.library.custom_op('nanope::seeds_attention', mutates_args=())
 def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """fused_attention under vmap, which has no rule for it: the rule below folds the seeds into the batch or the heads."""
     raise NotImplementedError('seeds_attention exists for its vmap rule only')
 
 
 @seeds_attention.register_vmap
-def _(info, in_dims, q, k, v, mask, scale):
+def fold_seeds(info, in_dims, q, k, v, mask, scale):
+    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, where that is)."""
     S = info.batch_size
     q, k, v = (x.movedim(d, 0) if d is not None else x.expand(S, *x.shape) for x, d in zip((q, k, v), in_dims))
     if mask is not None and in_dims[3] is not None:                                     # a mask per seed: fold the seeds into the heads
@@ -204,6 +206,7 @@ def length_ratio(cfg, pos, total_len):
 
 
 def even(n, name, what):
+    """ValueError if n is odd."""
     if n % 2:
         raise ValueError(f'{name} rotates pairs of features: {what} must be even, not {n}')
 

@@ -917,3 +917,14 @@ def test_every_file_runs():
     assert 'predicted: ' in python('tasks.py', 'parity', '3').stdout
     out = python('model.py', 'configs/parity_rope.py', '--d_model=128').stdout
     assert re.search(r'embedding.weight +\[\d+, 128\]', out) and 'total' in out
+
+
+@pytest.mark.parametrize('name', sorted(os.listdir(os.path.join(HERE, 'results'))))
+def test_readme_numbers_are_those_of_results(name):
+    runs = [json.loads(line) for line in open(os.path.join(HERE, 'results', name))]
+    rows = [(run['config']['pe'], train.mean_scores({seed: {int(n): x for n, x in scores.items()} for seed, scores in run['lengths'].items()}), 'exact')
+            for run in runs]
+    cfg = train.make_config({key: value for key, value in runs[0]['config'].items() if key in train.KEYS})
+    readme = open(os.path.join(HERE, 'README.md')).read()
+    for line in train.strips(cfg, rows):
+        assert line in readme

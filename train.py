@@ -119,6 +119,7 @@ class UserError(Exception):
 
 
 def slug(text):
+    """Text as part of a file name."""
     return re.sub(r'[^\w.+=,-]', '_', text)
 
 
@@ -126,6 +127,7 @@ def slug(text):
 # configuration: files and flags -> one Config, or the points of a sweep
 
 def check_key(key, where):
+    """UserError, naming the nearest key, if there is no such key."""
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, 1)
         raise UserError(f'{where}: unknown key {key!r}' + (f', did you mean {near[0]!r}?' if near else '; --help lists the keys'))
@@ -216,6 +218,7 @@ def default_out_dir(values):
 
 
 def read_json(path):
+    """The dictionary in a JSON file of a run."""
     try:
         with open(path) as f:
             value = json.load(f)
@@ -227,6 +230,7 @@ def read_json(path):
 
 
 def make_config(values):
+    """The Config of these values; what does not fit together is the user's to mend."""
     try:
         return Config(**values)
     except ValueError as error:
@@ -234,6 +238,7 @@ def make_config(values):
 
 
 def print_help():
+    """The keys, as the lines that define them say."""
     print(__doc__)
     for cls in (Config, ModelConfig, encodings.PEConfig):
         for line in inspect.getsource(cls).splitlines():
@@ -356,6 +361,7 @@ def write(path, data):
 
 
 def append(path, text):
+    """Add text at the end of a file."""
     try:
         with open(path, 'a') as f:
             f.write(text)
@@ -364,6 +370,7 @@ def append(path, text):
 
 
 def read_checkpoint(path):
+    """The dictionary in a checkpoint; UserError if it is cut off or not one of ours."""
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
         if {'config', 'seeds', 'step'} <= checkpoint.keys() and set(KEYS) <= checkpoint['config'].keys():
@@ -429,6 +436,7 @@ def learning_rate(cfg, step):
 
 
 def pick_device(cfg):
+    """The torch.device that cfg.device names, if the machine has it."""
     if cfg.device == 'auto':
         return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     if not re.fullmatch(r'cpu|cuda(:\d+)?', cfg.device):
@@ -440,6 +448,7 @@ def pick_device(cfg):
 
 
 def precision(cfg, device):
+    """Set how matrices are multiplied; the autocast context of the forward pass."""
     torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
     return torch.autocast(device.type, torch.bfloat16) if cfg.dtype == 'bfloat16' else contextlib.nullcontext()
 
@@ -495,6 +504,17 @@ class Seeds:
             g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
 
 
+def drop_failed(cfg, entries, alive, finite, step, what):
+    """Take the seeds i for which finite(i) is false out of `alive`; Diverged if none is left."""
+    for i in [i for i in alive if not finite(i)]:
+        alive.remove(i)
+        kept = f'; its checkpoint of step {entries[i]["step"]} is kept' if 'step' in entries[i] else ', before its first checkpoint'
+        entries[i]['failed'] = f'seed {cfg.seeds[i]}: {what} became NaN or infinite at step {step}{kept}'
+        if not alive:
+            raise Diverged(entries[i]['failed'] + '. A lower --lr or a longer --warmup_steps may help')
+        tqdm.write(entries[i]['failed'])
+
+
 def train(cfg, task, device, checkpoint, stop):
     """Train all seeds together, from where the checkpoint left them; {seed: {length: scores}} of those that stayed finite, None if stopped."""
     seeds = Seeds(cfg, device)
@@ -507,16 +527,6 @@ def train(cfg, task, device, checkpoint, stop):
     entries = list(checkpoint['seeds'].values())
     alive = [i for i, entry in enumerate(entries) if 'failed' not in entry]
     losses = list(checkpoint.pop('losses', torch.empty(0)).to(device))                  # [S] each, since the last line of the log
-
-    def check(finite, step, what):
-        for i in [i for i in alive if not finite(i)]:
-            alive.remove(i)
-            entries[i]['failed'] = f'seed {cfg.seeds[i]}: {what} became NaN or infinite at step {step}' + (
-                f'; its checkpoint of step {entries[i]["step"]} is kept' if 'step' in entries[i] else ', before its first checkpoint')
-            if alive:
-                tqdm.write(entries[i]['failed'])
-        if not alive:
-            raise Diverged(next(e['failed'] for e in entries if 'failed' in e) + '. A lower --lr or a longer --warmup_steps may help')
 
     if not alive:
         raise Diverged('every seed of this run has failed; train it into another --out_dir with a lower --lr')
@@ -543,7 +553,7 @@ def train(cfg, task, device, checkpoint, stop):
                 continue
             recent = torch.stack(losses).tolist()                                       # the loop's only synchronization
             for k, row in enumerate(recent):
-                check(lambda i: math.isfinite(row[i]), done - len(recent) + k + 1, 'the loss')
+                drop_failed(cfg, entries, alive, lambda i: math.isfinite(row[i]), done - len(recent) + k + 1, 'the loss')
             mean = sum(recent[-1][i] for i in alive) / len(alive)
             if evaluating or done % cfg.log_interval == 0:
                 speed = (done - first) / (time.time() - began)
@@ -554,7 +564,7 @@ def train(cfg, task, device, checkpoint, stop):
                 losses.clear()
             pause = time.time()
             if evaluating or stop.signal:
-                check(lambda i: all(p[i].isfinite().all() for p in seeds.params.values()), done, 'a weight')
+                drop_failed(cfg, entries, alive, lambda i: all(p[i].isfinite().all() for p in seeds.params.values()), done, 'a weight')
             if evaluating:
                 for i in alive:
                     entries[i]['evals'].append({'step': done, 'lengths': evaluate(seeds.models[i], task, sets, amp)})
@@ -585,6 +595,7 @@ def save(checkpoint, step, cfg, seeds, optimizer, batches, losses, alive, device
 
 
 def restore(checkpoint, cfg, seeds, optimizer, batches, device):
+    """Put everything that save() wrote back in place."""
     for seed, model in zip(cfg.seeds, seeds.models):
         if 'model' in checkpoint['seeds'][seed]:                                        # else it failed before its first checkpoint
             model.load_state_dict(checkpoint['seeds'][seed]['model'])
@@ -607,10 +618,12 @@ def summary(cfg, scores, metric='exact'):
 
 
 def percent(x):
+    """A share as text; - if there is none."""
     return '-' if x is None else f'{100 * x:.1f} %'
 
 
 def brief(cfg, scores):
+    """summary() as one line."""
     trained, longer, holds = summary(cfg, scores)
     return f'exact match {percent(trained)} on trained lengths, {percent(longer)} beyond; holds to {holds or "none"}'
 
@@ -781,6 +794,7 @@ def run(cfg, stop, command):
 
 
 def read_lengths(path):
+    """{seed: {length: scores}} in a lengths.json."""
     return {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in read_json(path).items()}
 
 
@@ -795,6 +809,7 @@ def finished(cfg):
 
 
 def main(argv):
+    """The program: one run, a sweep, or an evaluation; returns the exit status."""
     if '--help' in argv or '-h' in argv:
         return print_help()
     values = read_config(argv)
