@@ -471,7 +471,9 @@ class Seeds:
             for name, x in model.named_buffers():
                 x.data = self.buffers[name][i]
         first, names = self.models[0], {id(p): name for name, p in self.models[0].named_parameters()}
-        self.groups = [dict(group, params=[self.params[names[id(p)]] for p in group['params']]) for group in first.optim_groups(cfg.lr, cfg.weight_decay)]
+        self.groups = first.optim_groups(cfg.lr, cfg.weight_decay)
+        for group in self.groups:
+            group['params'] = [self.params[names[id(p)]] for p in group['params']]
         compiled = cfg.compile or (cfg.compile is None and device.type == 'cuda' and sum(p.numel() for p in first.parameters()) >= 1e7)
         self.forward = [torch.compile(model) if compiled else model for model in self.models]
         # on a CPU one pass for all seeds saves calls but not arithmetic, and large steps fall out of the cache
@@ -644,7 +646,9 @@ def best(cfg, checkpoint):
 def over_seeds(cfg, by_seed):
     """One line on the spread over seeds."""
     trained, longer, _ = zip(*(summary(cfg, scores) for scores in by_seed.values()))
-    spread = lambda xs: f'{100 * statistics.mean(xs):.1f} +- {100 * statistics.stdev(xs):.1f} %, best {100 * max(xs):.1f} %' if None not in xs else '-'
+
+    def spread(xs):
+        return '-' if None in xs else f'{100 * statistics.mean(xs):.1f} +- {100 * statistics.stdev(xs):.1f} %, best {100 * max(xs):.1f} %'
     return (f'{len(by_seed)} seeds: exact match on trained lengths {spread(trained)}; beyond {spread(longer)}; '
             f'{sum(x >= 0.85 for x in trained if x is not None)} of {len(by_seed)} reach 85 % on trained lengths')
 
@@ -680,7 +684,8 @@ def report(cfg, by_seed, best):
         rows += [(f'exact, seed {seed}', run, 'exact') for seed, run in by_seed.items()]
     if best:
         rows.append((f'best, step {best[0]}', best[1], 'exact'))
-    print(f'\n{cfg.task} with {cfg.pe}, {len(by_seed)} seed{"s" * (len(by_seed) > 1)}, {scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
+    many = f'{len(by_seed)} seeds' if len(by_seed) > 1 else '1 seed'
+    print(f'\n{cfg.task} with {cfg.pe}, {many}, {scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
     print('\n'.join(strips(cfg, rows)))
     if len(by_seed) > 1:
         print(over_seeds(cfg, by_seed))
@@ -719,7 +724,8 @@ def figure(path, cfg, rows, swept):
             ax.plot(lengths, [100 * scores[n][metric] for n in lengths], style, marker='o', ms=3, label=label)
         ax.set(ylabel='right (%)', ylim=(-3, 103))
         ax.legend()
-    ax.set(xlabel='problem length' + (f'; trained to {longest} (red line)' if swept else ''), title=cfg.task if swept else f'{cfg.task} with {cfg.pe}')
+    ax.set_title(cfg.task if swept else f'{cfg.task} with {cfg.pe}')
+    ax.set_xlabel('problem length' + (f'; trained to {longest} (red line)' if swept else ''))
     fig.savefig(path, dpi=110)
     plt.close(fig)
     print(f'drew {path}')
