@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -673,17 +674,10 @@ def compare_seeds(together, steps, tol, **kw):
     """Train the seeds in one vmapped pass, in a loop within the step, and each alone, with train.py's own pieces: losses [steps] of each."""
     def losses(seeds, vmap):
         cfg = train.Config(**dict(dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 2, 3, 4], eval_lengths=[3], warmup_steps=5, seeds=seeds), **kw))
-        models, batches = train.Seeds(cfg, torch.device('cpu')), train.Batches(cfg, tasks.make(cfg.task), 'cpu')
+        models = train.Seeds(cfg, tasks.make(cfg.task), torch.device('cpu'))
         assert models.together == (len(seeds) > 1)
         models.together = vmap
-        optimizer = torch.optim.AdamW(models.groups, betas=(cfg.beta1, cfg.beta2), fused=True)
-        out = []
-        for step in range(steps):
-            out.append(models.backward(*batches.next(step)))
-            models.clip(cfg.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return torch.stack(out, dim=1)                                                  # (S, steps)
+        return torch.stack([models.step(step) for step in range(steps)], dim=1)         # (S, steps)
     alone = torch.cat([losses([seed], False) for seed in together])
     assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
     close(losses(together, True), alone, tol)
@@ -708,6 +702,118 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
         assert same(weights(tmp_path / 'a', seed), weights(tmp_path / 'b', seed))
     failed = torch.load(tmp_path / 'b/ckpt.pt', weights_only=True)['seeds'][1]
     assert failed['step'] == 4 and all(p.isfinite().all() for p in failed['model'].values())
+
+
+def torchrun(processes, *argv):
+    """torchrun on two or more processes of train.py, started."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', 'train.py', *argv]
+    return subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def same_run(a, b, tol=1e-9):
+    """Two run folders hold the same losses and scores."""
+    for x, y in zip(lines(a), lines(b), strict=True):
+        assert x.keys() == y.keys() and all(x[k] == y[k] if k == 'eval' else abs(x[k] - y[k]) <= tol for k in x)
+    assert json.load(open(a / 'lengths.json')) == json.load(open(b / 'lengths.json'))
+
+
+@pytest.mark.parametrize('kw', [dict(seeds='0,1,2'), dict(accumulate=3, pe='pope'), dict(pe='rope,nope,t5', seeds='4,5')], ids=str)
+def test_two_processes_train_as_one(kw, tmp_path):
+    """Seeds dealt, a batch split, the points of a sweep dealt."""
+    argv = flags(dtype='float64', **kw)
+    out, _ = (two := torchrun(2, *argv, f'--out_dir={tmp_path / "two"}')).communicate(timeout=120)
+    assert two.returncode == 0 and out.count('max_steps=12') == 1 and out.count('holds to: the last') == 1, out
+    train.main([*argv, f'--out_dir={tmp_path / "one"}', '--accumulate=1'])
+    folders = [path.parent.relative_to(tmp_path / 'one') for path in tmp_path.glob('one/**/lengths.json')]
+    assert len(folders) == (3 if 'rope' in kw.get('pe', '') else 1)
+    for folder in folders:
+        same_run(tmp_path / 'one' / folder, tmp_path / 'two' / folder)
+
+
+@pytest.mark.parametrize('kw', [dict(seeds='0,1'), dict(accumulate=2)], ids=str)
+def test_two_processes_killed_stopped_and_resumed(kw, tmp_path):
+    """One of them dies: the run ends at once with an error. SIGTERM: saved. --resume, by two or by one process: as if nothing had happened."""
+    argv, path = flags(dtype='float64', max_steps=600, eval_interval=50, log_interval=10, n_eval=2, **kw), tmp_path / 'b/ckpt.pt'
+    train.main([*argv, f'--out_dir={tmp_path / "a"}'])
+    for leg in ('kill', 'stop', 'finish'):
+        before = path.stat().st_mtime_ns if path.exists() else None
+        processes = 1 if leg == 'finish' and 'seeds' in kw else 2
+        run = torchrun(processes, *argv, f'--out_dir={tmp_path / "b"}', f'--resume={path.exists()}')
+        if leg != 'finish':
+            while not path.exists() or path.stat().st_mtime_ns == before:
+                assert run.poll() is None, run.stdout.read()
+                time.sleep(0.01)
+            children = open(f'/proc/{run.pid}/task/{run.pid}/children').read().split()
+            assert len(children) == 2
+            os.kill(int(children[1]) if leg == 'kill' else run.pid, signal.SIGKILL if leg == 'kill' else signal.SIGTERM)
+        out, _ = run.communicate(timeout=60)
+        assert (run.returncode == 0) == (leg == 'finish'), out
+        assert ('Signal 9' in out) == (leg == 'kill') and ('stopped and saved' in out) == (leg == 'stop'), out
+    same_run(tmp_path / 'a', tmp_path / 'b')
+
+
+def test_too_many_processes_is_one_clear_line(tmp_path):
+    out, _ = torchrun(3, *flags(seeds='0,1', out_dir=tmp_path / 'r')).communicate(timeout=120)
+    assert out.count('train.py: 3 processes are too many for 2 seeds') == 1 and not (tmp_path / 'r').exists()
+
+
+def test_micro_batches_give_the_same_gradient(tmp_path):
+    """Micro-batches count by what is supervised in them, not by their rows."""
+    for accumulate in (1, 3, 8):
+        train.main(flags(dtype='float64', seeds='0,1', accumulate=accumulate, out_dir=tmp_path / str(accumulate)))
+    same_run(tmp_path / '1', tmp_path / '3')
+    same_run(tmp_path / '1', tmp_path / '8')
+
+
+@variants
+def test_no_step_waits_for_the_device(kw, monkeypatch):
+    """A CUDA graph records a step only if the host reads no value of it and no tensor of it is made on the host: here, on tensors without values."""
+    cfg = train.Config(**dict(dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 4], eval_lengths=[3], seeds=[0, 1]), **kw))
+    models = train.Seeds(cfg, tasks.make('parity'), torch.device('cpu'))
+    models.batches.prepare(0)
+    for x in 'tokens targets order cursor window seed_axis'.split():
+        setattr(models.batches, x, getattr(models.batches, x).to('meta'))
+    models.params = {name: p.detach().to('meta').requires_grad_() for name, p in models.params.items()}
+    models.buffers = {name: x.to('meta') for name, x in models.buffers.items()}
+    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)               # which knows no such device
+    losses = models.backward(*models.batches.take())
+    models.clip(1.0)
+    assert losses.is_meta and all(p.grad.is_meta for p in models.params.values())
+
+
+def gpu(test):
+    """Marks a test that needs one."""
+    with warnings.catch_warnings(action='ignore'):
+        return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')(test))
+
+
+@gpu
+@variants
+def test_gpu_graph_trains_as_eager_steps(kw):
+    """Through an epoch's end and a change of lengths, each of which a graph must notice."""
+    def losses(graph):
+        cfg = train.Config(**dict(dict(d_model=32, n_head=4, n_layer=2, batch_size=8, train_lengths=[1, 2, 4], eval_lengths=[3], seeds=[0, 1], n_train=8,
+                                       length_schedule=[(0, 2), (6, 4)], graph=graph), **kw))
+        models = train.Seeds(cfg, tasks.make('parity'), torch.device('cuda'))
+        return torch.stack([models.step(step) for step in range(20)])
+    close(losses(True).cpu(), losses(False).cpu(), 1e-4)
+
+
+@gpu
+def test_gpu_run_stops_and_resumes(tmp_path, monkeypatch):
+    argv = flags(device='cuda', seeds='0,1', dropout=0.1, max_steps=40, eval_interval=20)
+    train.main([*argv, f'--out_dir={tmp_path / "a"}'])
+    stop, learning_rate = [25], train.learning_rate
+
+    def stop_here(cfg, step):
+        if step + 1 in stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learning_rate(cfg, step)
+    monkeypatch.setattr(train, 'learning_rate', stop_here)
+    assert train.main([*argv, f'--out_dir={tmp_path / "b"}']) == 128 + signal.SIGTERM
+    stop.clear()
+    train.main([*argv, f'--out_dir={tmp_path / "b"}', '--resume'])
+    same_run(tmp_path / 'a', tmp_path / 'b', 1e-4)
 
 
 def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
@@ -790,23 +896,28 @@ def test_evaluate_counts():
     assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
 
 
+def draw(batches, step):
+    batches.prepare(step)
+    return batches.take()[0]
+
+
 def test_batches_mix_lengths_and_repeat_fixed_data():
     cfg = train.make_config(train.read_config(flags(n_train=8, batch_size=6)))
-    batches = train.Batches(cfg, tasks.make('parity'), 'cpu')
-    epoch = torch.cat([batches.next(0)[0][0] for _ in range(4)])
-    again = torch.cat([batches.next(0)[0][0] for _ in range(4)])
+    batches = train.Batches(cfg, [0], tasks.make('parity'), 'cpu')
+    epoch = torch.cat([draw(batches, 0)[0] for _ in range(4)])
+    again = torch.cat([draw(batches, 0)[0] for _ in range(4)])
     assert epoch.shape == (24, 9) and not torch.equal(epoch, again)
     assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, again.tolist()))
     assert len({(row != 0).sum().item() for row in epoch[:6]}) > 1
-    fresh = train.Batches(train.make_config(train.read_config(flags())), tasks.make('parity'), 'cpu')
-    assert len({tuple(row) for _ in range(200) for row in fresh.next(0)[0][0].tolist()}) == 2 + 4 + 8
+    fresh = train.Batches(train.make_config(train.read_config(flags())), [0], tasks.make('parity'), 'cpu')
+    assert len({tuple(row) for _ in range(200) for row in draw(fresh, 0)[0].tolist()}) == 2 + 4 + 8
 
 
 def test_schedule_limits_lengths():
     cfg = train.make_config(train.read_config(flags(length_schedule='[(0, 1), (5, 3)]')))
     assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
-    batches = train.Batches(cfg, tasks.make('parity'), 'cpu')
-    assert batches.next(0)[0].shape == (1, 8, 5) and batches.next(5)[0].shape == (1, 8, 9)
+    batches = train.Batches(cfg, [0], tasks.make('parity'), 'cpu')
+    assert draw(batches, 0).shape == (1, 8, 5) and draw(batches, 5).shape == (1, 8, 9)
 
 
 def test_held_out_problems_come_from_generators_of_their_own():
@@ -814,8 +925,8 @@ def test_held_out_problems_come_from_generators_of_their_own():
     cfg = train.make_config(train.read_config(flags(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200)))
     task = tasks.make('parity')
     rows = lambda split: set(map(tuple, train.held_out(cfg, task, split, 'cpu')[40][0].tolist()))
-    batches = train.Batches(cfg, task, 'cpu')
-    trained = {tuple(row) for _ in range(200) for row in batches.next(0)[0][0].tolist()}
+    batches = train.Batches(cfg, [0], task, 'cpu')
+    trained = {tuple(row) for _ in range(200) for row in draw(batches, 0)[0].tolist()}
     assert len(trained) > 1000 and not rows('eval') & rows('test') and not (rows('eval') | rows('test')) & trained
     with pytest.raises(train.UserError, match='seeds'):
         train.make_config(train.read_config(flags(seeds=2 ** 40)))

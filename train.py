@@ -11,6 +11,7 @@ log.jsonl (a line per logged point), lengths.json ({seed: {length: {exact, token
 """
 import ast
 import contextlib
+import datetime
 import difflib
 import inspect
 import io
@@ -26,9 +27,11 @@ import statistics
 import sys
 import textwrap
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import pe as encodings
@@ -65,13 +68,16 @@ class Config(ModelConfig):
     eval_interval: int = 1000             # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'                  # auto | cpu | cuda | cuda:N
     dtype: str = 'float32'                # float32 | tf32 | bfloat16 (autocast) | float64
+    accumulate: int = 1                   # micro-batches that a step's batch is cut into, to save memory
     compile: bool = None                  # torch.compile the model; None: on CUDA from 10 million parameters on
+    graph: bool = None                    # replay the training step from a CUDA graph; None: on CUDA, unless compiled or split over GPUs
     resume: bool = False                  # go on from out_dir's checkpoint (a sweep always does)
     eval_only: bool = False               # train nothing: evaluate out_dir's checkpoint at eval_lengths
+    benchmark: bool = False               # train nothing: time the training step for the first 1, 2, 4, ... of the seeds together
     results: str = ''                     # append a JSON line about each finished run to this file
 
     def __post_init__(self):
-        for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test', 'lr'):
+        for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test', 'lr', 'accumulate'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
         for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip'):
@@ -98,6 +104,8 @@ class Config(ModelConfig):
                 raise ValueError(f'length_schedule leaves no length of train_lengths at step {step}')
             if self.n_train and self.n_train * len(lengths) < self.batch_size:
                 raise ValueError(f'n_train={self.n_train} gives {self.n_train * len(lengths)} problems, fewer than batch_size={self.batch_size}')
+        if self.accumulate > self.batch_size:
+            raise ValueError(f'accumulate={self.accumulate} cuts batch_size={self.batch_size} into more parts than it has sequences')
         the_task = tasks.make(self.task)
         total = lambda lengths: max(the_task.sample(1, length, torch.Generator())[0].shape[1] for length in (min(lengths), max(lengths)))
         self.vocab_size, self.train_len, self.eval_len = len(the_task.vocab), total(self.train_lengths), total(self.eval_lengths)
@@ -111,7 +119,7 @@ DERIVED = ('vocab_size', 'train_len', 'eval_len')                 # set from the
 KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
 # what a checkpoint's weights depend on (s is 1 in training, whatever vipe_s), and what may differ when a run is resumed
 ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s')]
-FREE = ('out_dir', 'device', 'compile', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume', 'eval_only')
+FREE = ('out_dir', 'device', 'compile', 'graph', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume', 'eval_only', 'benchmark')
 
 
 class UserError(Exception):
@@ -270,11 +278,14 @@ class Batches:
     An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order. It follows from the generators'
     states at its start, which are what a checkpoint keeps.
     """
-    def __init__(self, cfg, task, device):
-        self.cfg, self.task, self.device = cfg, task, device
-        self.generators = [generator(device, 'train', seed) for seed in cfg.seeds]
-        self.seed_axis = torch.arange(len(cfg.seeds), device=device)[:, None]           # (S, 1)
+    def __init__(self, cfg, seeds, task, device):
+        self.cfg, self.seeds, self.task, self.device = cfg, seeds, task, device
+        self.generators = [generator(device, 'train', seed) for seed in seeds]
+        self.seed_axis = torch.arange(len(seeds), device=device)[:, None]               # (S, 1)
+        self.window = torch.arange(cfg.batch_size, device=device)
+        self.cursor = torch.zeros((), dtype=torch.int64, device=device)                 # `at`, where the device sees it
         self.lengths, self.size, self.at = None, 0, 0
+        self.tokens = self.targets = self.order = torch.empty(0, device=device)
 
     def pool(self, lengths, source):
         """All problems of one seed's epoch: tokens, targets [N, T]."""
@@ -288,18 +299,25 @@ class Batches:
     def begin_epoch(self, lengths):
         self.starts, self.at = [g.get_state() for g in self.generators], 0
         if lengths != self.lengths or not self.cfg.n_train:
-            sources = [generator(self.device, 'fixed', seed) for seed in self.cfg.seeds] if self.cfg.n_train else self.generators
-            self.tokens, self.targets = map(torch.stack, zip(*(self.pool(lengths, source) for source in sources)))       # (S, N, T)
+            fixed = [generator(self.device, 'fixed', seed) for seed in self.seeds] if self.cfg.n_train else self.generators
+            pools = zip(*(self.pool(lengths, source) for source in fixed))
+            self.tokens, self.targets = map(keep, (self.tokens, self.targets), map(torch.stack, pools))     # (S, N, T)
         self.lengths, self.size = lengths, self.tokens.shape[1]
-        self.order = torch.stack([torch.randperm(self.size, generator=g, device=self.device) for g in self.generators])  # (S, N)
+        orders = [torch.randperm(self.size, generator=g, device=self.device) for g in self.generators]
+        self.order = keep(self.order, torch.stack(orders))                              # (S, N)
 
-    def next(self, step):
+    def prepare(self, step):
+        """Make the step's batch the one that take() gives: all that the host decides."""
         lengths = lengths_at(self.cfg, step)
         if lengths != self.lengths or self.at + self.cfg.batch_size > self.size:
             self.begin_epoch(lengths)
-        rows = self.order[:, self.at:self.at + self.cfg.batch_size]                     # (S, B)
+        self.cursor.fill_(self.at)
         self.at += self.cfg.batch_size
-        return self.tokens[self.seed_axis, rows].long(), self.targets[self.seed_axis, rows].long()          # (S, B, T)
+
+    def take(self):
+        """tokens, targets [S, B, T]."""
+        rows = self.order[:, self.cursor + self.window]                                 # (S, B)
+        return self.tokens[self.seed_axis, rows].long(), self.targets[self.seed_axis, rows].long()
 
     def state_dict(self):
         return {'starts': self.starts, 'lengths': self.lengths, 'at': self.at}
@@ -309,6 +327,11 @@ class Batches:
             g.set_state(start)
         self.begin_epoch(state['lengths'])
         self.at = state['at']
+
+
+def keep(old, new):
+    """The new values, in the old tensor if they fit: a CUDA graph reads them from where they were."""
+    return old.copy_(new) if old.shape == new.shape else new
 
 
 def held_out(cfg, task, split, device):
@@ -361,10 +384,10 @@ def write(path, data):
 
 
 def append(path, text):
-    """Add text at the end of a file."""
+    """Add text at the end of a file, in one piece even if several processes do."""
     try:
-        with open(path, 'a') as f:
-            f.write(text)
+        with open(path, 'ab', buffering=0) as f:
+            f.write(text.encode())
     except OSError as error:
         raise UserError(f'cannot write {path}: {error.strerror}') from None
 
@@ -410,10 +433,44 @@ def load(run_dir, seed=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # training
 
+class Ranks:
+    """The processes that work on one run: this is number `rank` of `size`."""
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def of_torchrun(cls):
+        """All that torchrun started. The devices are theirs in turn, and what the others than the first print is not shown."""
+        if int(os.environ.get('WORLD_SIZE', 1)) == 1:
+            return cls()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ['LOCAL_RANK']) % torch.cuda.device_count())
+        backend = 'cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'
+        distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))      # torchrun ends us when one of us dies
+        if distributed.get_rank():
+            sys.stdout = open(os.devnull, 'w')
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    def gather(self, part):
+        """Every process's part, in order, on all of them."""
+        parts = [part] * self.size
+        if self.size > 1:
+            distributed.all_gather_object(parts, part)
+        return parts
+
+    def collect(self, part):
+        """Every process's part, in order, on the first; None on the others."""
+        parts = [part] if self.rank == 0 else None
+        if self.size > 1:
+            parts = [None] * self.size if self.rank == 0 else None
+            distributed.gather_object(part, parts)
+        return parts
+
+
 class Stop:
     """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
     def __init__(self):
-        self.signal = None
+        self.signal = 0
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, self.ask)
 
@@ -438,7 +495,7 @@ def learning_rate(cfg, step):
 def pick_device(cfg):
     """The torch.device that cfg.device names, if the machine has it."""
     if cfg.device == 'auto':
-        return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+        return torch.device('cuda', torch.cuda.current_device()) if torch.cuda.is_available() else torch.device('cpu')
     if not re.fullmatch(r'cpu|cuda(:\d+)?', cfg.device):
         raise UserError(f'device must be auto, cpu, cuda or cuda:N, not {cfg.device!r}')
     device = torch.device(cfg.device)
@@ -456,44 +513,93 @@ def precision(cfg, device):
 class Seeds:
     """The models of all seeds, trained together. Their parameters, and gradients, are slices of stacked ones, name -> [S, ...], which the
     optimizer holds. Nothing in a step mixes seeds, so each one trains as it would alone.
+
+    Of several processes each has its share of the seeds; a single seed they all have, and its batch is split among them.
     """
-    def __init__(self, cfg, device):
-        self.models = []
-        for seed in cfg.seeds:
+    def __init__(self, cfg, task, device, ranks=Ranks()):
+        self.cfg, self.device, self.ranks, n = cfg, device, ranks, len(cfg.seeds)
+        self.split = n == 1 and ranks.size > 1
+        self.share = slice(0, 1) if self.split else slice(n * ranks.rank // ranks.size, n * (ranks.rank + 1) // ranks.size)
+        self.models = {}
+        for seed in cfg.seeds[self.share]:
             torch.manual_seed(seed)
-            self.models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
-        self.params, self.buffers = torch.func.stack_module_state(self.models)
+            self.models[seed] = Transformer(cfg).to(device, DTYPES[cfg.dtype])
+        self.first, *_ = models = list(self.models.values())
+        self.params, self.buffers = torch.func.stack_module_state(models)
         for p in self.params.values():
             p.grad = torch.zeros_like(p)
-        for i, model in enumerate(self.models):
+        for i, model in enumerate(models):
             for name, p in model.named_parameters():
                 p.data, p.grad = self.params[name].data[i], self.params[name].grad[i]
             for name, x in model.named_buffers():
                 x.data = self.buffers[name][i]
-        first, names = self.models[0], {id(p): name for name, p in self.models[0].named_parameters()}
-        self.groups = first.optim_groups(cfg.lr, cfg.weight_decay)
-        for group in self.groups:
-            group['params'] = [self.params[names[id(p)]] for p in group['params']]
-        compiled = cfg.compile or (cfg.compile is None and device.type == 'cuda' and sum(p.numel() for p in first.parameters()) >= 1e7)
-        self.forward = [torch.compile(model) if compiled else model for model in self.models]
+        compiled = cfg.compile or (cfg.compile is None and device.type == 'cuda' and sum(p.numel() for p in self.first.parameters()) >= 1e7)
+        self.forward = [torch.compile(model) if compiled else model for model in models]
+        if self.split:
+            self.forward = [DistributedDataParallel(self.forward[0], [device] if device.type == 'cuda' else None)]
+            torch.manual_seed(cfg.seeds[0] + ranks.rank)                                # dropout of its own
         # on a CPU one pass for all seeds saves calls but not arithmetic, and large steps fall out of the cache
         work = cfg.batch_size * cfg.train_len * cfg.d_model
-        self.together = len(self.models) > 1 and not compiled and (device.type == 'cuda' or work <= 2 ** 17)
+        self.together = n > 1 and not compiled and (device.type == 'cuda' or work <= 2 ** 17)
+        self.optimizer, self.rate = self.make_optimizer()
+        self.batches, self.amp = Batches(cfg, list(self.models), task, device), precision(cfg, device)
+        graph = cfg.graph if cfg.graph is not None else device.type == 'cuda' and not compiled and not self.split
+        inputs = lambda: (self.batches.tokens, self.batches.targets, self.batches.order)
+        self.run = Graph(self.update, inputs) if graph else self.update
 
-    def backward(self, tokens, targets, amp=contextlib.nullcontext()):
-        """Add every seed's gradient on its own batch, tokens and targets [S, B, T], to .grad; the losses [S]."""
+    def make_optimizer(self):
+        """AdamW on the stacked parameters, in the groups of one model, and the tensor that holds its learning rate."""
+        names, on_gpu = {id(p): name for name, p in self.first.named_parameters()}, self.device.type == 'cuda'
+        rate = torch.zeros((), device=self.device, dtype=torch.float32 if on_gpu else torch.float64)
+        groups = self.first.optim_groups(rate, self.cfg.weight_decay)
+        for group in groups:
+            group['params'] = [self.params[names[id(p)]] for p in group['params']]
+        return torch.optim.AdamW(groups, lr=rate, betas=(self.cfg.beta1, self.cfg.beta2), fused=True, capturable=on_gpu), rate
+
+    def step(self, number):
+        """Train one step; the losses [S] before it. On CUDA nothing here waits for the device."""
+        self.batches.prepare(number)
+        self.rate.fill_(learning_rate(self.cfg, number))
+        return self.run()
+
+    def update(self):
+        """The step itself: batch, forward, backward, clipping, AdamW."""
+        losses = self.backward(*self.batches.take())
+        if self.cfg.grad_clip:
+            self.clip(self.cfg.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)                                     # the models' .grad are slices of these
+        return losses
+
+    def backward(self, tokens, targets):
+        """Add every seed's gradient on its own batch, tokens and targets [S, B, T], to .grad; the losses [S].
+
+        The batch is cut into the process's part and that into `accumulate` micro-batches, each weighted by its share of what is supervised.
+        """
+        count = lambda y: (y != -100).sum(dim=(1, 2), dtype=DTYPES[self.cfg.dtype])     # (S,)
+        total, losses = count(targets), 0
+        cut = lambda x: (x.tensor_split(self.ranks.size, dim=1)[self.ranks.rank] if self.split else x).tensor_split(self.cfg.accumulate, dim=1)
+        parts = list(zip(cut(tokens), cut(targets)))
+        for k, (x, y) in enumerate(parts):
+            last = k == len(parts) - 1
+            with contextlib.nullcontext() if last or not self.split else self.forward[0].no_sync():
+                losses = losses + self.one_pass(x, y, count(y) / total)
+        return losses
+
+    def one_pass(self, tokens, targets, share):
+        """backward() of one micro-batch; share [S]."""
         if self.together:
             def loss_of(params, buffers, tokens, targets):
-                return torch.func.functional_call(self.models[0], (params, buffers), (tokens, targets), tie_weights=False)[1]
-            with amp:
-                losses = torch.func.vmap(loss_of, randomness='different')(self.params, self.buffers, tokens, targets)
+                return torch.func.functional_call(self.first, (params, buffers), (tokens, targets), tie_weights=False)[1]
+            with self.amp:
+                losses = share * torch.func.vmap(loss_of, randomness='different')(self.params, self.buffers, tokens, targets)
             losses.sum().backward()
             return losses.detach()
         losses = []
-        for forward, x, y in zip(self.forward, tokens, targets):
-            with amp:
-                _, loss = forward(x, y)
-            loss.backward()
+        for forward, x, y, part in zip(self.forward, tokens, targets, share):
+            with self.amp:
+                loss = part * forward(x, y)[1]
+            (loss * self.ranks.size if self.split else loss).backward()                 # DistributedDataParallel takes the mean
             losses.append(loss.detach())
         return torch.stack(losses)
 
@@ -505,107 +611,165 @@ class Seeds:
         for g in grads:
             g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
 
+    def gather_losses(self, losses):
+        """[{seed: loss}] of all processes, from this one's [S] each."""
+        parts = self.ranks.gather(torch.stack(losses).cpu())                            # (steps, S) each
+        rows = sum(parts) if self.split else torch.cat(parts, dim=1)
+        return [dict(zip(self.cfg.seeds, row)) for row in rows.tolist()]
 
-def drop_failed(cfg, entries, alive, finite, step, what):
-    """Take the seeds i for which finite(i) is false out of `alive`; Diverged if none is left."""
-    for i in [i for i in alive if not finite(i)]:
-        alive.remove(i)
-        kept = f'; its checkpoint of step {entries[i]["step"]} is kept' if 'step' in entries[i] else ', before its first checkpoint'
-        entries[i]['failed'] = f'seed {cfg.seeds[i]}: {what} became NaN or infinite at step {step}{kept}'
+    def evaluate(self, seeds, sets):
+        """{seed: {length: scores}} of all processes; None for a seed with a weight that is not finite."""
+        part = {}
+        for seed, model in self.models.items():
+            if seed in seeds and not (self.split and self.ranks.rank):
+                finite = all(p.isfinite().all() for p in model.parameters())
+                part[seed] = evaluate(model, self.batches.task, sets, self.amp) if finite else None
+        return {seed: scores for part in self.ranks.gather(part) for seed, scores in part.items()}
+
+    def state(self):
+        """What a process adds to a checkpoint, on the CPU."""
+        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self.device)] if self.device.type == 'cuda' else [])
+        if self.split and self.ranks.rank:
+            return {'rng': rng}
+        models = {seed: {name: x.to('cpu', copy=True) for name, x in model.state_dict().items()} for seed, model in self.models.items()}
+        moments = {i: {key: x.cpu() for key, x in state.items()} for i, state in self.optimizer.state_dict()['state'].items()}
+        return {'rng': rng, 'models': models, 'moments': moments, 'batches': self.batches.state_dict()}
+
+    def restore(self, checkpoint):
+        """Put back what save() wrote, by however many processes."""
+        for seed, model in self.models.items():
+            if 'model' in checkpoint['seeds'][seed]:                                    # else it failed before its first checkpoint
+                model.load_state_dict(checkpoint['seeds'][seed]['model'])
+        mine = lambda x: x[self.share] if x.dim() else x
+        moments = {i: {key: mine(x) for key, x in state.items()} for i, state in checkpoint['moments'].items()}
+        self.optimizer.load_state_dict({'state': moments, 'param_groups': self.optimizer.state_dict()['param_groups']})
+        for group in self.optimizer.param_groups:
+            group['lr'] = self.rate
+        batches = checkpoint['batches']
+        self.batches.load_state_dict(batches | {'starts': batches['starts'][self.share]})
+        cpu, *cuda = checkpoint['rng'][self.ranks.rank % len(checkpoint['rng'])]
+        torch.set_rng_state(cpu)
+        if cuda and self.device.type == 'cuda':
+            torch.cuda.set_rng_state(cuda[0], self.device)
+
+
+class Graph:
+    """A function of no arguments, recorded as a CUDA graph and replayed: one launch instead of hundreds.
+
+    Its first three calls run as they are, so that the libraries and the optimizer set themselves up. It is recorded again when one of
+    the tensors `inputs()`, which the function reads, has been replaced by another.
+    """
+    def __init__(self, function, inputs):
+        self.function, self.inputs, self.calls, self.recorded = function, inputs, 0, None
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls <= 3:
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                result = self.function()
+            current.wait_stream(side)
+            return result
+        where = [(x.data_ptr(), x.shape) for x in self.inputs()]
+        if where != self.recorded:
+            self.graph, self.recorded = torch.cuda.CUDAGraph(), where
+            with torch.cuda.graph(self.graph):
+                self.result = self.function()
+        self.graph.replay()
+        return self.result.clone()
+
+
+def save(checkpoint, step, seeds, losses, alive):
+    """The whole state of the training to disk, in one form however many processes there are; a seed that failed keeps the model that it had."""
+    checkpoint['step'] = step
+    for seed in alive:
+        checkpoint['seeds'][seed]['step'] = step
+    states = seeds.ranks.collect(seeds.state())
+    if seeds.ranks.rank:
+        return
+    parts = [state for state in states if 'models' in state]
+    for seed, model in ((seed, model) for part in parts for seed, model in part['models'].items() if seed in alive):
+        checkpoint['seeds'][seed]['model'] = model
+    every = lambda i, key: [part['moments'][i][key] for part in parts]
+    moments = {i: {key: torch.cat(every(i, key)) if x.dim() else x for key, x in state.items()} for i, state in parts[0]['moments'].items()}
+    batches = parts[0]['batches'] | {'starts': [start for part in parts for start in part['batches']['starts']]}
+    checkpoint.update(moments=moments, batches=batches, rng=[state['rng'] for state in states])
+    buffer = io.BytesIO()
+    torch.save(checkpoint | {'losses': torch.stack(losses).cpu() if losses else torch.empty(0)}, buffer)
+    write(os.path.join(seeds.cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def drop_failed(entries, alive, finite, step, what):
+    """Take the seeds for which finite(seed) is false out of `alive`; Diverged if none is left."""
+    for seed in [seed for seed in alive if not finite(seed)]:
+        alive.remove(seed)
+        kept = f'; its checkpoint of step {entries[seed]["step"]} is kept' if 'step' in entries[seed] else ', before its first checkpoint'
+        entries[seed]['failed'] = f'seed {seed}: {what} became NaN or infinite at step {step}{kept}'
         if not alive:
-            raise Diverged(entries[i]['failed'] + '. A lower --lr or a longer --warmup_steps may help')
-        tqdm.write(entries[i]['failed'])
+            raise Diverged(entries[seed]['failed'] + '. A lower --lr or a longer --warmup_steps may help')
+        tqdm.write(entries[seed]['failed'])
 
 
-def train(cfg, task, device, checkpoint, stop):
+def train(cfg, task, device, checkpoint, stop, ranks):
     """Train all seeds together, from where the checkpoint left them; {seed: {length: scores}} of those that stayed finite, None if stopped."""
-    seeds = Seeds(cfg, device)
-    optimizer = torch.optim.AdamW(seeds.groups, betas=(cfg.beta1, cfg.beta2), fused=True)
-    batches, sets, amp = Batches(cfg, task, device), held_out(cfg, task, 'eval', device), precision(cfg, device)
+    seeds, sets = Seeds(cfg, task, device, ranks), held_out(cfg, task, 'eval', device)
     if checkpoint['step']:
-        restore(checkpoint, cfg, seeds, optimizer, batches, device)
+        seeds.restore(checkpoint)
     else:
         checkpoint['seeds'] = {seed: {'evals': []} for seed in cfg.seeds}
-    entries = list(checkpoint['seeds'].values())
-    alive = [i for i, entry in enumerate(entries) if 'failed' not in entry]
+    entries, first = checkpoint['seeds'], checkpoint['step']
+    alive = [seed for seed in cfg.seeds if 'failed' not in entries[seed]]
     losses = list(checkpoint.pop('losses', torch.empty(0)).to(device))                  # [S] each, since the last line of the log
-
     if not alive:
         raise Diverged('every seed of this run has failed; train it into another --out_dir with a lower --lr')
-    print(f'{sum(p.numel() for p in seeds.models[0].parameters()):,} parameters on {device}')
+
+    where = f'{device}' + (f', {ranks.size} processes' if ranks.size > 1 else '')
+    print(f'{sum(p.numel() for p in seeds.first.parameters()):,} parameters on {where}')
     name = f'{cfg.task} {cfg.pe} ' + (f'seed {cfg.seeds[0]}' if len(entries) == 1 else f'{len(entries)} seeds')
-    bar = tqdm(total=cfg.max_steps, initial=checkpoint['step'], desc=name, unit='step', disable=None, leave=False)
-    with bar, open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a') as log:
-        began, first = time.time(), checkpoint['step']                                  # began: moves on by what evaluations take
+    bar = tqdm(total=cfg.max_steps, initial=first, desc=name, unit='step', disable=None if ranks.rank == 0 else True, leave=False)
+    with bar, open(os.path.join(cfg.out_dir, 'log.jsonl') if ranks.rank == 0 else os.devnull, 'a') as log:
+        began = time.time()                                                             # moves on by what evaluations take
         for step in range(first, cfg.max_steps):
-            rate = learning_rate(cfg, step)
-            for group in optimizer.param_groups:
-                group['lr'] = rate
-            tokens, targets = batches.next(step)                                        # (S, B, T)
-            losses.append(seeds.backward(tokens, targets, amp))                         # (S,)
-            if cfg.grad_clip:
-                seeds.clip(cfg.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)                                      # the models' .grad are slices of these
+            losses.append(seeds.step(step))                                             # (S,)
             bar.update()
 
             done = step + 1
             evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
-            if not (evaluating or stop.signal or done % cfg.log_interval == 0):
+            logging = evaluating or done % cfg.log_interval == 0
+            if not logging and (ranks.size > 1 or not stop.signal):                     # processes agree to stop where they log
                 continue
-            recent = torch.stack(losses).tolist()                                       # the loop's only synchronization
+            recent = seeds.gather_losses(losses)                                        # the loop's only synchronization
+            stopping = max(ranks.gather(stop.signal))
             for k, row in enumerate(recent):
-                drop_failed(cfg, entries, alive, lambda i: math.isfinite(row[i]), done - len(recent) + k + 1, 'the loss')
-            mean = sum(recent[-1][i] for i in alive) / len(alive)
-            if evaluating or done % cfg.log_interval == 0:
+                drop_failed(entries, alive, lambda seed: math.isfinite(row[seed]), done - len(recent) + k + 1, 'the loss')
+            if logging:
                 speed = (done - first) / (time.time() - began)
+                mean = sum(recent[-1][seed] for seed in alive) / len(alive)
                 bar.set_postfix(loss=f'{mean:.4f}')
-                for i in alive:
-                    line = dict(step=done, seed=cfg.seeds[i], loss=sum(row[i] for row in recent) / len(recent), lr=rate, steps_per_s=round(speed, 2))
+                for seed in alive:
+                    loss = sum(row[seed] for row in recent) / len(recent)
+                    line = dict(step=done, seed=seed, loss=loss, lr=seeds.rate.item(), steps_per_s=round(speed, 2))
                     log.write(json.dumps(line) + '\n')
                 losses.clear()
             pause = time.time()
-            if evaluating or stop.signal:
-                drop_failed(cfg, entries, alive, lambda i: all(p[i].isfinite().all() for p in seeds.params.values()), done, 'a weight')
+            if evaluating or stopping:
+                scores = seeds.evaluate(alive, sets if evaluating else {})
+                drop_failed(entries, alive, lambda seed: scores[seed] is not None, done, 'a weight')
             if evaluating:
-                for i in alive:
-                    entries[i]['evals'].append({'step': done, 'lengths': evaluate(seeds.models[i], task, sets, amp)})
-                    log.write(json.dumps(dict(step=done, seed=cfg.seeds[i], eval=entries[i]['evals'][-1]['lengths'])) + '\n')
-                scores = mean_scores({i: entries[i]['evals'][-1]['lengths'] for i in alive})
-                tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  {brief(cfg, scores)}')
-            if evaluating or stop.signal:
+                for seed in alive:
+                    entries[seed]['evals'].append({'step': done, 'lengths': scores[seed]})
+                    log.write(json.dumps(dict(step=done, seed=seed, eval=scores[seed])) + '\n')
+                found = brief(cfg, mean_scores({seed: scores[seed] for seed in alive}))
+                tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  {found}')
+            if evaluating or stopping:
                 log.flush()
-                save(checkpoint, done, cfg, seeds, optimizer, batches, losses, alive, device)
+                save(checkpoint, done, seeds, losses, alive)
             began += time.time() - pause
-            if stop.signal and done < cfg.max_steps:
+            if stopping and done < cfg.max_steps:
+                stop.signal = stopping
                 return None
-    test = held_out(cfg, task, 'test', device)
-    return {cfg.seeds[i]: evaluate(seeds.models[i], task, test, amp) for i in alive}
-
-
-def save(checkpoint, step, cfg, seeds, optimizer, batches, losses, alive, device):
-    """The whole state of the training to disk; a seed that failed keeps the model that it had."""
-    for i in alive:
-        model = {name: x.clone() for name, x in seeds.models[i].state_dict().items()}
-        checkpoint['seeds'][cfg.seeds[i]].update(step=step, model=model)
-    checkpoint.update(step=step, optimizer=optimizer.state_dict(), batches=batches.state_dict(), rng=torch.get_rng_state())
-    if device.type == 'cuda':
-        checkpoint['cuda_rng'] = torch.cuda.get_rng_state(device)
-    buffer = io.BytesIO()
-    torch.save(checkpoint | {'losses': torch.stack(losses) if losses else torch.empty(0)}, buffer)
-    write(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
-
-
-def restore(checkpoint, cfg, seeds, optimizer, batches, device):
-    """Put everything that save() wrote back in place."""
-    for seed, model in zip(cfg.seeds, seeds.models):
-        if 'model' in checkpoint['seeds'][seed]:                                        # else it failed before its first checkpoint
-            model.load_state_dict(checkpoint['seeds'][seed]['model'])
-    optimizer.load_state_dict(checkpoint['optimizer'])
-    batches.load_state_dict(checkpoint['batches'])
-    torch.set_rng_state(checkpoint['rng'])
-    if device.type == 'cuda':
-        torch.cuda.set_rng_state(checkpoint['cuda_rng'], device)
+    return seeds.evaluate(alive, held_out(cfg, task, 'test', device))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -749,12 +913,16 @@ def keep_log(cfg, checkpoint):
 
 
 def write_result(cfg, by_seed, checkpoint, command):
-    """Append what the README's numbers are backed by: configuration, machine, versions, command, curves, accuracy per length."""
+    """Append a line about a finished run: what the README's numbers are backed by."""
+    curves = {seed: [[e['step'], *summary(cfg, e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed}
+    append(cfg.results, json.dumps(made_by(cfg, command) | dict(lengths=by_seed, curves=curves)) + '\n')
+
+
+def made_by(cfg, command):
+    """Configuration, command, versions and machine."""
     gpu = torch.cuda.get_device_name() if pick_device(cfg).type == 'cuda' else None
-    line = dict(config=asdict(cfg), command=command, torch=torch.__version__, python=platform.python_version(),
-                hardware=gpu or f'{platform.machine()} CPU, {torch.get_num_threads()} threads', lengths=by_seed,
-                curves={seed: [[e['step'], *summary(cfg, e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed})
-    append(cfg.results, json.dumps(line) + '\n')
+    return dict(config=asdict(cfg), command=command, torch=torch.__version__, python=platform.python_version(),
+                hardware=gpu or f'{platform.machine()} CPU, {torch.get_num_threads()} threads')
 
 
 def evaluate_run(cfg):
@@ -771,15 +939,74 @@ def evaluate_run(cfg):
     return by_seed
 
 
-def run(cfg, stop, command):
+def benchmark(cfg, rounds=5):
+    """Time the training step for 1, 2, 4, ... seeds together, in rounds that take turns: [{what, seeds, ms, ratio}], medians over the rounds.
+
+    ms: per step of all these seeds; ratio: that over as many seeds trained one after the other.
+    """
+    device, task, rows = pick_device(cfg), tasks.make(cfg.task), []
+    first = lambda n, **kw: Seeds(replace(cfg, seeds=cfg.seeds[:n], **kw), task, device)
+    runs = {f'{n} together': first(n) for n in (2 ** i for i in range(len(cfg.seeds).bit_length()))}
+    if device.type == 'cuda' or cfg.compile:
+        runs['1, neither compiled nor in a graph'] = first(1, compile=False, graph=False)
+
+    def seconds(seeds, steps, at):
+        if device.type == 'cuda':
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for step in range(steps):
+            seeds.step(at + step)
+        if device.type == 'cuda':
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+    for seeds in runs.values():
+        seconds(seeds, 5 if device.type == 'cuda' else 1, 0)                            # 5: the graph is recorded in the fourth
+    steps = {name: math.ceil(0.3 / seconds(seeds, 1, 5)) for name, seeds in runs.items()}
+    times = {name: [] for name in runs}
+    for _ in tqdm(range(rounds), unit='round', disable=None, leave=False):
+        for name, seeds in runs.items():
+            times[name].append(seconds(seeds, steps[name], 6) / steps[name])
+    for name, seeds in runs.items():
+        ratio = statistics.median(t / one for t, one in zip(times[name], times['1 together'])) / len(seeds.models)
+        rows.append(dict(what=name, seeds=len(seeds.models), ms=round(1e3 * statistics.median(times[name]), 3), ratio=round(ratio, 3)))
+    return rows
+
+
+def show_benchmark(label, rows):
+    """Print what benchmark() found."""
+    print(f'\n{label}\n{"seeds":<34}{"ms/step":>10}{"steps/s":>10}{"seeds x steps/s":>17}{"over one by one":>17}')
+    for row in rows:
+        rate = 1e3 / row['ms']
+        print(f'{row["what"]:<34}{row["ms"]:10.2f}{rate:10.2f}{row["seeds"] * rate:17.2f}{row["ratio"]:17.2f}')
+
+
+def run(cfg, stop, command, ranks):
     """Train the seeds of one configuration; returns the checkpoint and {seed: {length: scores}}, None instead if it was asked to stop."""
     device, task = pick_device(cfg), tasks.make(cfg.task)
+    if cfg.graph and device.type != 'cuda':
+        raise UserError('--graph needs a CUDA device; leave it out')
+    if ranks.size > max(len(cfg.seeds), cfg.batch_size // cfg.accumulate * (len(cfg.seeds) == 1)):
+        raise UserError(f'{ranks.size} processes are too many for {len(cfg.seeds)} seeds and batch_size={cfg.batch_size}: '
+                        'start one per seed, or with one seed at most one per sequence')
     path, table = os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
     checkpoint = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
     if cfg.resume and os.path.exists(path):
         checkpoint = read_checkpoint(path)
         check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
         checkpoint['config'] = asdict(cfg)
+    ranks.gather(None)                                                                  # all have read before the first writes
+    if ranks.rank == 0:
+        begin_files(cfg, checkpoint, path, table)
+    by_seed = train(cfg, task, device, checkpoint, stop, ranks)
+    if by_seed and ranks.rank == 0:
+        write(table, json.dumps(by_seed))
+        if cfg.results:
+            write_result(cfg, by_seed, checkpoint, command)
+    return checkpoint, by_seed
+
+
+def begin_files(cfg, checkpoint, path, table):
+    """Make a run's folder ready: nothing in it that the checkpoint at hand has not seen."""
     try:
         os.makedirs(cfg.out_dir, exist_ok=True)
     except OSError as error:
@@ -791,12 +1018,6 @@ def run(cfg, stop, command):
             os.remove(old)
     write(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
     keep_log(cfg, checkpoint)
-    by_seed = train(cfg, task, device, checkpoint, stop)
-    if by_seed:
-        write(table, json.dumps(by_seed))
-        if cfg.results:
-            write_result(cfg, by_seed, checkpoint, command)
-    return checkpoint, by_seed
 
 
 def read_lengths(path):
@@ -829,41 +1050,65 @@ def main(argv):
         if swept:
             here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
         points.append((' '.join(map(str, point)), make_config(here)))
+    ranks = Ranks.of_torchrun()
     shown = ', '.join(f'{key}={value}' for key, value in values.items())
     print('\n'.join(textwrap.wrap(shown, 120)), end='\n\n')
-    if values['eval_only']:
+    if values['eval_only'] or values['benchmark']:
+        if ranks.size > 1:
+            raise UserError('--eval_only and --benchmark take a single process: leave torchrun out')
+        for label, cfg in points:
+            if cfg.eval_only:
+                show(cfg, evaluate_run(cfg), None)
+                continue
+            rows = benchmark(cfg)
+            show_benchmark(label, rows)
+            if cfg.results:
+                append(cfg.results, json.dumps(made_by(cfg, command) | dict(steps=rows)) + '\n')
+        return None
+    stop = Stop()
+    if swept:
+        done, failed = sweep(points[ranks.rank::ranks.size], stop, command)             # each process its own points
+    else:
         (_, cfg), = points
-        return show(cfg, evaluate_run(cfg), None)
-    stop, rows, failed = Stop(), [], []
+        checkpoint, done = run(cfg, stop, command, ranks)
+        failed = [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
+    if done is None:
+        print('stopped and saved; go on with ' + ('the same command' if swept else '--resume'))
+        return 128 + stop.signal
+    if swept:
+        parts = ranks.gather((done, failed))
+        done, failed = {k: v for part, _ in parts for k, v in part.items()}, [line for _, lines in parts for line in lines]
+        rows = [(label, mean_scores(done[label]), 'exact') for label, _ in points if label in done]
+        if rows and ranks.rank == 0:
+            print('\nexact match by length, ' + ' x '.join(swept))
+            print('\n'.join(strips(points[0][1], rows)))
+            figure(os.path.join(values['out_dir'], 'lengths.png'), points[0][1], rows, swept)
+    elif ranks.rank == 0:
+        show(cfg, done, best(cfg, checkpoint))
+    if failed:
+        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
+
+
+def sweep(points, stop, command):
+    """Run each (label, config): {label: {seed: {length: scores}}} and a line about each failure; None instead if it was asked to stop."""
+    done, failed = {}, []
     for label, cfg in points:
-        if swept:
-            print(f'--- {label} ({cfg.out_dir})')
-        checkpoint, by_seed = None, finished(cfg) if swept else None
+        print(f'--- {label} ({cfg.out_dir})')
+        by_seed = finished(cfg)
         if by_seed:
             print('finished earlier; delete the folder to train it again')
         else:
             try:
-                checkpoint, by_seed = run(cfg, stop, command)
+                checkpoint, by_seed = run(cfg, stop, command, Ranks())
             except Diverged as error:
-                if not swept:
-                    raise
                 failed.append(f'{label}: {error}')
                 continue
-            failed += [f'{label} {entry["failed"]}'.strip() for entry in checkpoint['seeds'].values() if 'failed' in entry]
-        if by_seed is None:
-            print(f'stopped at step {checkpoint["step"]} and saved; go on with ' + ('the same command' if swept else '--resume'))
-            return 128 + stop.signal
-        if swept:
-            rows.append((label, mean_scores(by_seed), 'exact'))
-            print(brief(cfg, rows[-1][1]) + ('\n' + over_seeds(cfg, by_seed) if len(by_seed) > 1 else ''))
-        else:
-            show(cfg, by_seed, best(cfg, checkpoint))
-    if rows:
-        print('\nexact match by length, ' + ' x '.join(swept))
-        print('\n'.join(strips(cfg, rows)))
-        figure(os.path.join(values['out_dir'], 'lengths.png'), cfg, rows, swept)
-    if failed:
-        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
+            failed += [f'{label} {entry["failed"]}' for entry in checkpoint['seeds'].values() if 'failed' in entry]
+            if by_seed is None:
+                return None, failed
+        done[label] = by_seed
+        print(brief(cfg, mean_scores(by_seed)) + ('\n' + over_seeds(cfg, by_seed) if len(by_seed) > 1 else ''))
+    return done, failed
 
 
 def show(cfg, by_seed, best):
@@ -877,9 +1122,17 @@ def show(cfg, by_seed, best):
 if __name__ == '__main__':
     sys.stdout.reconfigure(errors='replace')
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:])
     except BrokenPipeError:                                                             # ... | head
+        status = 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
+        if int(os.environ.get('RANK', 0)):                                              # what all of them meet, the first one tells
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         print(f'train.py: {error}', file=sys.stderr)
-        sys.exit(2)
+        status = 2
+    if distributed.is_initialized():                                                    # gloo's threads now and then abort a process
+        sys.stdout.flush()                                                              # that takes them down
+        os._exit(status or 0)
+    sys.exit(status)
