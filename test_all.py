@@ -1032,11 +1032,24 @@ def test_every_file_runs():
 
 @pytest.mark.parametrize('name', sorted(os.listdir(os.path.join(HERE, 'results'))))
 def test_readme_numbers_are_those_of_results(name):
-    readme = open(os.path.join(HERE, 'README.md')).read()
+    readme, alone = open(os.path.join(HERE, 'README.md')).read(), {}
     for run in map(json.loads, open(os.path.join(HERE, 'results', name))):
         cfg = train.make_config({key: value for key, value in run['config'].items() if key in train.KEYS})
         assert 'python train.py' in run['command'] and run['torch'] and run['hardware'] and f'results/{name}' in readme
-        for scores in run['lengths'].values():
-            row = [(cfg.pe, {int(n): x for n, x in scores.items()}, 'exact')]
-            strip = list(train.strips(cfg, row))[1].split(None, 1)[1]
+        if cfg.compile:                                                                 # --benchmark --compile
+            assert f'{run["steps"][-1]["ratio"]:.2f} with {cfg.pe} ' in readme
+            continue
+        if 'steps' in run:                                                              # --benchmark
+            what = f'{cfg.n_layer} layers, d={cfg.d_model}, batch {cfg.batch_size}, {cfg.train_len} tokens'
+            row = [f'{1e3 / run["steps"][0]["ms"]:.1f}', *(f'{step["ratio"]:.2f}' for step in run['steps'][1:])]
+            assert f'| {what} | {" | ".join(row)} |' in readme, f'| {what} | {" | ".join(row)} |'
+            continue
+        scores = {seed: {int(n): x for n, x in run.items()} for seed, run in run['lengths'].items()}
+        if name == 'seeds.jsonl':                                                       # 16 together, then each of them alone
+            alone |= scores if len(scores) == 1 else {}
+            for some in (scores, alone):
+                assert len(some) != 16 or train.over_seeds(cfg, some) in readme, train.over_seeds(cfg, some)
+            continue
+        for one in scores.values():
+            strip = list(train.strips(cfg, [(cfg.pe, one, 'exact')]))[1].split(None, 1)[1]
             assert re.search(rf'^(exact match|{cfg.pe}) +{re.escape(strip)}$', readme, re.M), strip
