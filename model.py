@@ -63,7 +63,7 @@ class Attention(nn.Module):
         q, k = self.tap_q(q), self.tap_k(k)
         if self.tap_logits._forward_hooks:                                              # a probe listens: materialize them
             weights = self.tap_logits(self.pe.logits(q, k, pos, state)).softmax(dim=-1)
-            y = self.pe.out(weights @ self.pe.value(v, pos, state), pos, state)
+            y = self.pe.mix(weights, v, pos, state)
         else:
             y = self.pe.attend(q, k, v, pos, state)
         y = self.tap_head_out(y)                                                        # (B, H, T, out_dim)

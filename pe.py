@@ -2,7 +2,7 @@
 
 An encoding changes only what enters or leaves causal scaled dot-product attention. For a query at t and keys at s <= t,
 
-    logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts        hooks: qk, rescale, bias
+    logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts        hooks: qk (polar), rescale, bias (by_distance)
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))      hooks: value, out
 
 and embed() acts on the token embeddings before layer 1. A class overrides the one or two hooks that it needs. To add an encoding,
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+import kernels
 
 
 @dataclass
@@ -48,6 +50,7 @@ class PEConfig:
     vipe_d_p: int = 0              # vipe: width of the distance code per head; 0: the head dimension
     pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k themselves
     pope_delta: str = 'zero'       # pope: phase bias delta starts at zero | uniform on [-2 pi, 0] | none (no bias)
+    kernel: str = 'auto'           # pope, vipe, alibi, t5 by kernels.py: auto (on CUDA for long sequences) | triton (always) | reference (never)
 
     def __post_init__(self):
         for key in ('d_model', 'n_head', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'yarn_beta_fast',
@@ -60,9 +63,11 @@ class PEConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         for key, known in dict(attention=('mha', 'mla'), vipe_s=('length', 'global', 'one'), vipe_g=('s', 'as', 'as+b', 'rational'),
-                               pope_delta=('zero', 'uniform', 'none')).items():
+                               pope_delta=('zero', 'uniform', 'none'), kernel=('auto', 'triton', 'reference')).items():
             if getattr(self, key) not in known:
                 raise ValueError(f'{key} must be one of {", ".join(known)}, not {getattr(self, key)!r}')
+        if self.kernel == 'triton' and kernels.triton is None:
+            raise ValueError('kernel=triton needs Triton, which is for Linux: pip install triton, or take kernel=auto')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         self.heads = self.n_head
@@ -86,6 +91,8 @@ class Encoding(nn.Module):
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
     fp32 = False              # True: attention must not run in half precision
+    distance = False          # True: out() also gets the expected distance sum_s alpha_ts (t - s), as the last channel of y
+    kernel = None             # True: kernels.attention computes it faster; False: it cannot; None: as good as without
 
     def __init__(self, cfg):
         super().__init__()
@@ -109,7 +116,13 @@ class Encoding(nn.Module):
     def rescale(self, q, k, pos, state=None):           # -> None, or (row, col) [.., T, 1]: logits times row_t col_s
         return None
 
+    def polar(self, q, k):                              # -> None, or magnitudes of q, k and phases [H, D] that make q', k' as in PoPE
+        return None
+
     def bias(self, pos, state=None):                    # -> None, or [H, T, T] added to the logits
+        return self.by_distance(distance(pos))
+
+    def by_distance(self, d):                           # -> None, or the bias [H, ..] of the distances t - s in d [..]
         return None
 
     def value(self, v, pos, state=None):                # -> [B, H, T, any], before the average
@@ -131,18 +144,54 @@ class Encoding(nn.Module):
         bias = self.bias(pos, state)
         return logits + causal(logits) if bias is None else logits + bias + causal(logits)
 
+    def mix(self, weights, v, pos, state=None):
+        """Attention's output [B, H, T, out_dim] from its weights [B, H, T, T], for probes."""
+        y = weights @ self.counted(self.value(v, pos, state), pos)
+        return self.out(self.expected(y, pos), pos, state)
+
     def attend(self, q, k, v, pos, state=None):
-        """out(softmax(logits) @ value(v)) [B, H, T, out_dim], without keeping the logits."""
+        """mix(softmax(logits), v) without keeping the logits."""
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
                 return self.attend(q.float(), k.float(), v.float(), pos, state)
+        v = self.value(v, pos, state)
+        if self.kernel and kernels_serve(self.cfg, q):
+            return self.out(self.by_kernels(q, k, v, pos, state), pos, state)
         q, k = self.scaled_qk(q, k, pos, state)
         bias = self.bias(pos, state)
         mask = None if bias is None else (bias + causal(bias)).to(q.dtype)[None]        # (1, H, T, T)
-        v = self.value(v, pos, state)
+        v = self.counted(v, pos)
         q, k, v_ = pad_to_one_width(q, k, v)                                            # fused attention wants one width
-        y = fused_attention(q, k, v_, mask, self.scale)
-        return self.out(y[..., :v.shape[-1]], pos, state)
+        y = fused_attention(q, k, v_, mask, self.scale)[..., :v.shape[-1]]
+        return self.out(self.expected(y, pos), pos, state)
+
+    def by_kernels(self, q, k, v, pos, state):
+        """The average y by kernels.attention, for positions 0..T-1: nothing wider than q, k, v and no mask reaches memory."""
+        factors, polar, bias, call = self.rescale(q, k, pos, state), self.polar(q, k), self.by_distance(pos), {}
+        if factors is not None:
+            row, col = (f.squeeze(-1) for f in factors)
+            call |= dict(row=row.expand(1, *q.shape[1:3]), col=col.expand(q.shape[:3]))
+        if polar is not None:
+            q, k, delta = polar
+            call |= dict(delta=delta[None], base=self.cfg.rope_base)
+        else:
+            q, k = self.qk(q, k, pos, state)
+        y, e = kernels.attention(q, k, v, **call, bias=None if bias is None else bias[None], distance=self.distance)
+        return torch.cat([y, e[..., None].to(y.dtype)], dim=-1) if self.distance else y
+
+    def counted(self, v, pos):
+        """v, and where out() asks for the expected distance, the number of the key as one more channel."""
+        return torch.cat([v, pos.to(v.dtype)[:, None].expand(*v.shape[:-1], 1)], dim=-1) if self.distance else v
+
+    def expected(self, y, pos):
+        """y, with the average key number sum_s alpha_ts s in its last channel turned into the expected distance t - sum_s alpha_ts s."""
+        return torch.cat([y[..., :-1], pos.to(y.dtype)[:, None] - y[..., -1:]], dim=-1) if self.distance else y
+
+
+def kernels_serve(cfg, q):
+    """Whether kernels.py computes attention: on CUDA from 512 tokens on, where the softmax's memory begins to count, or as cfg.kernel says."""
+    auto = q.is_cuda and q.shape[2] >= 512 and q.dtype != torch.float64 and q.shape[3] <= 128 and kernels.triton is not None
+    return cfg.kernel == 'triton' or cfg.kernel == 'auto' and auto
 
 
 def fused_attention(q, k, v, mask, scale):
@@ -339,6 +388,7 @@ class PoPE(Encoding):
     phase at the bound can come back). In Cartesian form (eq. 7-10) q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
     """
     shift_invariant = True
+    kernel = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -346,15 +396,20 @@ class PoPE(Encoding):
             delta = torch.zeros(cfg.heads, cfg.head_dim)
             self.delta = nn.Parameter(delta.uniform_(-2 * math.pi, 0) if cfg.pope_delta == 'uniform' else delta)
 
-    def qk(self, q, k, pos, state=None):
+    def polar(self, q, k):
         if self.cfg.pope_softplus:
-            q, k = F.softplus(q), F.softplus(k)
-        phase_q = phase_k = pos[:, None] * frequencies(q.shape[-1], self.cfg.rope_base, q)      # (T, D)
-        if self.cfg.pope_delta != 'none':
-            delta = self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
-            phase_k = phase_k + delta[:, None]                                                  # (H, T, D)
-        return (torch.cat([q * phase_q.cos(), q * phase_q.sin()], dim=-1).to(q.dtype),
-                torch.cat([k * phase_k.cos(), k * phase_k.sin()], dim=-1).to(k.dtype))
+            softplus = kernels.Softplus.apply if q.is_cuda else F.softplus              # the former keeps less for the backward pass
+            q, k = softplus(q), softplus(k)
+        if self.cfg.pope_delta == 'none':
+            return q, k, q.new_zeros(q.shape[1], q.shape[3])
+        return q, k, self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
+
+    def qk(self, q, k, pos, state=None):
+        q, k, delta = self.polar(q, k)
+        phase = pos[:, None] * frequencies(q.shape[-1], self.cfg.rope_base, q)                  # (T, D)
+        late = phase + delta[:, None]                                                           # (H, T, D)
+        return (torch.cat([q * phase.cos(), q * phase.sin()], dim=-1).to(q.dtype),
+                torch.cat([k * late.cos(), k * late.sin()], dim=-1).to(k.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,6 +421,7 @@ class ALiBi(Encoding):
     Where H is no power of two: the slopes of the power of two below it, then every second one of the next power. No parameters.
     """
     shift_invariant = True
+    kernel = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -373,8 +429,8 @@ class ALiBi(Encoding):
         slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)] + [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)           # (H,)
 
-    def bias(self, pos, state=None):
-        return -self.slope[:, None, None] * distance(pos)
+    def by_distance(self, d):
+        return -self.slope.view(-1, *[1] * d.dim()) * d
 
 
 class T5(Encoding):
@@ -384,6 +440,7 @@ class T5(Encoding):
     """
     shared = True
     shift_invariant = True
+    kernel = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -396,15 +453,18 @@ class T5(Encoding):
         log = torch.log(d.clamp(min=1) / exact) / math.log(self.cfg.t5_max_distance / exact)        # 0 at exact, 1 at max_distance
         return torch.where(d < exact, d, (exact + (log * (n - exact)).long()).clamp(max=n - 1))
 
-    def bias(self, pos, state=None):
-        return F.embedding(self.bucket(distance(pos)), self.table).permute(2, 0, 1)     # (T, T, H) -> (H, T, T)
+    def by_distance(self, d):
+        return F.embedding(self.bucket(d), self.table).movedim(-1, 0)                   # (.., H) -> (H, ..)
 
 
 class FIRE(Encoding):
     """Functional interpolation (Li et al. 2023): logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))), psi(x) = log(c x + 1).
 
     f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are learned; all per layer.
+    The bias depends on t too, so PyTorch's attention gets it as an [H, T, T] mask.
     """
+    kernel = False
+
     def __init__(self, cfg):
         super().__init__(cfg)
         self.mlp = nn.Sequential(nn.Linear(1, cfg.fire_width), nn.ReLU(), nn.Linear(cfg.fire_width, cfg.heads))
@@ -449,12 +509,14 @@ class ViPE(Encoding):
     The output is head_dim + d_p wide. Not prefix-consistent: give the model `total_len`. Every part has its switch (vipe_*).
     """
     fp32 = True
+    kernel = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.shift_invariant = not cfg.vipe_logn
         if cfg.vipe_u:
             self.u = nn.Parameter(torch.zeros(cfg.heads, cfg.head_dim))
+        self.distance = cfg.vipe_value
         if cfg.vipe_value:
             d_p = cfg.vipe_d_p or cfg.head_dim
             self.W_p = nn.Parameter(torch.randn(cfg.heads, 1, d_p) * 0.02)
@@ -484,18 +546,11 @@ class ViPE(Encoding):
         col = 1 + k @ self.u[..., None] if self.cfg.vipe_u else torch.ones_like(n)      # (B, H, T, 1)
         return row, col
 
-    def value(self, v, pos, state=None):
-        if not self.cfg.vipe_value:
-            return v
-        i = (pos + 1).to(v.dtype)[:, None].expand(*v.shape[:-1], 1)
-        return torch.cat([v, i], dim=-1)                                                # (B, H, T, D + 1)
-
     def out(self, y, pos, state=None):
         if not self.cfg.vipe_value:
             return y
         s = self.state(None, pos) if state is None else state
-        expected = (pos + 1).to(y.dtype)[:, None] - y[..., -1:]                         # E_alpha[n - i] (B, H, T, 1)
-        return torch.cat([y[..., :-1], expected / s * self.W_p + self.b_p], dim=-1)     # (B, H, T, D + d_p)
+        return torch.cat([y[..., :-1], y[..., -1:] / s * self.W_p + self.b_p], dim=-1)  # (B, H, T, D + d_p)
 
 
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random, 'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN,
@@ -512,6 +567,13 @@ class Sum(Encoding):
         self.parts = nn.ModuleList(parts)
         self.shift_invariant = all(p.shift_invariant for p in parts)
         self.fp32 = any(p.fp32 for p in parts)
+        self.distance = any(p.distance for p in parts)
+        if sum(p.distance for p in parts) > 1:
+            raise ValueError('only one part of a sum may use the expected distance: vipe cannot be added to itself')
+        can = [p.kernel for p in parts]
+        turns = [p for p in parts if type(p).qk is not Encoding.qk]
+        clash = len(turns) > 1 and any(type(p).polar is not Encoding.polar for p in turns)
+        self.kernel = False if clash or False in can else True in can or None
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
 
     def for_layer(self):
@@ -537,8 +599,15 @@ class Sum(Encoding):
         factors = [f for p, s in self.each(state) if (f := p.rescale(q, k, pos, s)) is not None]
         return (math.prod(f[0] for f in factors), math.prod(f[1] for f in factors)) if factors else None
 
+    def polar(self, q, k):
+        return next((polar for p in self.parts if (polar := p.polar(q, k)) is not None), None)
+
     def bias(self, pos, state=None):
         biases = [b for p, s in self.each(state) if (b := p.bias(pos, s)) is not None]
+        return sum(biases) if biases else None
+
+    def by_distance(self, d):
+        biases = [b for p in self.parts if (b := p.by_distance(d)) is not None]
         return sum(biases) if biases else None
 
     def value(self, v, pos, state=None):
@@ -556,7 +625,7 @@ class FirstHeads(Sum):
     """rope_heads = k: the part (its cfg has heads = k) acts on the first k heads; the others, padded with zeros to its width, are NoPE."""
     def __init__(self, cfg, part):
         super().__init__(cfg, part)
-        self.k = part.cfg.heads
+        self.k, self.kernel = part.cfg.heads, False
 
     def join(self, first, rest):                                                        # [B, k, T, wide], [B, H - k, T, D]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)        # (B, H, T, wide)
@@ -583,6 +652,10 @@ class FirstHeads(Sum):
 
 class SecondHalf(Sum):
     """mla: the part sees the second half of every query and key (its cfg has head_dim = D/2); the first half is NoPE (Toeplitz study eq. 3)."""
+    def __init__(self, cfg, part):
+        super().__init__(cfg, part)
+        self.kernel = False
+
     def qk(self, q, k, pos, state=None):
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
         q_p, k_p = super().qk(q_p, k_p, pos, state)
@@ -616,7 +689,7 @@ def build(cfg):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-HOOKS = 'embed state qk rescale bias value out'.split()
+HOOKS = 'embed state qk polar rescale bias by_distance value out'.split()
 
 
 def zoo():
@@ -639,10 +712,10 @@ def picture(name, T):
     pos = torch.arange(T)
     x = enc.embed(torch.full((1, T, 32), 0.0 if name in ('ape', 'learned', 'random') else 1.0), pos)
     heads = x.view(1, T, 2, 16).transpose(1, 2)                                         # (1, 2, T, 16)
-    if type(enc).value is Encoding.value:
+    if type(enc).out is Encoding.out:
         return enc.logits(heads, heads, pos)[0, 0]
-    v = enc.value(heads, pos)[0, 0]                                                     # (T, D')
-    seen = [enc.out(v[s].expand(1, 2, T, -1), pos)[0, 0] for s in range(T)]             # all attention on s: T x (T, out_dim)
+    on = torch.eye(T).expand(T, T, T)                                                   # on[:, s]: all attention on s
+    seen = [enc.mix(on[:, s].expand(1, 2, T, T), heads, pos)[0, 0] for s in range(T)]   # T x (T, out_dim)
     channel = 16 if enc.out_dim > 16 else 0                                             # the first of the distance code, if there is one
     return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels
 import pe
 import tasks
 import train
@@ -61,6 +62,12 @@ def encoding(name, heads=2, head_dim=8, **kw):
 def qkv(heads=2, T=10, head_dim=8, seed=1):
     g = torch.Generator().manual_seed(seed)
     return (*(torch.randn(2, heads, T, head_dim, generator=g, dtype=torch.float64) for _ in range(3)), torch.arange(T))
+
+
+def gpu(test):
+    """Marks a test that needs one."""
+    with warnings.catch_warnings(action='ignore'):
+        return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')(test))
 
 
 def close(a, b, tol=1e-10):
@@ -271,7 +278,7 @@ def test_attend_is_softmax_of_logits_times_value(kw):
         H, D = enc.cfg.heads, enc.cfg.head_dim
         q, k, v, pos = qkv(H, T, D)
         y = enc.attend(q, k, v, pos)
-        close(y, enc.out(enc.logits(q, k, pos).softmax(-1) @ enc.value(v, pos), pos))
+        close(y, enc.mix(enc.logits(q, k, pos).softmax(-1), v, pos))
         assert y.shape == (2, H, T, enc.out_dim)
 
 
@@ -542,6 +549,175 @@ def test_task_errors(name, length, says):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# kernels.py: in Triton's interpreter without a GPU, compiled with one
+
+CUDA = torch.cuda.is_available()
+DEVICE = 'cuda' if CUDA else 'cpu'
+kernel_test = gpu if CUDA else pytest.mark.skipif(kernels.triton is None, reason='needs Triton')
+
+
+def own_arguments(name, H, T, D, g):
+    make = {'pope': lambda: -6 * torch.rand(H, D, generator=g), 'vipe': lambda: 0.1 * torch.randn(H, D, generator=g), 'bias': lambda: torch.randn(H, T, generator=g)}
+    return make[name]().to(DEVICE).requires_grad_()
+
+
+def errors(function, reference, inputs, seed=0):
+    """Relative errors of the outputs and of the gradients of all inputs, against the reference in float64."""
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    pairs, g = [], torch.Generator().manual_seed(seed)
+    ys, ds = (y if isinstance(y, tuple) else (y,) for y in (function(*inputs), reference(*double)))
+    weights = [torch.randn(y.shape, generator=g, dtype=torch.float64).to(DEVICE) for y in ds]
+    grads = [torch.autograd.grad(sum((y.double() * w).sum() for y, w in zip(out, weights)), x) for out, x in ((ys, inputs), (ds, double))]
+    return [((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in [*zip(ys, ds), *zip(*grads)]]     # some are 0 at T = 1
+
+
+def strided(B, H, T, D, dtype, layout, g):
+    """q, k, v [B, H, T, D] as slices of a projection, contiguous, or with a last axis that is not."""
+    if layout == 'projected':
+        parts = torch.randn(B, T, 3 * H * D, generator=g).to(DEVICE, dtype).chunk(3, dim=-1)
+        return [x.view(B, T, H, D).transpose(1, 2).requires_grad_() for x in parts]
+    x = torch.randn(3, B, H, T, D, generator=g).to(DEVICE, dtype)
+    return [(y if layout == 'contiguous' else y.transpose(2, 3).contiguous().transpose(2, 3)).requires_grad_() for y in x]
+
+
+@kernel_test
+@pytest.mark.parametrize('name', ['pope', 'vipe', 'bias'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('seed', range(4))
+def test_kernels_against_their_references(name, dtype, seed):
+    """Random shapes and strides: 1e-5 in float32; in half precision at most twice what PyTorch's attention errs on its inputs (the interpreter,
+    whose casts to bfloat16 truncate, four times)."""
+    rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    B, H, T, D = rng.randint(1, 2), rng.randint(1, 3), rng.choice([1, 2, 17, 64, 65, 100, 131]), rng.choice([16, 20, 32, 64, 80, 128])
+    q, k, v = strided(B, H, T, D, dtype, rng.choice(['projected', 'contiguous', 'other']), g)
+    own = own_arguments(name, H, T, D, g)
+    got = errors(getattr(kernels, f'{name}_attention'), getattr(kernels, f'{name}_attention_reference'), [q, k, v, own], seed)
+    if dtype == torch.float32:
+        assert max(got) < 1e-5, got
+        return
+    sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    usual = max(errors(sdpa, lambda *x: kernels.attention_reference(*x)[0], [q, k, v], seed))
+    spread = 4 if dtype == torch.bfloat16 and not CUDA else 2
+    assert max(got) < spread * max(usual, torch.finfo(dtype).eps / 2), (got, usual)
+
+
+@kernel_test
+@pytest.mark.parametrize('on', ['', 'pope', 'vipe', 'bias', 'pope vipe', 'pope bias', 'vipe bias', 'pope vipe bias'])
+@pytest.mark.parametrize('G', [1, 2])
+def test_kernels_with_every_switch(on, G):
+    """attention() with any of its parts, groups of the batch having their own; every gradient."""
+    g, (B, H, T, D) = torch.Generator().manual_seed(1), (2, 2, 70, 24)
+    tensors = strided(B, H, T, D, torch.float32, 'contiguous', g)
+    shapes = {'pope': dict(delta=(G, H, D)), 'vipe': dict(row=(G, H, T), col=(B, H, T)), 'bias': dict(bias=(G, H, T))}
+    names = [key for part in on.split() for key in shapes[part]]
+    tensors += [(torch.rand(shapes[part][key], generator=g) * 2).to(DEVICE).requires_grad_() for part in on.split() for key in shapes[part]]
+    base = 100.0 if 'pope' in on else 0.0
+    call = lambda f, **kw: lambda q, k, v, *rest: f(q, k, v, base=base, **dict(zip(names, rest)), **kw)
+    assert max(errors(call(kernels.attention, distance=True), call(kernels.attention_reference), tensors)) < 1e-5
+
+
+@kernel_test
+def test_kernels_write_every_element():
+    """Of their outputs and gradients: nothing shows what was in memory before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)                            # fills new memory with NaN
+    try:
+        g = torch.Generator().manual_seed(0)
+        for name in ('pope', 'vipe', 'bias'):
+            inputs = [*strided(2, 2, 41, 20, torch.float32, 'projected', g), own_arguments(name, 2, 41, 20, g)]
+            out = getattr(kernels, f'{name}_attention')(*inputs)
+            grads = torch.autograd.grad(sum(y.sum() for y in out) if name == 'vipe' else out.sum(), inputs)
+            assert all(x.isfinite().all() for x in (*grads, *(out if name == 'vipe' else [out])))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@kernel_test
+def test_kernels_repeat_themselves():
+    """Bit for bit, but for the bias's gradient, which blocks add to in any order."""
+    for name in ('pope', 'vipe', 'bias'):
+        def once():
+            g = torch.Generator().manual_seed(0)
+            inputs = [*strided(2, 2, 100, 32, torch.float32, 'contiguous', g), own_arguments(name, 2, 100, 32, g)]
+            out = getattr(kernels, f'{name}_attention')(*inputs)
+            y = out[0] if name == 'vipe' else out
+            return y, *torch.autograd.grad(y.square().sum(), inputs)[:3 if name == 'bias' else 4]
+        assert all(torch.equal(a, b) for a, b in zip(once(), once()))
+
+
+@kernel_test
+def test_kernels_as_operators():
+    """Schema, fake tensors and gradient registration, as torch.compile needs them; no second gradient."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = strided(2, 2, 20, 16, torch.float32, 'projected', g)
+    delta, row, col, bias = (torch.rand(shape, generator=g).to(DEVICE).requires_grad_() for shape in ((1, 2, 16), (1, 2, 20), (2, 2, 20), (1, 2, 20)))
+    for args in ((q, k, v, delta, row, col, bias, 100.0, True), (q, k, v, None, None, None, bias, 0.0, False)):
+        torch.library.opcheck(kernels.attention_forward, args, test_utils=('test_schema', 'test_autograd_registration', 'test_faketensor'))
+    y = kernels.bias_attention(q, k, v, bias[0])
+    grad, = torch.autograd.grad(y.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match='second-order'):
+        grad.sum().backward()
+    for wrong, says in (((q.double(), k, v), 'float32, bfloat16 or float16'), ((q[:, :1], k, v), 'must all be')):
+        with pytest.raises(ValueError, match=says):
+            kernels.attention(*wrong)
+
+
+KERNEL_VARIANTS = {name: kw for name, kw in VARIANTS.items() if pe.build(pe.PEConfig(**dict(dict(d_model=32, n_head=4), **kw))).kernel}
+
+
+@kernel_test
+@pytest.mark.parametrize('kw', KERNEL_VARIANTS.values(), ids=KERNEL_VARIANTS)
+def test_encodings_by_kernels(kw):
+    """A model with kernel=triton is the one with kernel=reference: loss and every gradient, single and as two seeds under vmap."""
+    assert len(KERNEL_VARIANTS) == 20
+    tokens = torch.randint(1, 11, (1, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = []
+    for kernel in ('triton', 'reference'):
+        models = [make(torch.float32, seed, n_layer=1, kernel=kernel, **kw).to(DEVICE) for seed in (0, 1)]
+        loss = sum(model(tokens[:, :-1], tokens[:, 1:], total_len=30)[1] for model in models)
+        loss.backward()
+        params, buffers = torch.func.stack_module_state(models)
+        one = lambda p, b: torch.func.functional_call(models[0], (p, b), (tokens[:, :-1], tokens[:, 1:]), dict(total_len=30), tie_weights=False)[1]
+        losses = torch.func.vmap(one)(params, buffers)
+        losses.sum().backward()
+        together = [torch.stack([dict(model.named_parameters())[name].grad for model in models]) for name in params]
+        found.append([loss, losses.sum(), *together, *(p.grad for p in params.values())])
+    assert abs(found[0][0] - found[1][0]) < 1e-4
+    for a, b in zip(*found):
+        assert (a - b).norm() <= 2e-4 * b.norm() + 1e-6
+
+
+@gpu
+def test_gpu_kernels_at_32768_tokens():
+    """Finite, and right on sampled rows, which float64 computes one by one."""
+    g, (H, T, D) = torch.Generator().manual_seed(0), (2, 32768, 64)
+    q, k, v = strided(1, H, T, D, torch.bfloat16, 'projected', g)
+    delta, u, bias = (own_arguments(name, H, T, D, g) for name in ('pope', 'vipe', 'bias'))
+    t = torch.arange(T, device=DEVICE)
+    angle = t[:, None].double() * 1e4 ** (-torch.arange(D, device=DEVICE, dtype=torch.float64) / D)
+    for name, own in (('pope', delta), ('vipe', u), ('bias', bias)):
+        out = getattr(kernels, f'{name}_attention')(q, k, v, own)
+        y, e = out if name == 'vipe' else (out, None)
+        grads = torch.autograd.grad(y.float().square().sum() + (0 if e is None else e.sum()), (q, k, v, own))
+        assert all(x.isfinite().all() for x in (y, *grads))
+        for row in (0, 1, 4095, 20000, T - 1):
+            qd, kd, vd = q[0, :, row].double(), k[0, :, :row + 1].double(), v[0, :, :row + 1].double()
+            if name == 'pope':
+                x = torch.einsum('hd,hsd->hs', F.softplus(qd), F.softplus(kd) * (angle[:row + 1] - angle[row] + delta[:, None].double()).cos())
+            else:
+                x = torch.einsum('hd,hsd->hs', qd, kd)
+            x = x * D ** -0.5
+            if name == 'vipe':
+                x = x * math.log(row + 1) * (1 + torch.einsum('hd,hsd->hs', u.double(), kd))
+            if name == 'bias':
+                x = x + bias[:, row - t[:row + 1]]
+            p = x.softmax(dim=-1)
+            expected = torch.einsum('hs,hsd->hd', p, vd)
+            assert (y[0, :, row].double() - expected).norm() < 0.02 * expected.norm()
+            if e is not None and row:
+                assert ((e[0, :, row] - (p * (row - t[:row + 1])).sum(dim=-1)).abs() / (row + 1)).max() < 0.01
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # train.py
 
 TINY = dict(d_model=16, n_layer=1, batch_size=8, max_steps=12, eval_interval=4, log_interval=2, train_lengths='1-3', eval_lengths='1-5',
@@ -779,12 +955,6 @@ def test_no_step_waits_for_the_device(kw, monkeypatch):
     losses = models.backward(*models.batches.take())
     models.clip(1.0)
     assert losses.is_meta and all(p.grad.is_meta for p in models.params.values())
-
-
-def gpu(test):
-    """Marks a test that needs one."""
-    with warnings.catch_warnings(action='ignore'):
-        return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')(test))
 
 
 @gpu

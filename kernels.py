@@ -1,0 +1,738 @@
+"""Fused causal attention for PoPE, ViPE and Toeplitz biases: Triton kernels beside their plain-torch references.
+
+    python kernels.py               checks the kernels against the references in float64; with a GPU, prints the benchmark
+    python kernels.py --results=results/kernels.jsonl        ... and writes it there
+
+Queries t and keys s <= t count from 0. One forward and two backward kernels, with a compile-time switch for every part, compute
+
+    x_ts = row_t col_s a_ts / sqrt(D) + bias_(t-s)        a_ts = <q_t, k_s>, or sum_c q_tc k_sc cos((s - t) theta_c + delta_c)
+    y_t  = sum_s p_ts v_s,    e_t = sum_s p_ts (t - s)    p_t = softmax(x_t)
+
+in O(T) memory, block by block with a running maximum and sum (FlashAttention: Dao et al. 2022; Milakov & Gimelshein 2018), accumulating
+in float32. Gradients recompute the blocks from the stored log-sum-exp. Without a GPU the kernels run in Triton's interpreter.
+"""
+from __future__ import annotations                                # tl.constexpr is read only where there is Triton
+
+import math
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault('TRITON_INTERPRET', '1')
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:                                                # Triton is for Linux; the references work everywhere
+    triton, jit = None, lambda function: function
+
+LOG2E = 1.4426950408889634
+STEP, FINE = 16, 128                                               # the angle tables: every 16th position, and offsets 0..127
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# references: any dtype, O(T^2) memory
+
+def attention_reference(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None):
+    """The equations above, as they stand: (y [B, H, T, D], e [B, H, T]).
+
+    q, k, v [B, H, T, D]; base > 0 makes a_ts PoPE's, with delta [G, H, D]; row [G, H, T]; col [B, H, T]; bias [G, H, T], by the distance t - s.
+    G divides B: the b-th sequence uses entry b G // B (one for each seed of a run; otherwise G = 1).
+    """
+    B, H, T, D = q.shape
+    each = lambda x: x.repeat_interleave(B // len(x), dim=0)                            # [G, ..] -> [B, ..]
+    pos, scale = torch.arange(T, device=q.device), D ** -0.5
+    if base:
+        angle = pos[:, None] * base ** (-torch.arange(D, device=q.device, dtype=torch.float64) / D)             # (T, D)
+        turn_q = torch.cat([angle.cos(), angle.sin()], dim=-1).to(q.dtype)
+        phase = angle.to(torch.promote_types(q.dtype, torch.float32)) + each(delta)[:, :, None]                 # (B, H, T, D)
+        turn_k = torch.cat([phase.cos(), phase.sin()], dim=-1).to(k.dtype)
+        q, k = torch.cat([q, q], dim=-1) * turn_q, torch.cat([k, k], dim=-1) * turn_k
+    x = q @ k.transpose(-2, -1) * scale
+    distance = pos[:, None] - pos                                                       # (T, T)
+    if row is not None:
+        x = x * each(row)[..., None] * col[..., None, :]
+    if bias is not None:
+        x = x + each(bias)[..., distance.clamp(min=0)]
+    p = x.masked_fill(distance < 0, -math.inf).softmax(dim=-1)                          # (B, H, T, T)
+    return p @ v, (p * distance).sum(dim=-1)
+
+
+def pope_attention_reference(q, k, v, delta, base=10000.0):
+    """PoPE eq. 3-6: logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(D), mu = softplus, theta_c = base^(-c/D)."""
+    return attention_reference(F.softplus(q), F.softplus(k), v, delta[None], base)[0]
+
+
+def vipe_attention_reference(q, k, v, u, s=1.0):
+    """ViPE eq. 7-9: logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(D), n from 1; (y, expected distance)."""
+    row, col = vipe_factors(q, k, u, s)
+    return attention_reference(q, k, v, row=row, col=col)
+
+
+def bias_attention_reference(q, k, v, bias):
+    """logit_ts = <q_t, k_s> / sqrt(D) + bias[h, t - s]."""
+    return attention_reference(q, k, v, bias=bias[None])[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the user calls
+
+def pope_attention(q, k, v, delta, base=10000.0):
+    """pope_attention_reference by the kernels: q, k, v [B, H, T, D], delta [H, D] used as given -> [B, H, T, D].
+
+    Nothing 2D-wide reaches memory. softplus is computed once, outside: inside it would be repeated for every block of queries, on the unit
+    that also has the exponentials of the softmax. Its derivative is 1 - e^-mu, so mu is kept in the place of q and k.
+    """
+    return attention(Softplus.apply(q), Softplus.apply(k), v, delta=delta[None], base=base)[0]
+
+
+def vipe_attention(q, k, v, u, s=1.0):
+    """vipe_attention_reference by the kernels: q, k, v [B, H, T, D], u [H, D], s a number or tensor -> (y [B, H, T, D], E[distance] [B, H, T], float32)."""
+    row, col = vipe_factors(q, k, u, s)
+    return attention(q, k, v, row=row, col=col, distance=True)
+
+
+def bias_attention(q, k, v, bias):
+    """bias_attention_reference by the kernels: q, k, v [B, H, T, D], bias [H, T] by the distance t - s -> [B, H, T, D].
+
+    ALiBi, T5 and any b(t - s). FIRE's bias depends on t as well: it takes PyTorch's attention with a [H, T, T] mask.
+    """
+    return attention(q, k, v, bias=bias[None])[0]
+
+
+def vipe_factors(q, k, u, s):
+    """row [1, H, T] = s log(n), n from 1, and col [B, H, T] = 1 + <u, k_i>."""
+    n = torch.arange(1, q.shape[2] + 1, device=q.device).to(torch.promote_types(q.dtype, torch.float32))
+    row = (s * n.log()).expand(1, q.shape[1], -1)
+    return row, 1 + (k.to(n.dtype) @ u[..., None].to(n.dtype))[..., 0]
+
+
+class Softplus(torch.autograd.Function):
+    """mu = log(1 + e^x), keeping mu itself: its derivative is 1 - e^-mu."""
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return F.softplus(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, mu):
+        ctx.save_for_backward(mu)
+
+    @staticmethod
+    def backward(ctx, grad):
+        mu, = ctx.saved_tensors
+        return grad * -torch.expm1(-mu)
+
+
+def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, distance=False):
+    """attention_reference by the kernels; (y [B, H, T, D], e [B, H, T] in float32, or None if `distance` is not asked for)."""
+    if triton is None:
+        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; kernels.attention_reference needs nothing')
+    if (q.dtype, k.dtype) != (v.dtype, v.dtype) or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f'q, k and v must all be float32, bfloat16 or float16, not {q.dtype}, {k.dtype}, {v.dtype}')
+    if not q.shape == k.shape == v.shape or q.dim() != 4 or q.shape[3] > 128:
+        raise ValueError(f'q, k and v must all be [B, H, T, D], D at most 128, not {[*q.shape]}, {[*k.shape]}, {[*v.shape]}')
+    fp32 = [None if x is None else x.float() for x in (delta, row, col, bias)]
+    y, e, _ = attention_forward(q, k, v, *fp32, base, distance)
+    return y, e if distance else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pieces of the kernels. Blocks of queries have M rows, t = t0..t0+M-1, blocks of keys N, s = s0..s0+N-1; BD is D padded to a power of two
+
+@jit
+def dot(a, b, sum, PRECISION: tl.constexpr):
+    """sum + a b in float32. Triton's interpreter does not know how to multiply bfloat16, so there the rounded factors are widened."""
+    if PRECISION == 'interpreter':
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum)
+    return tl.dot(a, b, sum, input_precision=PRECISION)
+
+
+@jit
+def load_rows(X, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Rows start..start+ROWS-1 of X [T, D], zeros outside."""
+    i, c = start + tl.arange(0, ROWS), tl.arange(0, BD)
+    return tl.load(X + i[:, None] * stride + c[None, :], mask=(i[:, None] < T) & (c[None, :] < D), other=0.0)
+
+
+@jit
+def store_rows(X, x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """x to rows start.. of X [T, D]."""
+    i, c = start + tl.arange(0, ROWS), tl.arange(0, BD)
+    tl.store(X + i[:, None] * stride + c[None, :], x.to(X.dtype.element_ty), mask=(i[:, None] < T) & (c[None, :] < D))
+
+
+@jit
+def cos_sin(ANGLES, start, delta, BD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
+    """cos and sin of (start + i) theta_c + delta_c [ROWS, BD], by angle addition from the tables for offsets i and for starts.
+
+    Four multiplications for an element; in-kernel sines would take the special-function unit longer than the tensor cores take for the block,
+    and a table of all positions would be read from L2, where this one stays in L1.
+    """
+    i, c = tl.arange(0, ROWS), tl.arange(0, BD)
+    fine_cos = tl.load(ANGLES + i[:, None] * (2 * BD) + c[None, :])
+    fine_sin = tl.load(ANGLES + i[:, None] * (2 * BD) + BD + c[None, :])
+    at = ANGLES + (FINE + start // STEP) * (2 * BD) + c
+    cos, sin = tl.load(at), tl.load(at + BD)
+    cos_d, sin_d = tl.cos(delta), tl.sin(delta)
+    cos, sin = cos * cos_d - sin * sin_d, sin * cos_d + cos * sin_d
+    return fine_cos * cos[None, :] - fine_sin * sin[None, :], fine_sin * cos[None, :] + fine_cos * sin[None, :]
+
+
+@jit
+def load_rotated(X, start, stride, ANGLES, delta, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, POPE: tl.constexpr,
+                 STEP: tl.constexpr, FINE: tl.constexpr):
+    """Rows of q or k [ROWS, BD] times cos and sin of their phases; twice the plain rows without PoPE, where the second is not used."""
+    x = load_rows(X, start, stride, T, D, BD, ROWS)
+    if POPE:
+        cos, sin = cos_sin(ANGLES, start, delta, BD, ROWS, STEP, FINE)
+        return (x * cos).to(x.dtype), (x * sin).to(x.dtype)
+    return x, x
+
+
+@jit
+def products(q_cos, q_sin, k_cos, k_sin, POPE: tl.constexpr, PRECISION: tl.constexpr):
+    """a_ts [M, N]."""
+    a = dot(q_cos, tl.trans(k_cos), None, PRECISION)
+    if POPE:
+        a = dot(q_sin, tl.trans(k_sin), a, PRECISION)
+    return a
+
+
+@jit
+def logits(a, row, col, BIAS, t, s, T, MASK: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr):
+    """x_ts in units of log 2 [M, N]; row [M] has the factors of a query, col [M] those of a key, BIAS is in units of log 2."""
+    x = a * row[:, None]
+    if RESCALE:
+        x = x * col[None, :]
+    if TOEPLITZ:
+        d = t[:, None] - s[None, :]
+        x += tl.load(BIAS + d, mask=(d >= 0) & (d < T), other=0.0)
+    if MASK:
+        x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forward: a program for each block of queries, head and sequence
+
+@jit
+def forward_kernel(Q, K, V, Y, E, LSE, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t,
+                   H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr,
+                   RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
+                   STEP: tl.constexpr, FINE: tl.constexpr):
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * M                                # the longest rows first
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    gh = b // per_group * H + h
+    t, c = t0 + tl.arange(0, M), tl.arange(0, BD)
+    K, V, COL, BIAS = K + b * k_b + h * k_h, V + b * v_b + h * v_h, COL + bh * T, BIAS + gh * T
+    delta = tl.zeros([BD], tl.float32)
+    q_cos, q_sin = load_rotated(Q + b * q_b + h * q_h, t0, q_t, ANGLES, delta, T, D, BD, M, POPE, STEP, FINE)
+    if POPE:
+        delta = tl.load(DELTA + gh * D + c, mask=c < D, other=0.0)
+    row = tl.full([M], scale * 1.4426950408889634, tl.float32)
+    if RESCALE:
+        row = row * tl.load(ROW + gh * T + t, mask=t < T, other=0.0)
+    y, e = tl.zeros([M, BD], tl.float32), tl.zeros([M], tl.float32)
+    total, largest = tl.zeros([M], tl.float32), tl.full([M], float('-inf'), tl.float32)
+    # blocks of keys that all queries see, then those on the diagonal
+    y, e, total, largest = forward_blocks(y, e, total, largest, 0, t0, q_cos, q_sin, K, V, row, COL, BIAS, ANGLES, delta, t, k_t, v_t, T,
+                                          D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, False, PRECISION, STEP, FINE)
+    y, e, total, largest = forward_blocks(y, e, total, largest, t0, min(t0 + M, T), q_cos, q_sin, K, V, row, COL, BIAS, ANGLES, delta, t, k_t, v_t, T,
+                                          D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, True, PRECISION, STEP, FINE)
+    store_rows(Y + b * y_b + h * y_h, y / total[:, None], t0, y_t, T, D, BD, M)
+    tl.store(LSE + bh * T + t, largest + tl.log2(total), mask=t < T)
+    if DISTANCE:
+        tl.store(E + bh * T + t, e / total, mask=t < T)
+
+
+@jit
+def forward_blocks(y, e, total, largest, start, end, q_cos, q_sin, K, V, row, COL, BIAS, ANGLES, delta, t, k_t, v_t, T, D: tl.constexpr,
+                   BD: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr,
+                   DISTANCE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
+    """Add the keys start..end-1 to the running sums: y and e, weighted by 2^(x - largest), and the total of the weights."""
+    col = tl.zeros([N], tl.float32)
+    for s0 in range(start, end, N):
+        s = s0 + tl.arange(0, N)
+        k_cos, k_sin = load_rotated(K, s0, k_t, ANGLES, delta, T, D, BD, N, POPE, STEP, FINE)
+        if RESCALE:
+            col = tl.load(COL + s, mask=s < T, other=0.0)
+        x = logits(products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION), row, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
+        new = tl.maximum(largest, tl.max(x, 1))
+        p, shrink = tl.exp2(x - new[:, None]), tl.exp2(largest - new)
+        here = tl.sum(p, 1)
+        if DISTANCE:                                                                    # sum_s p (t - s), s = s0 + j
+            e = e * shrink + (t - s0) * here - tl.sum(p * tl.arange(0, N)[None, :], 1)
+        v = load_rows(V, s0, v_t, T, D, BD, N)
+        y = dot(p.to(v.dtype), v, y * shrink[:, None], PRECISION)
+        total, largest = total * shrink + here, new
+    return y, e, total, largest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# backward: with g_ts = dloss/dx_ts = p_ts (<dy_t, v_s> + de_t (t - s) - mean_t), mean_t = <dy_t, y_t> + de_t e_t,
+# and da_ts = g_ts row_t col_s / sqrt(D)
+
+@jit
+def mean_kernel(Y, DY, E, DE, MEAN, y_b, y_h, y_t, dy_b, dy_h, dy_t, H, T, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+                DISTANCE: tl.constexpr):
+    """MEAN [B, H, T]."""
+    t0, bh = tl.program_id(0) * M, tl.program_id(1).to(tl.int64)
+    b, h, t = bh // H, bh % H, t0 + tl.arange(0, M)
+    y = load_rows(Y + b * y_b + h * y_h, t0, y_t, T, D, BD, M).to(tl.float32)
+    dy = load_rows(DY + b * dy_b + h * dy_h, t0, dy_t, T, D, BD, M).to(tl.float32)
+    mean = tl.sum(y * dy, 1)
+    if DISTANCE:
+        mean += tl.load(E + bh * T + t, mask=t < T, other=0.0) * tl.load(DE + bh * T + t, mask=t < T, other=0.0)
+    tl.store(MEAN + bh * T + t, mean, mask=t < T)
+
+
+@jit
+def block_gradient(a, x, lse, mean, dy, v, de, t, s, DISTANCE: tl.constexpr, PRECISION: tl.constexpr):
+    """p_ts and g_ts [M, N]."""
+    p = tl.exp2(x - lse[:, None])
+    dp = dot(dy, tl.trans(v), None, PRECISION)
+    if DISTANCE:
+        dp += de[:, None] * (t[:, None] - s[None, :])
+    return p, p * (dp - mean[:, None])
+
+
+@jit
+def keys_kernel(Q, K, V, DY, DK, DV, DDELTA, DCOL, DBIAS, DE, LSE, MEAN, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+                dy_b, dy_h, dy_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
+                N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr,
+                PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
+    """For a block of keys: dk_s, dv_s, dcol_s, its part of ddelta, and dbias, which all blocks add to."""
+    s0, bh = tl.program_id(0) * N, tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    gh = b // per_group * H + h
+    s, c = s0 + tl.arange(0, N), tl.arange(0, BD)
+    Q, DY, ROW, BIAS, DBIAS = Q + b * q_b + h * q_h, DY + b * dy_b + h * dy_h, ROW + gh * T, BIAS + gh * T, DBIAS + gh * T
+    LSE, MEAN, DE = LSE + bh * T, MEAN + bh * T, DE + bh * T
+    k = load_rows(K + b * k_b + h * k_h, s0, k_t, T, D, BD, N)
+    v = load_rows(V + b * v_b + h * v_h, s0, v_t, T, D, BD, N)
+    k_cos, k_sin, col = k, k, tl.zeros([N], tl.float32)
+    if POPE:
+        cos, sin = cos_sin(ANGLES, s0, tl.load(DELTA + gh * D + c, mask=c < D, other=0.0), BD, N, STEP, FINE)
+        k_cos, k_sin = (k * cos).to(k.dtype), (k * sin).to(k.dtype)
+    if RESCALE:
+        col = tl.load(COL + bh * T + s, mask=s < T, other=0.0)
+    dk_cos, dk_sin, dv = tl.zeros([N, BD], tl.float32), tl.zeros([N, BD], tl.float32), tl.zeros([N, BD], tl.float32)
+    dcol, end = tl.zeros([N], tl.float32), min(s0 + N, T)
+    dk_cos, dk_sin, dv, dcol = keys_blocks(dk_cos, dk_sin, dv, dcol, s0, end, k_cos, k_sin, v, col, Q, DY, DBIAS, DE, LSE, MEAN, ROW, BIAS, ANGLES,
+                                           s, q_t, dy_t, T, scale, D, BD, M, N, POPE, RESCALE, TOEPLITZ, DISTANCE, True, PRECISION, STEP, FINE)
+    dk_cos, dk_sin, dv, dcol = keys_blocks(dk_cos, dk_sin, dv, dcol, s0 + N, T, k_cos, k_sin, v, col, Q, DY, DBIAS, DE, LSE, MEAN, ROW, BIAS, ANGLES,
+                                           s, q_t, dy_t, T, scale, D, BD, M, N, POPE, RESCALE, TOEPLITZ, DISTANCE, False, PRECISION, STEP, FINE)
+    dk = dk_cos
+    if POPE:                                                                            # k' = k (cos phi, sin phi), phi = s theta + delta
+        cos, sin = cos_sin(ANGLES, s0, tl.load(DELTA + gh * D + c, mask=c < D, other=0.0), BD, N, STEP, FINE)
+        dk = dk_cos * cos + dk_sin * sin
+        ddelta = tl.sum(k * (dk_sin * cos - dk_cos * sin), 0)
+        tl.store(DDELTA + (bh * tl.num_programs(0) + tl.program_id(0)) * D + c, ddelta, mask=c < D)
+    if RESCALE:
+        tl.store(DCOL + bh * T + s, dcol, mask=s < T)
+    store_rows(DK + b * dk_b + h * dk_h, dk, s0, dk_t, T, D, BD, N)
+    store_rows(DV + b * dv_b + h * dv_h, dv, s0, dv_t, T, D, BD, N)
+
+
+@jit
+def keys_blocks(dk_cos, dk_sin, dv, dcol, start, end, k_cos, k_sin, v, col, Q, DY, DBIAS, DE, LSE, MEAN, ROW, BIAS, ANGLES, s, q_t, dy_t, T, scale,
+                D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr,
+                DISTANCE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
+    """Add what the queries start..end-1 give."""
+    de = tl.zeros([M], tl.float32)
+    for t0 in range(start, end, M):
+        t = t0 + tl.arange(0, M)
+        q_cos, q_sin = load_rotated(Q, t0, q_t, ANGLES, tl.zeros([BD], tl.float32), T, D, BD, M, POPE, STEP, FINE)
+        dy = load_rows(DY, t0, dy_t, T, D, BD, M)
+        lse = tl.load(LSE + t, mask=t < T, other=float('inf'))                          # past the end: p = 0
+        mean = tl.load(MEAN + t, mask=t < T, other=0.0)
+        row = tl.full([M], scale, tl.float32)
+        if RESCALE:
+            row = row * tl.load(ROW + t, mask=t < T, other=0.0)
+        if DISTANCE:
+            de = tl.load(DE + t, mask=t < T, other=0.0)
+        a = products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION)
+        x = logits(a, row * 1.4426950408889634, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
+        p, g = block_gradient(a, x, lse, mean, dy, v, de, t, s, DISTANCE, PRECISION)
+        dv = dot(tl.trans(p.to(dy.dtype)), dy, dv, PRECISION)
+        if TOEPLITZ:
+            add_diagonals(DBIAS, g, t0 - tl.min(s, 0), T, M, N)
+        da = g * row[:, None]
+        if RESCALE:
+            dcol += tl.sum(da * a, 0)
+            da = da * col[None, :]
+        da = da.to(q_cos.dtype)
+        dk_cos = dot(tl.trans(da), q_cos, dk_cos, PRECISION)
+        if POPE:
+            dk_sin = dot(tl.trans(da), q_sin, dk_sin, PRECISION)
+    return dk_cos, dk_sin, dv, dcol
+
+
+@jit
+def add_diagonals(DBIAS, g, apart, T, M: tl.constexpr, N: tl.constexpr):
+    """DBIAS[t - s] += g_ts, g [M, N], M <= N, t0 - s0 = apart.
+
+    With row i turned right by i, column r holds distance apart + r in the rows from r on, and apart + r - N in those before. Two sums of a
+    column and 2 N atomic additions for a block, not M N; the order of these is the only thing in this file that differs from run to run.
+    """
+    i, r = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    turned = tl.gather(g, (i - r + N) % N, 1)
+    d = apart + tl.arange(0, N)
+    tl.atomic_add(DBIAS + d, tl.sum(tl.where(i >= r, turned, 0.0), 0), mask=(d >= 0) & (d < T))
+    tl.atomic_add(DBIAS + d - N, tl.sum(tl.where(i < r, turned, 0.0), 0), mask=(d >= N) & (d - N < T))
+
+
+@jit
+def queries_kernel(Q, K, V, DY, DQ, DROW, DE, LSE, MEAN, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+                   dy_b, dy_h, dy_t, dq_b, dq_h, dq_t, H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                   POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
+                   STEP: tl.constexpr, FINE: tl.constexpr):
+    """For a block of queries: dq_t and drow_t."""
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    gh = b // per_group * H + h
+    t, c = t0 + tl.arange(0, M), tl.arange(0, BD)
+    K, V, COL, BIAS = K + b * k_b + h * k_h, V + b * v_b + h * v_h, COL + bh * T, BIAS + gh * T
+    delta, de, row = tl.zeros([BD], tl.float32), tl.zeros([M], tl.float32), tl.full([M], scale, tl.float32)
+    q_cos, q_sin = load_rotated(Q + b * q_b + h * q_h, t0, q_t, ANGLES, delta, T, D, BD, M, POPE, STEP, FINE)
+    dy = load_rows(DY + b * dy_b + h * dy_h, t0, dy_t, T, D, BD, M)
+    lse = tl.load(LSE + bh * T + t, mask=t < T, other=float('inf'))
+    mean = tl.load(MEAN + bh * T + t, mask=t < T, other=0.0)
+    if POPE:
+        delta = tl.load(DELTA + gh * D + c, mask=c < D, other=0.0)
+    if RESCALE:
+        row = row * tl.load(ROW + gh * T + t, mask=t < T, other=0.0)
+    if DISTANCE:
+        de = tl.load(DE + bh * T + t, mask=t < T, other=0.0)
+    dq_cos, dq_sin, drow = tl.zeros([M, BD], tl.float32), tl.zeros([M, BD], tl.float32), tl.zeros([M], tl.float32)
+    dq_cos, dq_sin, drow = queries_blocks(dq_cos, dq_sin, drow, 0, t0, q_cos, q_sin, dy, lse, mean, de, row, K, V, COL, BIAS, ANGLES, delta, t, k_t, v_t, T,
+                                          D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, False, PRECISION, STEP, FINE)
+    dq_cos, dq_sin, drow = queries_blocks(dq_cos, dq_sin, drow, t0, min(t0 + M, T), q_cos, q_sin, dy, lse, mean, de, row, K, V, COL, BIAS, ANGLES, delta, t,
+                                          k_t, v_t, T, D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, True, PRECISION, STEP, FINE)
+    dq = dq_cos
+    if POPE:
+        cos, sin = cos_sin(ANGLES, t0, tl.zeros([BD], tl.float32), BD, M, STEP, FINE)
+        dq = dq_cos * cos + dq_sin * sin
+    if RESCALE:                                                                         # dq_cos has no row factor yet
+        tl.store(DROW + bh * T + t, drow * scale, mask=t < T)
+    store_rows(DQ + b * dq_b + h * dq_h, dq * row[:, None], t0, dq_t, T, D, BD, M)
+
+
+@jit
+def queries_blocks(dq_cos, dq_sin, drow, start, end, q_cos, q_sin, dy, lse, mean, de, row, K, V, COL, BIAS, ANGLES, delta, t, k_t, v_t, T, D: tl.constexpr,
+                   BD: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr,
+                   DISTANCE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
+    """Add what the keys start..end-1 give, without the query's own factor row_t / sqrt(D)."""
+    col = tl.zeros([N], tl.float32)
+    for s0 in range(start, end, N):
+        s = s0 + tl.arange(0, N)
+        k_cos, k_sin = load_rotated(K, s0, k_t, ANGLES, delta, T, D, BD, N, POPE, STEP, FINE)
+        v = load_rows(V, s0, v_t, T, D, BD, N)
+        if RESCALE:
+            col = tl.load(COL + s, mask=s < T, other=0.0)
+        a = products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION)
+        x = logits(a, row * 1.4426950408889634, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
+        _, g = block_gradient(a, x, lse, mean, dy, v, de, t, s, DISTANCE, PRECISION)
+        if RESCALE:
+            g = g * col[None, :]
+            drow += tl.sum(g * a, 1)
+        g = g.to(k_cos.dtype)
+        dq_cos = dot(g, k_cos, dq_cos, PRECISION)
+        if POPE:
+            dq_sin = dot(g, k_sin, dq_sin, PRECISION)
+    return dq_cos, dq_sin, drow
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# launching, gradients, torch.compile and vmap
+
+def angle_table(base, D, BD, T, device):
+    """cos and sin of t theta_c [rows, 2, BD], float32: rows t = 0..FINE-1, then t = 0, STEP, 2 STEP, .. below T + FINE. Angles in float64."""
+    t = torch.cat([torch.arange(FINE, device=device), torch.arange(0, T + FINE, STEP, device=device)])
+    theta = base ** (-torch.arange(BD, device=device, dtype=torch.float64) / D)
+    angle = t[:, None] * theta
+    return torch.stack([angle.cos(), angle.sin()], dim=1).float()
+
+
+def blocks(kernel, D, T, dtype, pope):
+    """M, N, warps, stages. Chosen by compiling for an H200 and taking the largest blocks whose registers do not spill (PoPE's backward at D = 128
+    spills 260 to 560 bytes a thread in any shape that uses the tensor cores well); not yet tuned by time.
+    """
+    narrow = D <= 64
+    if dtype == torch.float32:
+        M, N, warps, stages = 32, 32, 4, 2
+    elif kernel == 'forward':
+        M, N, warps, stages = 128, 64 if narrow or not pope else 32, 8, 2 if pope else 3
+    elif kernel == 'keys':
+        M, N, warps, stages = 64 if narrow and not pope else 32, 64, 8, 2
+    else:
+        M, N, warps, stages = 64, 64, 8, 2
+    fit = max(16, triton.next_power_of_2(T))
+    return min(M, fit), min(N, fit), warps, stages
+
+
+def tables(like, delta, row, col, bias, base, D, BD, T):
+    """What the kernels read besides q, k, v: DELTA, ROW, COL, BIAS in units of log 2, ANGLES; something to point at where there is none."""
+    angles = angle_table(base, D, BD, T, like.device) if base else None
+    return [like if x is None else x.contiguous() for x in (delta, row, col, None if bias is None else bias * LOG2E, angles)]
+
+
+def switches(q, base, row, bias, distance):
+    """The compile-time arguments that all kernels share."""
+    D = q.shape[3]
+    precision = 'ieee' if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest' else 'tf32'
+    if os.environ.get('TRITON_INTERPRET') == '1':
+        precision = 'interpreter'
+    return dict(D=D, BD=max(16, triton.next_power_of_2(D)), POPE=base > 0, RESCALE=row is not None, TOEPLITZ=bias is not None, DISTANCE=distance,
+                PRECISION=precision, STEP=STEP, FINE=FINE)
+
+
+def rows_contiguous(x):
+    """x with its last axis contiguous, as the kernels read it; the other axes may have any strides."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def like_output(x):
+    """An uninitialized [B, H, T, D] that lies in memory as [B, T, H, D]: the projection after attention needs no copy."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+@torch.library.custom_op('nanope::attention', mutates_args=())
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor | None, row: torch.Tensor | None,
+                      col: torch.Tensor | None, bias: torch.Tensor | None, base: float,
+                      distance: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, e, and the log-sum-exp of x in units of log 2 [B, H, T]."""
+    (B, H, T, D), each = q.shape, [x for x in (delta, row, bias) if x is not None]
+    q, k, v = map(rows_contiguous, (q, k, v))
+    y, lse = like_output(q), q.new_empty(B, H, T, dtype=torch.float32)
+    e = torch.empty_like(lse) if distance else lse.new_empty(0)
+    on = switches(q, base, row, bias, distance)
+    M, N, warps, stages = blocks('forward', D, T, q.dtype, base > 0)
+    forward_kernel[triton.cdiv(T, M), B * H](
+        q, k, v, y, e, lse, *tables(lse, delta, row, col, bias, base, D, on['BD'], T), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *y.stride()[:3], H, T, B // len(each[0]) if each else B, D ** -0.5, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+    return y, e, lse
+
+
+@torch.library.custom_op('nanope::attention_backward', mutates_args=())
+def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor | None,
+                       row: torch.Tensor | None, col: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor, e: torch.Tensor,
+                       lse: torch.Tensor, base: float) -> list[torch.Tensor]:
+    """The gradients of q, k, v, delta, row, col, bias; empty tensors for those that are None."""
+    (B, H, T, D), each = q.shape, [x for x in (delta, row, bias) if x is not None]
+    q, k, v, y, dy, e, lse = *map(rows_contiguous, (q, k, v, y, dy)), e.contiguous(), lse.contiguous()
+    on = switches(q, base, row, bias, de is not None)
+    M, N, warps, stages = blocks('keys', D, T, q.dtype, base > 0)
+    mean, dq, dk, dv, none = torch.empty_like(lse), like_output(q), like_output(k), like_output(v), lse.new_empty(0)
+    dcol, drow = (lse.new_empty(lse.shape) if row is not None else none for _ in range(2))
+    ddelta = lse.new_empty(B, H, triton.cdiv(T, N), D) if base else none
+    dbias = lse.new_zeros(bias.shape) if bias is not None else none
+    de = de.float().contiguous() if de is not None else none
+    mean_kernel[triton.cdiv(T, 64), B * H](y, dy, e, de, mean, *y.stride()[:3], *dy.stride()[:3], H, T, D=D, BD=on['BD'], M=64,
+                                           DISTANCE=on['DISTANCE'])
+    inputs, strides = tables(lse, delta, row, col, bias, base, D, on['BD'], T), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
+    rest = (H, T, B // len(each[0]) if each else B, D ** -0.5)
+    keys_kernel[triton.cdiv(T, N), B * H](q, k, v, dy, dk, dv, ddelta, dcol, dbias, de, lse, mean, *inputs, *strides, *dk.stride()[:3],
+                                          *dv.stride()[:3], *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+    M, N, warps, stages = blocks('queries', D, T, q.dtype, base > 0)
+    queries_kernel[triton.cdiv(T, M), B * H](q, k, v, dy, dq, drow, de, lse, mean, *inputs, *strides, *dq.stride()[:3],
+                                             *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+    group = lambda x, G: x.unflatten(0, (G, -1)).sum(dim=1)                             # [B, ..] -> [G, ..]
+    grads = [dq, dk, dv, group(ddelta.sum(dim=2), len(delta)) if base else None, group(drow, len(row)) if row is not None else None, dcol, dbias]
+    return [lse.new_empty(0) if x is None or x is none else x for x in grads]           # no two may be one tensor
+
+
+def fold_seeds(op):
+    """The vmap rule of an operator whose tensors all begin with the batch, or with G: the seeds go in front of either."""
+    def rule(info, in_dims, *args):
+        S = info.batch_size
+        in_front = lambda x, dim: (x.movedim(dim, 0) if dim is not None else x.expand(S, *x.shape)).flatten(0, 1)
+        folded = op(*(in_front(x, dim) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims)))
+        out = [x.unflatten(0, (S, -1)) if x.numel() else x.new_empty(S, 0) for x in folded]
+        return (out, [0] * len(out)) if isinstance(folded, list) else (tuple(out), (0,) * len(out))
+    return rule
+
+
+@attention_forward.register_fake
+def _(q, k, v, delta, row, col, bias, base, distance):
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return like_output(q), torch.empty_like(lse) if distance else lse.new_empty(0), lse
+
+
+@attention_backward.register_fake
+def _(dy, de, q, k, v, delta, row, col, bias, y, e, lse, base):
+    return [*map(like_output, (q, k, v)), *(lse.new_empty(0 if x is None else x.shape) for x in (delta, row, col, bias))]
+
+
+def keep_for_backward(ctx, inputs, output):
+    *tensors, ctx.base, ctx.distance = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def attention_gradient(ctx, dy, de, dlse):
+    *_, row, col, bias, y, e, lse = saved = ctx.saved_tensors
+    grads = attention_backward(dy, de if ctx.distance else None, *saved, ctx.base)
+    return *(None if x is None else grad for x, grad in zip(saved, grads)), None, None
+
+
+def no_second_gradient(ctx, grads):
+    raise NotImplementedError('the kernels have no second-order gradients: take the reference (kernels.NAME_reference, or --kernel=reference)')
+
+
+attention_forward.register_autograd(attention_gradient, setup_context=keep_for_backward)
+attention_backward.register_autograd(no_second_gradient)
+attention_forward.register_vmap(fold_seeds(attention_forward))
+attention_backward.register_vmap(fold_seeds(attention_backward))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# python kernels.py
+
+def random_call(name, B, H, T, D, dtype, device):
+    """Inputs of NAME_attention: q, k, v and its own, all of which want gradients."""
+    q, k, v = (torch.randn(B, H, T, D, device=device).to(dtype).requires_grad_() for _ in range(3))
+    own = {'pope': lambda: -6 * torch.rand(H, D, device=device), 'vipe': lambda: 0.3 * torch.randn(H, D, device=device),
+           'bias': lambda: torch.randn(H, T, device=device)}[name]()
+    return q, k, v, own.requires_grad_()
+
+
+def relative_errors(function, reference, inputs):
+    """||a - b|| / ||b|| of every output of the function and the gradient of every input, b from the reference in float64."""
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    outputs = [x if isinstance(x, tuple) else (x,) for x in (function(*inputs), reference(*double))]
+    weights = [torch.randn_like(y.double()) for y in outputs[1]]
+    grads = [torch.autograd.grad([(y.double() * w).sum() for y, w in zip(ys, weights)], xs) for ys, xs in zip(outputs, (inputs, double))]
+    pairs = [*zip(outputs[0], outputs[1]), *zip(*grads)]
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+def check(device):
+    """Print the largest relative error of every kernel at every precision; exit with status 1 if one is beyond what rounding explains."""
+    print(f'relative error against the float64 reference, on {device}' + ('' if device == 'cuda' else ' (Triton\'s interpreter)'))
+    bad = []
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 5e-2)):
+        for name in ('pope', 'vipe', 'bias'):
+            inputs = random_call(name, 2, 2, 150, 48, dtype, device)
+            errors = relative_errors(globals()[f'{name}_attention'], globals()[f'{name}_attention_reference'], inputs)
+            print(f'  {str(dtype)[6:]:9} {name}_attention  {max(errors):.1e}')
+            bad += [f'{name} {dtype}'] if not max(errors) <= limit else []
+    if bad:
+        sys.exit(f'kernels.py: wrong: {", ".join(bad)}')
+
+
+def contestants(H, T, D, device):
+    """{name: function of q, k, v}: the kernels, and what one would use without them."""
+    delta, u, bias = (x.to(device).requires_grad_() for x in (-6 * torch.rand(H, D), torch.randn(H, D) * 0.1, torch.randn(H, T)))
+    sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=D ** -0.5)
+    t = torch.arange(T, device=device)
+    half, full = (t[:, None] * 1e4 ** (-torch.arange(n, device=device) / n) for n in (D // 2, D))
+
+    def rope(x):
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * half.cos() - b * half.sin(), a * half.sin() + b * half.cos()], dim=-1).to(x.dtype)
+
+    def wide(q, k, v):
+        q, k, late = F.softplus(q), F.softplus(k), full + delta[:, None]
+        q, k = torch.cat([q * full.cos(), q * full.sin()], dim=-1).to(v.dtype), torch.cat([k * late.cos(), k * late.sin()], dim=-1).to(v.dtype)
+        return sdpa(q, k, F.pad(v, (0, D)))[..., :D]
+    found = {'sdpa': sdpa, 'sdpa + rope': lambda q, k, v: sdpa(rope(q), rope(k), v), 'pope_attention': lambda q, k, v: pope_attention(q, k, v, delta),
+             'pope, 2D-wide sdpa': wide, 'vipe_attention': lambda q, k, v: vipe_attention(q, k, v, u)[0], 'bias_attention': lambda q, k, v: bias_attention(q, k, v, bias)}
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    flex, mask = torch.compile(flex_attention), create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
+    found['bias, flex'] = lambda q, k, v: flex(q, k, v, score_mod=lambda x, b, h, i, j: x + bias[h, (i - j).clamp(min=0)], block_mask=mask)
+    log_n = (t + 1).float().log()
+
+    def flex_vipe(q, k, v):                                                             # without the expected distance, which it cannot give
+        col = 1 + (k.float() @ u[..., None])[..., 0]
+        return flex(q, k, v, score_mod=lambda x, b, h, i, j: x * log_n[i] * col[b, h, j], block_mask=mask)
+    found['vipe without distance, flex'] = flex_vipe
+    try:
+        from PoPE_pytorch import flash_attn_with_pope
+        found['pope, PoPE-pytorch'] = lambda q, k, v: flash_attn_with_pope(q, k, v, pos_emb=(full, delta), causal=True)
+    except ImportError:
+        pass
+    return found
+
+
+def benchmark(tokens=16384, width=2048):
+    """[{T, D, what, forward_ms, both_ms, forward_tflops, both_tflops, peak_mb}] on CUDA in bfloat16, B T = tokens, H D = width; every time the median of
+    rounds in which all contestants take turns. TFLOP/s count a causal attention's 2 B H T^2 D forward and 2.5 times that backward (PoPE 1.5 and 1.6 times as many).
+    """
+    rows = []
+    for D in (64, 128):
+        for T in (512, 1024, 2048, 4096, 8192, 16384):
+            B, H = tokens // T, width // D
+            q, k, v = (torch.randn(B, T, H, D, device='cuda', dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+            dy, found, times = torch.randn_like(q), contestants(H, T, D, 'cuda'), {}
+
+            def run(function, backward):
+                y = function(q, k, v)
+                if backward:
+                    y.backward(dy)
+
+            def timed(function, backward):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(10 ** 6)                                              # the launches are queued before the first runs
+                start.record()
+                run(function, backward)
+                end.record()
+                torch.cuda.synchronize()
+                return start.elapsed_time(end)
+            peaks, skipped = {}, {}
+            for name, function in list(found.items()):
+                try:
+                    for _ in range(3):
+                        run(function, True)
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    run(function, True)
+                    torch.cuda.synchronize()
+                    peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+                except Exception as error:                                              # another library's failure is a line, not the end
+                    skipped[name] = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'[:100]
+                    del found[name]
+            for backward in (False, True):
+                rounds = [{name: timed(function, backward) for name, function in found.items()} for _ in range(15)]
+                for name in found:
+                    times[name, backward] = sorted(r[name] for r in rounds)[7]
+            work = 2 * B * H * T * T * D / 1e9                                          # TFLOP/s of a forward pass of 1 ms
+            for name in found:
+                f, both, pope = times[name, False], times[name, True], 'pope' in name
+                rows.append(dict(T=T, D=D, what=name, forward_ms=round(f, 3), both_ms=round(both, 3), forward_tflops=round((1.5 if pope else 1) * work / f, 1),
+                                 both_tflops=round((1.5 + 1.6 * 2.5 if pope else 3.5) * work / both, 1), peak_mb=round(peaks[name], 1)))
+            rows += [dict(T=T, D=D, what=name, skipped=why) for name, why in skipped.items()]
+            plain = {key: times['sdpa', key] for key in (False, True)}
+            print(f'\nT={T} D={D} B={B} H={H} bfloat16{"":18} forward ms   / sdpa   TFLOP/s    both ms   / sdpa   TFLOP/s    peak MB')
+            for row in rows[-len(found) - len(skipped):]:
+                if 'skipped' in row:
+                    print(f'  {row["what"]:38} {row["skipped"]}')
+                else:
+                    print(f'  {row["what"]:38} {row["forward_ms"]:12.3f} {row["forward_ms"] / plain[False]:8.2f} {row["forward_tflops"]:9.1f} '
+                          f'{row["both_ms"]:10.3f} {row["both_ms"] / plain[True]:8.2f} {row["both_tflops"]:9.1f} {row["peak_mb"]:10.1f}')
+    return rows
+
+
+if __name__ == '__main__':
+    import json
+    results = [arg[len('--results='):] for arg in sys.argv[1:] if arg.startswith('--results=')]
+    if len(results) < len(sys.argv) - 1:
+        print(__doc__)
+        sys.exit(0 if '--help' in sys.argv else 2)
+    if triton is None:
+        sys.exit('kernels.py: needs Triton, which is for Linux: pip install triton')
+    check('cuda' if torch.cuda.is_available() else 'cpu')
+    if torch.cuda.is_available():
+        rows = benchmark()
+        for path in results:
+            with open(path, 'a') as f:
+                f.write(json.dumps(dict(command='python ' + ' '.join(sys.argv), torch=torch.__version__, triton=triton.__version__,
+                                        hardware=torch.cuda.get_device_name(), kernels=rows)) + '\n')
+    else:
+        print('no GPU: the benchmark needs one')
