@@ -467,7 +467,7 @@ def blocks(kernel, D, T, dtype, pope):
     """
     narrow = D <= 64
     if dtype == torch.float32:
-        M, N, warps, stages = 32, 32, 4, 2
+        M, N, warps, stages = 32 if narrow or kernel != 'keys' else 16, 32 if narrow or kernel == 'keys' else 16, 8, 1
     elif kernel == 'forward':
         M, N, warps, stages = 128, 64 if narrow or not pope else 32, 8, 2 if pope else 3
     elif kernel == 'keys':

@@ -661,6 +661,39 @@ def test_kernels_as_operators():
             kernels.attention(*wrong)
 
 
+COMPILE = """
+import sys, torch, kernels, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+for kind in ('forward', 'keys', 'queries'):
+    for dtype, D, on in ((torch.bfloat16, 64, True), (torch.bfloat16, 128, False), (torch.float32, 80, True)):
+        M, N, warps, stages = kernels.blocks(kind, D, 4096, dtype, on)
+        fixed = dict(D=D, BD=triton.next_power_of_2(D), POPE=on, RESCALE=on, TOEPLITZ=on, DISTANCE=on, STEP=16, FINE=128, M=M, N=N,
+                     PRECISION='ieee' if dtype == torch.float32 else 'tf32')
+        kernel = getattr(kernels, kind + '_kernel')
+        half = '*bf16' if dtype == torch.bfloat16 else '*fp32'
+        kinds = {'scale': 'fp32', **{name: half for name in 'Q K V Y DY DK DV DQ'.split()}, **{name: 'i32' for name in ('H', 'T')},
+                 **{name: 'constexpr' for name in fixed}}
+        names = kernel.arg_names
+        signature = {name: kinds.get(name, '*fp32' if name.isupper() else 'i32') for name in names}
+        aligned = {(i,): [['tt.divisibility', 16]] for i, name in enumerate(names) if signature[name][0] == '*' or name[-2:] in ('_b', '_h', '_t')}
+        source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items() if name in names}, aligned)
+        made = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=stages))
+        print(kind, dtype, made.metadata.shared <= 232448, 'wgmma' in made.asm['ptx'])
+"""
+
+
+@pytest.mark.skipif(kernels.triton is None, reason='needs Triton')
+def test_kernels_compile_for_an_h200():
+    """Without one: Triton's compiler alone. Their shared memory fits, and half precision uses the tensor cores' asynchronous instructions."""
+    pretend = 'import torch; torch.cuda.is_available = lambda: True'                     # so that kernels.py leaves the interpreter off
+    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
+    out = python('-c', pretend + COMPILE, env=environment)
+    lines = out.stdout.splitlines()
+    assert len(lines) == 9, out.stderr
+    assert all(line.split()[2:] == ['True', str('bfloat16' in line)] for line in lines), lines
+
+
 KERNEL_VARIANTS = {name: kw for name, kw in VARIANTS.items() if pe.build(pe.PEConfig(**dict(dict(d_model=32, n_head=4), **kw))).kernel}
 
 
@@ -876,6 +909,8 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     assert list(json.load(open(tmp_path / 'b/lengths.json'))) == ['0', '2']
     for seed in (0, 2):
         assert same(weights(tmp_path / 'a', seed), weights(tmp_path / 'b', seed))
+    assert train.main(['--eval_only', f'--out_dir={tmp_path / "b"}']) is None and 'left out: seed 1: the loss' in capsys.readouterr().out
+    assert list(json.load(open(tmp_path / 'b/lengths.json'))) == ['0', '2']
     failed = torch.load(tmp_path / 'b/ckpt.pt', weights_only=True)['seeds'][1]
     assert failed['step'] == 4 and all(p.isfinite().all() for p in failed['model'].values())
 
@@ -907,11 +942,15 @@ def test_two_processes_train_as_one(kw, tmp_path):
 
 
 @pytest.mark.parametrize('kw', [dict(seeds='0,1'), dict(accumulate=2)], ids=str)
-def test_two_processes_killed_stopped_and_resumed(kw, tmp_path):
-    """One of them dies: the run ends at once with an error. SIGTERM: saved. --resume, by two or by one process: as if nothing had happened."""
+def test_two_processes_killed_stopped_and_resumed(kw, tmp_path, monkeypatch):
+    """One of them dies: the run ends at once with an error. torchrun dies, or passes on a SIGTERM: saved. --resume, by two or by one process: as if nothing had happened."""
     argv, path = flags(dtype='float64', max_steps=600, eval_interval=50, log_interval=10, n_eval=2, **kw), tmp_path / 'b/ckpt.pt'
+    learning_rate = train.learning_rate
     train.main([*argv, f'--out_dir={tmp_path / "a"}'])
-    for leg in ('kill', 'stop', 'finish'):
+    monkeypatch.setattr(train, 'learning_rate', lambda cfg, step: (os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None, learning_rate(cfg, step))[1])
+    train.main([*argv, f'--out_dir={tmp_path / "b"}'])                                   # one process, between two lines of its log
+    monkeypatch.setattr(train, 'learning_rate', learning_rate)
+    for leg in ('kill', 'orphan', 'stop', 'finish'):
         before = path.stat().st_mtime_ns if path.exists() else None
         processes = 1 if leg == 'finish' and 'seeds' in kw else 2
         run = torchrun(processes, *argv, f'--out_dir={tmp_path / "b"}', f'--resume={path.exists()}')
@@ -921,16 +960,16 @@ def test_two_processes_killed_stopped_and_resumed(kw, tmp_path):
                 time.sleep(0.01)
             children = open(f'/proc/{run.pid}/task/{run.pid}/children').read().split()
             assert len(children) == 2
-            os.kill(int(children[1]) if leg == 'kill' else run.pid, signal.SIGKILL if leg == 'kill' else signal.SIGTERM)
+            os.kill(int(children[1]) if leg == 'kill' else run.pid, signal.SIGTERM if leg == 'stop' else signal.SIGKILL)
         out, _ = run.communicate(timeout=60)
         assert (run.returncode == 0) == (leg == 'finish'), out
-        assert ('Signal 9' in out) == (leg == 'kill') and ('stopped and saved' in out) == (leg == 'stop'), out
+        assert ('Signal 9' in out) == ('another process has ended' in out) == (leg == 'kill') and ('stopped and saved' in out) == (leg in ('orphan', 'stop')), out
     same_run(tmp_path / 'a', tmp_path / 'b')
 
 
 def test_too_many_processes_is_one_clear_line(tmp_path):
     out, _ = torchrun(3, *flags(seeds='0,1', out_dir=tmp_path / 'r')).communicate(timeout=120)
-    assert out.count('train.py: 3 processes are too many for 2 seeds') == 1 and not (tmp_path / 'r').exists()
+    assert out.count('train.py: 3 processes are too many for 2 seeds: start at most one per seed') == 1 and not (tmp_path / 'r').exists()
 
 
 def test_micro_batches_give_the_same_gradient(tmp_path):

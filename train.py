@@ -96,7 +96,7 @@ class Config(ModelConfig):
             setattr(self, key, list(dict.fromkeys(value)) if key == 'seeds' else sorted(set(value)))
         schedule = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else stage for stage in self.length_schedule]
         if any(not isinstance(stage, list) or [type(x) for x in stage] != [int, int] for stage in schedule) or \
-                schedule and schedule[0][0] != 0 or schedule != sorted(schedule):
+                schedule and schedule[0][0] != 0 or len({step for step, _ in schedule}) < len(schedule) or schedule != sorted(schedule):
             raise ValueError(f'length_schedule must be pairs (first step, longest length) in order of steps and begin at step 0; it is {schedule}')
         for step in [step for step, _ in schedule] or [0]:
             lengths = lengths_at(self, step)
@@ -118,8 +118,9 @@ DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.flo
 DERIVED = ('vocab_size', 'train_len', 'eval_len')                 # set from the task, not by the user
 KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
 # what a checkpoint's weights depend on (s is 1 in training, whatever vipe_s), and what may differ when a run is resumed
-ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s')]
-FREE = ('out_dir', 'device', 'compile', 'graph', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume', 'eval_only', 'benchmark')
+ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s', 'kernel')]
+FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results',
+        'resume', 'eval_only', 'benchmark')
 
 
 class UserError(Exception):
@@ -162,7 +163,7 @@ def coerce(key, value, where):
     if kind is list and isinstance(value, (list, tuple, range)):
         value = list(value)
     if type(value) is not kind and not (value is None and KEYS[key].default is None):
-        raise UserError(f'{where}: {key} must be {kind.__name__}, not {value!r}')
+        raise UserError(f'{where}: {key} must be {"a list as in 1-16 or 1,2,4" if kind is list else kind.__name__}, not {value!r}')
     return value
 
 
@@ -421,12 +422,13 @@ def weights(checkpoint, seed, path):
 
 
 def load(run_dir, seed=None):
-    """(model, config) of a run, the model in evaluation mode on the CPU; seed: which of its models, the first if None."""
+    """(model, config) of a run, the model in evaluation mode on the CPU; seed: which of its models, the first that did not fail if None."""
     path = os.path.join(run_dir, 'ckpt.pt')
     checkpoint = read_checkpoint(path)
     cfg = Config(**{k: v for k, v in checkpoint['config'].items() if k in KEYS})
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
-    model.load_state_dict(weights(checkpoint, cfg.seeds[0] if seed is None else seed, path))
+    sound = [seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry]
+    model.load_state_dict(weights(checkpoint, [*sound, *cfg.seeds][0] if seed is None else seed, path))
     return model.eval(), cfg
 
 
@@ -451,14 +453,14 @@ class Ranks:
             sys.stdout = open(os.devnull, 'w')
         return cls(distributed.get_rank(), distributed.get_world_size())
 
-    def gather(self, part):
+    def to_all(self, part):
         """Every process's part, in order, on all of them."""
         parts = [part] * self.size
         if self.size > 1:
             distributed.all_gather_object(parts, part)
         return parts
 
-    def collect(self, part):
+    def to_first(self, part):
         """Every process's part, in order, on the first; None on the others."""
         parts = [part] if self.rank == 0 else None
         if self.size > 1:
@@ -468,15 +470,24 @@ class Ranks:
 
 
 class Stop:
-    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
-    def __init__(self):
-        self.signal = 0
+    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once. torchrun repeats what it gets, and kills after 30 seconds:
+    there a second one changes nothing, but torchrun's own end does.
+    """
+    def __init__(self, parent=None):
+        self.signal, self.parent = 0, parent
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, self.ask)
 
     def ask(self, number, frame):
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        if self.parent is None:
+            signal.signal(number, signal.SIG_DFL)
+
+    def asked(self):
+        """The signal, 0 if there was none."""
+        if self.parent not in (None, os.getppid()):
+            self.signal = self.signal or signal.SIGTERM
+        return self.signal
 
 
 class Diverged(UserError):
@@ -493,15 +504,30 @@ def learning_rate(cfg, step):
 
 
 def pick_device(cfg):
-    """The torch.device that cfg.device names, if the machine has it."""
-    if cfg.device == 'auto':
-        return torch.device('cuda', torch.cuda.current_device()) if torch.cuda.is_available() else torch.device('cpu')
-    if not re.fullmatch(r'cpu|cuda(:\d+)?', cfg.device):
+    """The torch.device that cfg.device names, if the machine has it; made the current one."""
+    if not re.fullmatch(r'auto|cpu|cuda(:\d+)?', cfg.device):
         raise UserError(f'device must be auto, cpu, cuda or cuda:N, not {cfg.device!r}')
-    device = torch.device(cfg.device)
-    if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count():
+    if cfg.device == 'cpu' or cfg.device == 'auto' and not torch.cuda.is_available():
+        return torch.device('cpu')
+    number = int(cfg.device[5:] or 0) if cfg.device != 'auto' else torch.cuda.current_device()
+    if number >= torch.cuda.device_count():
         raise UserError(f'--device={cfg.device}: this machine has {torch.cuda.device_count()} CUDA devices; take --device=cpu')
-    return device
+    torch.cuda.set_device(number)
+    return torch.device('cuda', number)
+
+
+def check_parallel(cfg, device, ranks):
+    """UserError if the processes, the devices and the run do not go together."""
+    seeds, split = len(cfg.seeds), ranks.size > 1 and len(cfg.seeds) == 1
+    if cfg.graph and (device.type != 'cuda' or split):
+        raise UserError('--graph needs ' + ('a model of its own for every process' if split else 'a CUDA device') + '; leave it out')
+    if seeds > 1 and ranks.size > seeds:
+        raise UserError(f'{ranks.size} processes are too many for {seeds} seeds: start at most one per seed')
+    if split and ranks.size * cfg.accumulate > cfg.batch_size:
+        raise UserError(f'{ranks.size} processes with accumulate={cfg.accumulate} cut batch_size={cfg.batch_size} into more parts than it has sequences')
+    here = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    if split and device.type == 'cuda' and (cfg.device != 'auto' or here > torch.cuda.device_count()):
+        raise UserError(f'{here} processes that split a batch need a GPU each and --device=auto; this machine has {torch.cuda.device_count()}')
 
 
 def precision(cfg, device):
@@ -611,9 +637,13 @@ class Seeds:
         for g in grads:
             g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
 
+    def own_losses(self, losses):
+        """This process's part [S] of each of losses [steps, seeds]: what gather_losses puts together again."""
+        return list(losses.to(self.device, DTYPES[self.cfg.dtype])[:, self.share] * (0 if self.split and self.ranks.rank else 1))
+
     def gather_losses(self, losses):
         """[{seed: loss}] of all processes, from this one's [S] each."""
-        parts = self.ranks.gather(torch.stack(losses).cpu())                            # (steps, S) each
+        parts = self.ranks.to_all(torch.stack(losses).cpu())                            # (steps, S) each
         rows = sum(parts) if self.split else torch.cat(parts, dim=1)
         return [dict(zip(self.cfg.seeds, row)) for row in rows.tolist()]
 
@@ -624,7 +654,7 @@ class Seeds:
             if seed in seeds and not (self.split and self.ranks.rank):
                 finite = all(p.isfinite().all() for p in model.parameters())
                 part[seed] = evaluate(model, self.batches.task, sets, self.amp) if finite else None
-        return {seed: scores for part in self.ranks.gather(part) for seed, scores in part.items()}
+        return {seed: scores for part in self.ranks.to_all(part) for seed, scores in part.items()}
 
     def state(self):
         """What a process adds to a checkpoint, on the CPU."""
@@ -647,7 +677,10 @@ class Seeds:
             group['lr'] = self.rate
         batches = checkpoint['batches']
         self.batches.load_state_dict(batches | {'starts': batches['starts'][self.share]})
-        cpu, *cuda = checkpoint['rng'][self.ranks.rank % len(checkpoint['rng'])]
+        if len(checkpoint['rng']) != self.ranks.size:                                   # other processes than those that saved
+            torch.manual_seed(checkpoint['step'] << 16 | self.ranks.rank)
+            return
+        cpu, *cuda = checkpoint['rng'][self.ranks.rank]
         torch.set_rng_state(cpu)
         if cuda and self.device.type == 'cuda':
             torch.cuda.set_rng_state(cuda[0], self.device)
@@ -656,13 +689,16 @@ class Seeds:
 class Graph:
     """A function of no arguments, recorded as a CUDA graph and replayed: one launch instead of hundreds.
 
-    Its first three calls run as they are, so that the libraries and the optimizer set themselves up. It is recorded again when one of
-    the tensors `inputs()`, which the function reads, has been replaced by another.
+    The first three calls run as they are, so that the libraries and the optimizer set themselves up; likewise when one of the tensors
+    `inputs()`, which the function reads, has been replaced by another.
     """
     def __init__(self, function, inputs):
-        self.function, self.inputs, self.calls, self.recorded = function, inputs, 0, None
+        self.function, self.inputs, self.where = function, inputs, None
 
     def __call__(self):
+        where = [(x.data_ptr(), x.shape) for x in self.inputs()]
+        if where != self.where:
+            self.where, self.calls, self.graph = where, 0, None
         self.calls += 1
         if self.calls <= 3:
             side, current = torch.cuda.Stream(), torch.cuda.current_stream()
@@ -671,21 +707,20 @@ class Graph:
                 result = self.function()
             current.wait_stream(side)
             return result
-        where = [(x.data_ptr(), x.shape) for x in self.inputs()]
-        if where != self.recorded:
-            self.graph, self.recorded = torch.cuda.CUDAGraph(), where
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.result = self.function()
         self.graph.replay()
         return self.result.clone()
 
 
-def save(checkpoint, step, seeds, losses, alive):
+def save(checkpoint, step, seeds, recent, alive):
     """The whole state of the training to disk, in one form however many processes there are; a seed that failed keeps the model that it had."""
     checkpoint['step'] = step
     for seed in alive:
         checkpoint['seeds'][seed]['step'] = step
-    states = seeds.ranks.collect(seeds.state())
+    states = seeds.ranks.to_first(seeds.state())
     if seeds.ranks.rank:
         return
     parts = [state for state in states if 'models' in state]
@@ -696,7 +731,8 @@ def save(checkpoint, step, seeds, losses, alive):
     batches = parts[0]['batches'] | {'starts': [start for part in parts for start in part['batches']['starts']]}
     checkpoint.update(moments=moments, batches=batches, rng=[state['rng'] for state in states])
     buffer = io.BytesIO()
-    torch.save(checkpoint | {'losses': torch.stack(losses).cpu() if losses else torch.empty(0)}, buffer)
+    losses = torch.tensor([[*row.values()] for row in recent], dtype=torch.float64).view(-1, len(seeds.cfg.seeds))     # not in the log yet
+    torch.save(checkpoint | {'losses': losses}, buffer)
     write(os.path.join(seeds.cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
 
 
@@ -720,7 +756,7 @@ def train(cfg, task, device, checkpoint, stop, ranks):
         checkpoint['seeds'] = {seed: {'evals': []} for seed in cfg.seeds}
     entries, first = checkpoint['seeds'], checkpoint['step']
     alive = [seed for seed in cfg.seeds if 'failed' not in entries[seed]]
-    losses = list(checkpoint.pop('losses', torch.empty(0)).to(device))                  # [S] each, since the last line of the log
+    losses = seeds.own_losses(checkpoint.pop('losses', torch.empty(0, len(cfg.seeds))))  # [S] each, since the last line of the log
     if not alive:
         raise Diverged('every seed of this run has failed; train it into another --out_dir with a lower --lr')
 
@@ -729,7 +765,7 @@ def train(cfg, task, device, checkpoint, stop, ranks):
     name = f'{cfg.task} {cfg.pe} ' + (f'seed {cfg.seeds[0]}' if len(entries) == 1 else f'{len(entries)} seeds')
     bar = tqdm(total=cfg.max_steps, initial=first, desc=name, unit='step', disable=None if ranks.rank == 0 else True, leave=False)
     with bar, open(os.path.join(cfg.out_dir, 'log.jsonl') if ranks.rank == 0 else os.devnull, 'a') as log:
-        began = time.time()                                                             # moves on by what evaluations take
+        began, stopping, asked_at, ask_at = time.time(), 0, first, first + 1            # began: moves on by what evaluations take
         for step in range(first, cfg.max_steps):
             losses.append(seeds.step(step))                                             # (S,)
             bar.update()
@@ -737,10 +773,13 @@ def train(cfg, task, device, checkpoint, stop, ranks):
             done = step + 1
             evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
             logging = evaluating or done % cfg.log_interval == 0
-            if not logging and (ranks.size > 1 or not stop.signal):                     # processes agree to stop where they log
+            if ranks.size == 1 or done == ask_at:                                       # processes agree to stop, about every 2 seconds
+                signals, paces = zip(*ranks.to_all((stop.asked(), (time.time() - began) / (done - first))))
+                stopping, ask_at = max(signals), done + min(2 * (ask_at - asked_at), max(1, int(2 / max(paces))))
+                asked_at = done
+            if not (logging or stopping):
                 continue
             recent = seeds.gather_losses(losses)                                        # the loop's only synchronization
-            stopping = max(ranks.gather(stop.signal))
             for k, row in enumerate(recent):
                 drop_failed(entries, alive, lambda seed: math.isfinite(row[seed]), done - len(recent) + k + 1, 'the loss')
             if logging:
@@ -764,7 +803,7 @@ def train(cfg, task, device, checkpoint, stop, ranks):
                 tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  {found}')
             if evaluating or stopping:
                 log.flush()
-                save(checkpoint, done, seeds, losses, alive)
+                save(checkpoint, done, seeds, [] if logging else recent, alive)
             began += time.time() - pause
             if stopping and done < cfg.max_steps:
                 stop.signal = stopping
@@ -931,6 +970,10 @@ def evaluate_run(cfg):
     checkpoint, task = read_checkpoint(path), tasks.make(cfg.task)
     check_same(cfg, checkpoint['config'], path, ARCHITECTURE)
     model, sets, by_seed = Transformer(cfg).to(device, DTYPES[cfg.dtype]), held_out(cfg, task, 'test', device), {}
+    failed = {seed: checkpoint['seeds'][seed]['failed'] for seed in cfg.seeds if 'failed' in checkpoint['seeds'].get(seed, {})}
+    if len(failed) < len(cfg.seeds):                                                    # a failed one is evaluated only if asked for alone
+        print(''.join(f'left out: {line}\n' for line in failed.values()), end='')
+        cfg.seeds = [seed for seed in cfg.seeds if seed not in failed]
     for seed in cfg.seeds:
         model.load_state_dict(weights(checkpoint, seed, path))
         by_seed[seed] = evaluate(model, task, sets, precision(cfg, device))
@@ -983,18 +1026,14 @@ def show_benchmark(label, rows):
 def run(cfg, stop, command, ranks):
     """Train the seeds of one configuration; returns the checkpoint and {seed: {length: scores}}, None instead if it was asked to stop."""
     device, task = pick_device(cfg), tasks.make(cfg.task)
-    if cfg.graph and device.type != 'cuda':
-        raise UserError('--graph needs a CUDA device; leave it out')
-    if ranks.size > max(len(cfg.seeds), cfg.batch_size // cfg.accumulate * (len(cfg.seeds) == 1)):
-        raise UserError(f'{ranks.size} processes are too many for {len(cfg.seeds)} seeds and batch_size={cfg.batch_size}: '
-                        'start one per seed, or with one seed at most one per sequence')
+    check_parallel(cfg, device, ranks)
     path, table = os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
     checkpoint = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
     if cfg.resume and os.path.exists(path):
         checkpoint = read_checkpoint(path)
         check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
         checkpoint['config'] = asdict(cfg)
-    ranks.gather(None)                                                                  # all have read before the first writes
+    ranks.to_all(None)                                                                  # all have read before the first writes
     if ranks.rank == 0:
         begin_files(cfg, checkpoint, path, table)
     by_seed = train(cfg, task, device, checkpoint, stop, ranks)
@@ -1026,13 +1065,20 @@ def read_lengths(path):
 
 
 def finished(cfg):
-    """{seed: {length: scores}} of a point of a sweep that an earlier call finished with this very configuration, or None."""
+    """The checkpoint and {seed: {length: scores}} of a point of a sweep that an earlier call finished with this very configuration, or None twice."""
     path, table = os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
     if os.path.exists(table) and os.path.exists(path):
         checkpoint, scores = read_checkpoint(path), read_lengths(table)
         check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
-        if checkpoint['step'] == cfg.max_steps and all(set(cfg.eval_lengths) <= run.keys() for run in scores.values()):
-            return {seed: {n: run[n] for n in cfg.eval_lengths} for seed, run in scores.items()}
+        sound = [seed for seed in cfg.seeds if 'failed' not in checkpoint['seeds'][seed]]
+        if checkpoint['step'] == cfg.max_steps and all(set(cfg.eval_lengths) <= scores.get(seed, {}).keys() for seed in sound):
+            return checkpoint, {seed: {n: scores[seed][n] for n in cfg.eval_lengths} for seed in sound}
+    return None, None
+
+
+def failures(checkpoint):
+    """A line about each seed that failed."""
+    return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
 
 
 def main(argv):
@@ -1060,23 +1106,25 @@ def main(argv):
             if cfg.eval_only:
                 show(cfg, evaluate_run(cfg), None)
                 continue
+            if cfg.results:
+                append(cfg.results, '')                                                 # fails now rather than after the timing
             rows = benchmark(cfg)
             show_benchmark(label, rows)
             if cfg.results:
                 append(cfg.results, json.dumps(made_by(cfg, command) | dict(steps=rows)) + '\n')
         return None
-    stop = Stop()
+    stop = Stop(os.getppid() if ranks.size > 1 else None)
     if swept:
         done, failed = sweep(points[ranks.rank::ranks.size], stop, command)             # each process its own points
     else:
         (_, cfg), = points
         checkpoint, done = run(cfg, stop, command, ranks)
-        failed = [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
+        failed = failures(checkpoint)
     if done is None:
         print('stopped and saved; go on with ' + ('the same command' if swept else '--resume'))
         return 128 + stop.signal
     if swept:
-        parts = ranks.gather((done, failed))
+        parts = ranks.to_all((done, failed))
         done, failed = {k: v for part, _ in parts for k, v in part.items()}, [line for _, lines in parts for line in lines]
         rows = [(label, mean_scores(done[label]), 'exact') for label, _ in points if label in done]
         if rows and ranks.rank == 0:
@@ -1094,7 +1142,7 @@ def sweep(points, stop, command):
     done, failed = {}, []
     for label, cfg in points:
         print(f'--- {label} ({cfg.out_dir})')
-        by_seed = finished(cfg)
+        checkpoint, by_seed = finished(cfg)
         if by_seed:
             print('finished earlier; delete the folder to train it again')
         else:
@@ -1103,9 +1151,9 @@ def sweep(points, stop, command):
             except Diverged as error:
                 failed.append(f'{label}: {error}')
                 continue
-            failed += [f'{label} {entry["failed"]}' for entry in checkpoint['seeds'].values() if 'failed' in entry]
-            if by_seed is None:
-                return None, failed
+        if by_seed is None:
+            return None, failed
+        failed += [f'{label} {line}' for line in failures(checkpoint)]
         done[label] = by_seed
         print(brief(cfg, mean_scores(by_seed)) + ('\n' + over_seeds(cfg, by_seed) if len(by_seed) > 1 else ''))
     return done, failed
@@ -1131,6 +1179,11 @@ if __name__ == '__main__':
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f'train.py: {error}', file=sys.stderr)
+        status = 2
+    except RuntimeError as error:
+        if not distributed.is_initialized() or 'gloo' not in str(error):
+            raise
+        print('train.py: another process has ended, and so does this one', file=sys.stderr)
         status = 2
     if distributed.is_initialized():                                                    # gloo's threads now and then abort a process
         sys.stdout.flush()                                                              # that takes them down
