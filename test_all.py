@@ -1028,7 +1028,7 @@ def test_gpu_run_stops_and_resumes(tmp_path, monkeypatch):
 def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
     train.main(flags(out_dir=tmp_path))
     monkeypatch.setattr(train, 'train', lambda *args: None)                              # as if stopped at once
-    monkeypatch.setattr(train.Stop, '__init__', lambda self: setattr(self, 'signal', signal.SIGTERM))
+    monkeypatch.setattr(train.Stop, '__init__', lambda self, parent: setattr(self, 'signal', signal.SIGTERM))
     train.main(flags(out_dir=tmp_path, lr=0.5))
     assert not (tmp_path / 'ckpt.pt').exists() and not (tmp_path / 'lengths.json').exists()
 
