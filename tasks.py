@@ -314,9 +314,181 @@ class DistanceSum(Classification):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# prism.txt (Tables 3 and 4): prompt=answer. in characters, everything right of "=" supervised, "." the end
+
+CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*']
+CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]                     # the paper's vocabulary of 64 for all of them
+
+
+class Characters(Task):
+    """prompt=answer. A subclass draws its inputs and writes them down; digits [n, k] have -1 where a number has no digit."""
+    vocab = CHARACTERS
+    end = CHARACTERS.index('.')
+    separator = ''
+
+    def problems(self, n, length, draw):
+        tokens = close_up(self.write(*self.inputs(n, length, draw)))
+        return tokens, supervise(tokens, (tokens == CHARACTERS.index('=')).long().argmax(dim=1, keepdim=True) + 1)
+
+    def inputs(self, n, length, draw):
+        return draw.integers(10, n, length),
+
+
+def chars(text, like):
+    """The tokens of a text, the same in every row [n, len(text)] of `like` [n, ..]."""
+    return torch.tensor([CHARACTERS.index(c) for c in text], dtype=torch.int64, device=like.device).expand(len(like), -1)
+
+
+def digits(x):
+    """The tokens of digits; -1, no digit, stays -1."""
+    return torch.where(x < 0, x, x + 1)
+
+
+def close_up(tokens):
+    """Move the holes, -1, of every row to its end, where they are padding."""
+    order = (tokens < 0).byte().argsort(dim=1, stable=True)
+    return tokens.gather(1, order).clamp(min=PAD)
+
+
+class StringCopy(Characters):
+    """Copy a string of digits. `length` is its length.
+
+    >>> written('string_copy', '8349216')
+    '8349216=8349216.'
+    """
+    def write(self, x):
+        return torch.cat([digits(x), chars('=', x), digits(self.answer(x)), chars('.', x)], dim=1)
+
+    def answer(self, x):
+        return x
+
+
+class StringReverse(StringCopy):
+    """Reverse a string of digits. `length` is its length.
+
+    >>> written('string_reverse', '8349216')
+    '8349216=6129438.'
+    """
+    def answer(self, x):
+        return x.flip(1)
+
+
+class OddsFirst(StringCopy):
+    """The digits at odd places, then those at even ones, places counted from 0 as in the paper's example. `length` is the string's.
+
+    >>> written('odds_first', '012345')
+    '012345=135024.'
+    """
+    def answer(self, x):
+        return torch.cat([x[:, 1::2], x[:, ::2]], dim=1)
+
+
+class Stack(StringCopy):
+    """A stack of 0 and 1, bottom first, then actions: 2 pops (nothing from an empty stack), 3 pushes 0, 4 pushes 1. The answer is what is left,
+    top first, a 2, and zeros up to length + 1. `length` counts stack and actions; the stack's share is uniform on 1..length-1.
+
+    >>> written('stack', '0110422')
+    '0110422=11020000.'
+    """
+    def inputs(self, n, length, draw):
+        size = 1 + draw.integers(max(1, length - 1), n, 1)
+        first = torch.arange(length, device=size.device) < size
+        return torch.where(first, draw.integers(2, n, length), 2 + draw.integers(3, n, length)),
+
+    def answer(self, x):
+        n, length = x.shape
+        stack, depth = x.new_zeros(n, length + 1), x.new_zeros(n, 1)
+        for t in range(length):
+            action = x[:, t:t + 1]                                                      # 0 and 1 push themselves
+            pop, bit = action == 2, torch.where(action > 2, action - 3, action)
+            stack.scatter_(1, depth, torch.where(pop, stack.gather(1, depth), bit))
+            depth = torch.where(pop, depth - 1, depth + 1).clamp(min=0)
+        at = depth - 1 - torch.arange(length + 1, device=x.device)                      # (n, length + 1), from the top down
+        return torch.where(at >= 0, stack.gather(1, at.clamp(min=0)), torch.where(at == -1, 2, 0))
+
+
+class DynStrCpy(Characters):
+    """The string from a digit on that occurs in it once; its place is uniform. `length` is the string's.
+
+    >>> written('dyn_str_cpy', '5839472', '3')
+    '5839472,3=39472.'
+    """
+    def inputs(self, n, length, draw):
+        d, x = draw.integers(10, n, 1), draw.integers(9, n, length)
+        x = x + (x >= d)                                                                # any digit but d
+        return x.scatter(1, draw.integers(length, n, 1), d), d
+
+    def write(self, x, d):
+        copied = torch.where((x == d).cumsum(dim=1) > 0, digits(x), -1)
+        return torch.cat([digits(x), chars(',', x), digits(d), chars('=', x), copied, chars('.', x)], dim=1)
+
+
+class AdditionCoT(Characters):
+    """Add two numbers written from the lowest digit up; each step of the chain of thought is digit of a, digit of b, carry out, digit of the sum.
+
+    A number that has ended counts as 0; the sum has one digit more if the last carry is 1. `length` is the longer number's number of digits,
+    the other's is uniform on 1..length; highest digits are not 0, except of one-digit numbers.
+
+    >>> written('addition_cot', '829', '03')
+    '829+03=8008,2305,9009→859.'
+    """
+    def inputs(self, n, length, draw):
+        long, short = number(n, length, draw), number(n, length, draw, 1 + draw.integers(length, n, 1))
+        swap = draw.integers(2, n, 1) == 1
+        return torch.where(swap, short, long), torch.where(swap, long, short)
+
+    def write(self, a, b):
+        carry, parts, total = torch.zeros_like(a[:, :1]), [digits(a), chars('+', a), digits(b), chars('=', a)], []
+        for t in range(a.shape[1]):
+            d_a, d_b = a[:, t:t + 1].clamp(min=0), b[:, t:t + 1].clamp(min=0)
+            carry, d = (d_a + d_b + carry) // 10, (d_a + d_b + carry) % 10
+            parts += [digits(torch.cat([d_a, d_b, carry, d], dim=1)), chars(',→'[t == a.shape[1] - 1], a)]
+            total.append(digits(d))
+        return torch.cat([*parts, *total, digits(torch.where(carry == 1, 1, -1)), chars('.', a)], dim=1)
+
+
+class MultiplicationCoT(Characters):
+    """Long multiplication by the distributive law, the product itself not asked for: for each digit of b, from the highest, the digit, *, and
+    a pair for it and each lower digit, which marks by 1 the digit itself and by 0 the places that it is shifted. As the paper's example has it.
+
+    `length` is b's number of digits; a's is uniform on 1..length; highest digits are not 0, except of one-digit numbers.
+
+    >>> written('multiplication_cot', '675', '1259')
+    '675x1259=675x[1*(1+1)(2+0)(5+0)(9+0)+2*(2+1)(5+0)(9+0)+5*(5+1)(9+0)+9*(9+1)].'
+    """
+    def inputs(self, n, length, draw):
+        return number(n, length, draw, 1 + draw.integers(length, n, 1)).flip(1), number(n, length, draw).flip(1)
+
+    def write(self, a, b):
+        parts, places = [digits(a), chars('x', a), digits(b), chars('=', a), digits(a), chars('x[', a)], b.shape[1]
+        for i in range(places):
+            parts += [chars('+' if i else '', a), digits(b[:, i:i + 1]), chars('*', a)]
+            for j in range(i, places):
+                parts += [chars('(', a), digits(b[:, j:j + 1]), chars('+1)' if i == j else '+0)', a)]
+        return torch.cat([*parts, chars('].', a)], dim=1)
+
+
+def number(n, length, draw, size=None):
+    """Digits [n, length] of random numbers of `size` digits (all of them if None), lowest first, -1 beyond; the highest is 0 for one digit only."""
+    at, size = torch.arange(length, device=draw.device), torch.full((n, 1), length, device=draw.device) if size is None else size
+    x, highest = draw.integers(10, n, length), 1 + draw.integers(9, n, length)
+    return torch.where(at >= size, -1, torch.where((at == size - 1) & (size > 1), highest, x))
+
+
+def written(name, *numbers):
+    """The problem of that task with those digits, as text."""
+    size = max(map(len, numbers)) if name == 'addition_cot' else 0
+    task = make(name)
+    tokens = task.write(*(torch.tensor([[int(c) for c in x] + [-1] * (size - len(x))]) for x in numbers))
+    return task.decode(close_up(tokens)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
-         'indirect_indexing': IndirectIndexing(), 'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum()}
+         'indirect_indexing': IndirectIndexing(), 'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
+         'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(), 'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
+         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT()}
 
 
 def make(name):

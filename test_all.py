@@ -506,6 +506,70 @@ def test_tasks_against_an_oracle(name, length):
             assert task.decode(torch.tensor(row)).split() == words
 
 
+def completion(name, prompt):
+    """What must stand right of "=" in prism.txt's tasks, by strings and whole numbers."""
+    if name in ('string_copy', 'string_reverse', 'odds_first'):
+        return {'string_copy': prompt, 'string_reverse': prompt[::-1], 'odds_first': prompt[1::2] + prompt[::2]}[name] + '.'
+    if name == 'stack':
+        left = []
+        for action in prompt:
+            if action in '01':
+                assert not left or all(c in '01' for c in prompt[:prompt.index(action)])
+                left.append(action)
+            elif action == '2':
+                left = left[:-1]
+            else:
+                left.append('0' if action == '3' else '1')
+        return (''.join(reversed(left)) + '2').ljust(len(prompt) + 1, '0') + '.'
+    if name == 'dyn_str_cpy':
+        s, d = prompt.split(',')
+        assert s.count(d) == 1
+        return s[s.index(d):] + '.'
+    a, b = re.split('[+x]', prompt)
+    if name == 'multiplication_cot':
+        assert all(x == str(int(x)) for x in (a, b))
+        return f'{a}x[' + '+'.join(f'{d}*' + ''.join(f'({e}+{int(i == j)})' for j, e in enumerate(b) if j >= i) for i, d in enumerate(b)) + '].'
+    x, y, carry, steps = int(a[::-1]), int(b[::-1]), 0, []
+    assert all(n[::-1] == str(int(n[::-1])) for n in (a, b))
+    for t in range(max(len(a), len(b))):
+        d_a, d_b = x // 10 ** t % 10, y // 10 ** t % 10
+        carry, d = divmod(d_a + d_b + carry, 10)
+        steps.append(f'{d_a}{d_b}{carry}{d}')
+    return f'{",".join(steps)}→{str(x + y)[::-1].ljust(len(steps), "0")}.'
+
+
+PRISM_TASKS = [name for name, task in tasks.TASKS.items() if isinstance(task, tasks.Characters)]
+
+
+@pytest.mark.parametrize('length', [1, 2, 7, 23])
+@pytest.mark.parametrize('name', PRISM_TASKS)
+def test_tasks_of_prism_against_an_oracle(name, length):
+    task, lengths = tasks.TASKS[name], set()
+    tokens, targets = task.sample(400, length, torch.Generator().manual_seed(length))
+    assert len(task.vocab) == 64 and len(PRISM_TASKS) == 7
+    for row, target in zip(tokens, targets):
+        text = task.decode(row)
+        prompt, answer = text.split('=')
+        assert answer == completion(name, prompt)
+        first = len(prompt)                                                             # at "=" the first token of the answer is predicted
+        assert target[first:len(text) - 1].tolist() == row[first + 1:len(text)].tolist() and (row[len(text):] == 0).all()
+        assert (target[:first] == -100).all() and (target[len(text) - 1:] == -100).all()
+        lengths.add(len(prompt))
+        parts = [len(x) for x in re.split('[+x,]', prompt)]
+        assert {'addition_cot': max(parts), 'multiplication_cot': parts[-1]}.get(name, parts[0]) == length
+    assert (len(lengths) > 1) == (name in ('addition_cot', 'multiplication_cot') and length > 1)
+    assert (tokens[:, -1] != 0).any() or name == 'addition_cot' or length > 7           # no wider than the longest problem
+
+
+def test_places_and_sizes_in_prism_tasks_are_uniform():
+    text = lambda name, n: [tasks.TASKS[name].decode(row) for row in tasks.TASKS[name].sample(n, 10, torch.Generator().manual_seed(0))[0]]
+    counts = {'dyn_str_cpy': lambda x: x[:10].index(x[11]), 'addition_cot': lambda x: min(map(len, x.split('=')[0].split('+'))),
+              'multiplication_cot': lambda x: x.index('x'), 'stack': lambda x: min([x.index(c) for c in '234' if c in x[:10]], default=0)}
+    for name, count in counts.items():
+        found = torch.tensor([count(x) for x in text(name, 6000)]).unique(return_counts=True)[1] / 6000
+        assert len(found) == (9 if name == 'stack' else 10) and (found - 1 / len(found)).abs().max() < 0.03, (name, found)
+
+
 @pytest.mark.parametrize('name, length', [('distance', 128), ('trigger_count', 128), ('indirect_indexing', 30), ('mode', 9), ('count', 9), ('parity', 9)])
 def test_task_distributions(name, length):
     tokens, targets = tasks.TASKS[name].sample(20000, length, torch.Generator().manual_seed(0))
@@ -530,7 +594,7 @@ def test_tasks_are_seeded():
 
 def test_tasks_doctests_and_docstrings():
     assert doctest.testmod(tasks).failed == 0
-    assert all('>>> example(' in type(task).__doc__ for task in tasks.TASKS.values())
+    assert all('>>> example(' in type(task).__doc__ or '>>> written(' in type(task).__doc__ for task in tasks.TASKS.values())
 
 
 def test_polynomial_of_any_modulus():
