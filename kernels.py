@@ -77,6 +77,38 @@ def bias_attention_reference(q, k, v, bias):
     return attention_reference(q, k, v, bias=bias[None])[0]
 
 
+def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
+    """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on what it gives: superposed encodings [B, C, T, d_pe].
+
+    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None for no sharpening; table [2P+1, d_pe] = f(-P..P); copy
+    [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k. All mass starts at offset 0; the histogram that is superposed
+    at t is the one after token t's gates. ValueError if the support is too small for the sequence.
+    """
+    B, C, T = reset.shape
+    P = len(table) // 2
+    if P < T:
+        raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets -{T}..{T} at least, not -{P}..{P}')
+    origin = F.one_hot(torch.tensor(P, device=table.device), 2 * P + 1).to(table.dtype)
+    h, out = origin.expand(B, C, -1), []
+    for t in range(T):
+        p_reset, (p_incr, p_decr, p_keep) = reset[:, :, t, None], step[:, :, t, :, None].unbind(dim=2)          # (B, C, 1) each
+        total = h.sum(dim=-1, keepdim=True)
+        h = (1 - p_reset) * h + p_reset * total * origin                                # reset, then step:
+        up = torch.cat([torch.zeros_like(total), h[..., :-2], h[..., -2:].sum(dim=-1, keepdim=True)], dim=-1)   # clamped at the ends
+        down = torch.cat([h[..., :2].sum(dim=-1, keepdim=True), h[..., 2:], torch.zeros_like(total)], dim=-1)
+        h = p_incr * up + p_decr * down + p_keep * h
+        if copy is not None:
+            h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :-1], (P, P + 1 - T))
+        if gamma is not None:                                                           # (h + eps)^gamma, normalized
+            h = (gamma[:, None] * (h + 1e-8).log()).softmax(dim=-1)
+        out.append(h)
+        if len(out) == chunk or t == T - 1:                                             # superpose: sum_d h[d] f(d)
+            out = [torch.stack(out, dim=2) @ table]
+            encodings = out[0] if t < chunk else torch.cat([encodings, out[0]], dim=2)
+            out = []
+    return encodings
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what the user calls
 

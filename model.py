@@ -19,7 +19,6 @@ import pe as encodings
 class ModelConfig(encodings.PEConfig):
     """The shape of the model. ValueError where the numbers do not fit together."""
     vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
-    n_layer: int = 2               # blocks
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
     d_compress: int = 128          # mla: width of the vector that keys and values are computed from
     norm: str = 'layernorm'        # layernorm | rmsnorm
@@ -28,7 +27,7 @@ class ModelConfig(encodings.PEConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for key in ('vocab_size', 'n_layer', 'd_compress'):
+        for key in ('vocab_size', 'd_compress'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
         if self.d_ff < 0:
@@ -149,12 +148,17 @@ class Transformer(nn.Module):
         return logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
     def optim_groups(self, lr, weight_decay):
-        """Three groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters."""
+        """Groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters.
+
+        PRISM's alpha has a group of its own, with the learning rate and the betas of the paper (6.4).
+        """
         own = {id(p) for block in self.blocks for p in block.attn.pe.parameters()}
-        groups = {'decay': [], 'no_decay': [], 'encoding': []}
+        groups = {'decay': [], 'no_decay': [], 'encoding': [], 'alpha': []}
         for name, p in self.named_parameters():
-            groups['encoding' if id(p) in own else 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'].append(p)
-        return [dict(params=params, name=name, lr=lr, weight_decay=weight_decay if name == 'decay' else 0.0)
+            kind = 'encoding' if id(p) in own else 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'
+            groups['alpha' if kind == 'encoding' and name.endswith('.alpha') else kind].append(p)
+        special = {'alpha': dict(lr=self.cfg.prism_alpha_lr, betas=(0.8, 0.92))}
+        return [dict(dict(params=params, name=name, lr=lr, weight_decay=weight_decay if name == 'decay' else 0.0), **special.get(name, {}))
                 for name, params in groups.items() if params]
 
 

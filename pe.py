@@ -11,6 +11,7 @@ write the class and name it in ENCODINGS: then it can be trained, tested and pro
     python pe.py                 prints the zoo: equation, parameters, which hooks each one changes
     python pe.py zoo.png         draws it
 """
+import contextlib
 import copy
 import difflib
 import math
@@ -50,11 +51,17 @@ class PEConfig:
     vipe_d_p: int = 0              # vipe: width of the distance code per head; 0: the head dimension
     pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k themselves
     pope_delta: str = 'zero'       # pope: phase bias delta starts at zero | uniform on [-2 pi, 0] | none (no bias)
+    n_layer: int = 2               # blocks; prism makes cursors for the heads of all of them
+    prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
+    prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor's histogram superposes
+    prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
+    prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
+    prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the weights of the cursors (betas 0.8, 0.92)
     kernel: str = 'auto'           # pope, vipe, alibi, t5 by kernels.py: auto (on CUDA for long sequences) | triton (always) | reference (never)
 
     def __post_init__(self):
-        for key in ('d_model', 'n_head', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'yarn_beta_fast',
-                    'yarn_beta_slow'):
+        for key in ('d_model', 'n_head', 'n_layer', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'yarn_beta_fast',
+                    'yarn_beta_slow', 'prism_cursors', 'prism_d_pe', 'prism_hidden', 'prism_alpha_lr'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
         if self.rope_base <= 1:
@@ -152,7 +159,7 @@ class Encoding(nn.Module):
     def attend(self, q, k, v, pos, state=None):
         """mix(softmax(logits), v) without keeping the logits."""
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
-            with torch.autocast(q.device.type, enabled=False):
+            with in_full_precision(q):
                 return self.attend(q.float(), k.float(), v.float(), pos, state)
         v = self.value(v, pos, state)
         if self.kernel and kernels_serve(self.cfg, q):
@@ -186,6 +193,11 @@ class Encoding(nn.Module):
     def expected(self, y, pos):
         """y, with the average key number sum_s alpha_ts s in its last channel turned into the expected distance t - sum_s alpha_ts s."""
         return torch.cat([y[..., :-1], pos.to(y.dtype)[:, None] - y[..., -1:]], dim=-1) if self.distance else y
+
+
+def in_full_precision(x):
+    """A context without autocast on x's device."""
+    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else contextlib.nullcontext()
 
 
 def kernels_serve(cfg, q):
@@ -553,8 +565,90 @@ class ViPE(Encoding):
         return torch.cat([y[..., :-1], y[..., -1:] / s * self.W_p + self.b_p], dim=-1)  # (B, H, T, D + d_p)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# positions that the content decides
+
+class Cursors(nn.Module):
+    """PRISM's layer: a GRU reads the content x_t, opens gates that move cursors, and each cursor is a histogram over offsets -P..P.
+
+    gates_t = W h_t,  h_t = GRU(x_t, h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
+    and superposes e_t = sum_d h_t[d] f(d), f(d)[2c] = sin(d theta_c), f(d)[2c+1] = cos(d theta_c) (Algorithms 1 and 2). P is the sequence's length,
+    which no cursor can leave.
+    """
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.count = cfg, cfg.n_layer * cfg.heads * cfg.prism_cursors         # C, of query cursors and of key cursors
+        self.W_x = nn.Linear(cfg.d_model, 3 * cfg.prism_hidden)
+        self.W_h = nn.Linear(cfg.prism_hidden, 3 * cfg.prism_hidden)
+        self.W = nn.Linear(cfg.prism_hidden, 2 * self.count * 4)
+        nn.init.orthogonal_(self.W_h.weight)
+        with torch.no_grad():
+            self.W.weight.mul_(0.3)
+            self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0                    # resets are rare at first
+        if cfg.prism_sharpen:
+            self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))  # gamma = 1 + softplus(g), 2 at first
+
+    def gru(self, x):                                                                   # [B, T, C] -> [B, T, hidden] (Cho et al. 2014)
+        h, out = x.new_zeros(x.shape[0], self.cfg.prism_hidden), []
+        for from_x in self.W_x(x).unbind(dim=1):
+            (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, dim=-1), self.W_h(h).chunk(3, dim=-1)
+            z, n = torch.sigmoid(z_x + z_h), torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
+            h = (1 - z) * n + z * h
+            out.append(h)
+        return torch.stack(out, dim=1)
+
+    def gates(self, x):
+        """p_reset [B, 2C, T] and (p_incr, p_decr, p_keep) [B, 2C, T, 3]."""
+        w = self.W(self.gru(x)).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)      # (B, 2C, T, 4)
+        return torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
+
+    def forward(self, x):
+        """Superpositions g_q, g_k of the cursors of every layer and head [n_layer, B, H, T, cursors d_pe]."""
+        B, T, _ = x.shape
+        d = torch.arange(-T, T + 1, device=x.device)
+        angle = d[:, None] * frequencies(self.cfg.prism_d_pe // 2, self.cfg.rope_base, x)
+        table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)             # f(-T..T) (2T + 1, d_pe)
+        gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
+        with in_full_precision(x):
+            e = kernels.cursor_scan_reference(*(p.to(table.dtype) for p in self.gates(x)), gamma, table)        # (B, 2C, T, d_pe)
+        e = e.view(B, 2, self.cfg.n_layer, self.cfg.heads, self.cfg.prism_cursors, T, -1).permute(1, 2, 0, 3, 5, 4, 6)
+        return e.flatten(-2).to(x.dtype)                                                # (2, n_layer, B, H, T, cursors d_pe)
+
+
+class PRISM(Encoding):
+    """PRISM (eq. 9): logit_ts = mu_h <q_t, k_s> / sqrt(d) + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe), positions g learned from content.
+
+    g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors); queries and keys have cursors of their own. mu in
+    [0, 1] and alpha are learned per head. The content never sees a position. One GRU and T cheap steps for the sequence, before layer 1.
+    """
+    shift_invariant = True
+
+    def __init__(self, cfg, layer=0):
+        super().__init__(cfg)
+        even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
+        self.layer, self.made = layer, 0
+        self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))                             # mu = sigmoid(m)
+        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors))
+        if layer == 0:
+            self.cursors = Cursors(cfg)
+
+    def for_layer(self):
+        self.made += 1
+        return type(self)(self.cfg, self.made)
+
+    def state(self, x, pos, total_len=None):
+        return self.cursors(x)                                                          # of all layers
+
+    def qk(self, q, k, pos, state=None):
+        g_q, g_k = state[:, self.layer]                                                 # (B, H, T, cursors d_pe)
+        mu, width = torch.sigmoid(self.m), g_q.shape[-1]
+        weight = (1 - mu) * 4 * (q.shape[-1] / width) ** 0.5 * self.alpha.abs()         # (H, 1, cursors); attention divides by sqrt(d)
+        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)                  # (H, 1, cursors d_pe)
+        return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
+
+
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random, 'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN,
-             'pope': PoPE, 'alibi': ALiBi, 't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE}
+             'pope': PoPE, 'alibi': ALiBi, 't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -728,7 +822,7 @@ def draw(path, T=48):
         sys.exit('pe.py: drawing needs matplotlib: pip install matplotlib')
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    names = [name for name in ENCODINGS if name not in ('nope', 'shifted_ape')] + ['pope+alibi']
+    names = [name for name in ENCODINGS if name not in ('nope', 'shifted_ape', 'prism')] + ['pope+alibi']
     rows = math.ceil(len(names) / 4)
     fig, axes = plt.subplots(rows, 4, figsize=(11, 2.87 * rows), layout='constrained')
     for ax, name in zip(axes.flat, names):

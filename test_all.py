@@ -1,6 +1,7 @@
 """Contracts, not snapshots. `python -m pytest test_all.py` runs all of it on a CPU in a few minutes."""
 import cmath
 import doctest
+import itertools
 import json
 import math
 import os
@@ -269,16 +270,152 @@ def test_tables_repeat_their_last_row(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# PRISM's cursors
+
+def random_gates(B, C, T, P, seed=0, copy=False, dtype=torch.float64):
+    """reset, step, copy, and a table that shows the histograms themselves."""
+    g = torch.Generator().manual_seed(seed)
+    reset, step = torch.rand(B, C, T, generator=g, dtype=dtype), torch.randn(B, C, T, 3, generator=g, dtype=dtype).softmax(dim=-1)
+    jump = torch.randn(B, C, T, T + 1, generator=g, dtype=dtype)
+    jump[..., :-1].masked_fill_(torch.ones(T, T).triu(1) > 0, -math.inf)                # from past tokens and this one
+    return reset, step, jump.softmax(dim=-1) if copy else None, torch.eye(2 * P + 1, dtype=dtype)
+
+
+def enumerated(reset, step, jump, start=0):
+    """{offset: probability} of one cursor after all its gates, over all their paths; the first gate acts on offset `start`."""
+    law = {}
+    for path in itertools.product(*[[(r, d, j) for r in (0, 1) for d in (1, -1, 0) for j in range(-1, 0 if jump is None else len(reset))] for _ in reset]):
+        weight, offset = 1.0, start
+        for t, (r, d, j) in enumerate(path):
+            weight *= (reset[t] if r else 1 - reset[t]) * step[t][(1, -1, 0).index(d)] * (jump[t][j] if jump is not None else 1.0)
+            offset = j if j >= 0 else (0 if r else offset) + d
+        law[offset] = law.get(offset, 0.0) + weight
+    return law
+
+
+@pytest.mark.parametrize('copy, T', [(False, 6), (True, 3)])
+def test_cursor_histogram_is_the_sum_over_all_paths(copy, T):
+    reset, step, jump, table = random_gates(1, 2, T, T + 2, copy=copy)
+    h = kernels.cursor_scan_reference(reset, step, None, table, jump)
+    for c in range(2):
+        for t in ([1, 3, 5] if T == 6 else [0, 1, 2]):
+            part = None if jump is None else torch.cat([jump[0, c, :t + 1, :t + 1], jump[0, c, :t + 1, -1:]], dim=-1).tolist()
+            law = enumerated(reset[0, c, :t + 1].tolist(), step[0, c, :t + 1].tolist(), part)
+            assert abs(sum(law.values()) - 1) < 1e-12
+            close(h[0, c, t], [law.get(d, 0.0) for d in range(-T - 2, T + 3)], 1e-12)
+
+
+def test_cursor_keeps_its_mass():
+    for dtype, tol in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        reset, step, _, _ = random_gates(1, 2, 2048, 1, dtype=dtype)
+        mass = kernels.cursor_scan_reference(reset * 0.01, step, None, torch.ones(4097, 1, dtype=dtype))
+        assert (mass - 1).abs().max() < tol
+
+
+def test_sharpening_multiplies_exponents():
+    """Appendix A.2.1: n sharpenings by gamma are one by gamma^n; and a large gamma leaves the largest bin, not NaN."""
+    T, keep = 4, torch.tensor([0.0, 0.0, 1.0]).double()
+    first = torch.tensor([0.5, 0.2, 0.3]).double()
+    step = torch.stack([first, *[keep] * (T - 1)]).view(1, 1, T, 3)
+    h = kernels.cursor_scan_reference(torch.zeros(1, 1, T).double(), step, torch.tensor([1.7]).double(), torch.eye(2 * T + 1).double())
+    for n in range(1, T + 1):
+        p = first ** 1.7 ** n
+        close(h[0, 0, n - 1, [T + 1, T - 1, T]], p / p.sum(), 1e-5)                     # eps = 1e-8 adds to every bin
+    for dtype in (torch.float32, torch.float64):
+        sharp = kernels.cursor_scan_reference(torch.zeros(1, 1, T, dtype=dtype), step.to(dtype), torch.tensor([1e4], dtype=dtype), torch.eye(2 * T + 1, dtype=dtype))
+        close(sharp[0, 0, -1], F.one_hot(torch.tensor(T + 1), 2 * T + 1).double(), 1e-6)
+
+
+def test_displacement_restarts_from_a_point_and_is_not_eq_6():
+    """NOTES on eq. 4 and eq. 6: the displacement law is the filter started anew at k; the cross-correlation of two histograms gives mass to
+    displacements that no path makes."""
+    reset, step, _, table = random_gates(1, 1, 5, 5)
+    k, steps = 2, 2                                                                     # from after token 2 to after token 4
+    exact = kernels.cursor_scan_reference(reset[:, :, k + 1:] * 0, step[:, :, k + 1:], None, torch.eye(2 * steps + 1).double())[0, 0, -1]
+    law = enumerated([0.0] * steps, step[0, 0, k + 1:].tolist(), None)
+    close(exact, [law.get(d, 0.0) for d in range(-steps, steps + 1)], 1e-12)
+    h = kernels.cursor_scan_reference(reset * 0, step, None, table)[0, 0]
+    eq_6 = {d: sum(float(h[k, i] * h[4, i + d]) for i in range(11) if 0 <= i + d < 11) for d in range(-10, 11)}
+    close(sum(eq_6.values()), 1.0, 1e-10)
+    assert sum(p for d, p in eq_6.items() if abs(d) > steps) > 0.05                     # impossible in two steps
+    point = kernels.cursor_scan_reference(torch.zeros(1, 1, 5).double(), torch.tensor([1.0, 0, 0]).double().expand(1, 1, 5, 3), None, table)[0, 0]
+    close([sum(float(point[k, i] * point[4, i + d]) for i in range(11 - d)) for d in (1, 2, 3)], [0.0, 1.0, 0.0])     # right for a one-hot
+
+
+def test_superposition_is_not_the_encoding_of_the_mean():
+    reset, step, _, _ = random_gates(1, 1, 3, 4)
+    d = torch.arange(-4, 5).double()
+    table = torch.stack([d.sin(), d.cos()], dim=-1)
+    always = torch.tensor([1.0, 0.0, 0.0]).double().expand(1, 1, 3, 3)
+    close(kernels.cursor_scan_reference(reset * 0, always, None, table)[0, 0], table[5:8])                       # one-hot at 1, 2, 3
+    mixed = kernels.cursor_scan_reference(reset, step, None, table)[0, 0, -1]
+    mean = kernels.cursor_scan_reference(reset, step, None, d[:, None])[0, 0, -1]
+    assert (mixed - torch.cat([mean.sin(), mean.cos()])).abs().max() > 0.05
+
+
+def test_cursor_machines():
+    """Gates set by hand: always increment is the absolute position; a reset counts from its token; a copy jumps to its token."""
+    T, up = 8, torch.tensor([1.0, 0.0, 0.0]).double()
+    places = lambda reset, step, jump=None: kernels.cursor_scan_reference(reset, step.expand(1, 1, T, 3), torch.tensor([2.0]).double(),
+                                                                         torch.arange(-T, T + 1).double()[:, None], jump)[0, 0, :, 0]
+    reset = torch.zeros(1, 1, T).double()
+    close(places(reset, up), torch.arange(1, T + 1), 1e-6)
+    reset[0, 0, 4] = 1
+    close(places(reset, up), [1, 2, 3, 4, 1, 2, 3, 4], 1e-6)
+    jump = torch.zeros(1, 1, T, T + 1).double()
+    jump[..., -1] = 1
+    jump[0, 0, 6] = F.one_hot(torch.tensor(2), T + 1)                                   # at token 6 to token 2
+    close(places(reset, up, jump), [1, 2, 3, 4, 1, 2, 2, 3], 1e-6)
+    with pytest.raises(ValueError, match='must hold offsets -8..8'):
+        kernels.cursor_scan_reference(reset, up.expand(1, 1, T, 3), None, torch.ones(15, 1).double())
+
+
+def test_cursor_scan_in_chunks():
+    reset, step, jump, table = random_gates(2, 3, 20, 20, copy=True)
+    gamma = torch.tensor([1.5, 2.0, 3.0]).double()
+    close(kernels.cursor_scan_reference(reset, step, gamma, table, jump, chunk=7), kernels.cursor_scan_reference(reset, step, gamma, table, jump))
+
+
+def test_prism_scores_are_eq_9():
+    """Content and position scores, cursors of this layer and head, in loops; alpha only by its size."""
+    model = make(pe='prism', prism_cursors=3, prism_d_pe=4)
+    for layer in (0, 1):
+        enc, x, (q, k, _, pos) = model.blocks[layer].attn.pe, torch.randn(2, 10, 32).double(), qkv(4, 10, 8)
+        torch.nn.init.normal_(enc.alpha)
+        state = model.blocks[0].attn.pe.state(x, pos)
+        logits, mu = enc.logits(q, k, pos, state), torch.sigmoid(enc.m[:, 0, 0])
+        g_q, g_k = (g.view(2, 2, 4, 10, 3, 4)[layer] for g in state)                    # (B, H, T, cursors, d_pe)
+        for b, h, t, s in itertools.product((0, 1), range(4), (0, 5, 9), (0, 3)):
+            if s <= t:
+                place = sum(abs(enc.alpha[h, 0, c]) * (g_q[b, h, t, c] @ g_k[b, h, s, c]) for c in range(3))
+                close(logits[b, h, t, s], mu[h] * q[b, h, t] @ k[b, h, s] / 8 ** 0.5 + (1 - mu[h]) * 4 * place / 12 ** 0.5)
+    groups = {group['name']: group for group in model.optim_groups(1e-3, 0.1)}
+    assert len(groups['alpha']['params']) == 2 and (groups['alpha']['lr'], groups['alpha']['betas']) == (0.03, (0.8, 0.92))
+
+
+def test_prism_gru_is_pytorchs():
+    cursors = make(pe='prism').blocks[0].attn.pe.cursors
+    gru = torch.nn.GRU(32, 100, batch_first=True).double()
+    with torch.no_grad():
+        for ours, name in ((cursors.W_x, 'ih'), (cursors.W_h, 'hh')):
+            getattr(gru, f'weight_{name}_l0').copy_(ours.weight)
+            getattr(gru, f'bias_{name}_l0').copy_(ours.bias)
+    x = torch.randn(3, 9, 32).double()
+    close(cursors.gru(x), gru(x)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # pe.py and model.py: what holds for every encoding
 
 @variants
 def test_attend_is_softmax_of_logits_times_value(kw):
     for T in (TRAIN_LEN, 3 * TRAIN_LEN):
-        enc = make(**kw).blocks[1].attn.pe
+        first, enc = (block.attn.pe for block in make(**kw).blocks)
         H, D = enc.cfg.heads, enc.cfg.head_dim
         q, k, v, pos = qkv(H, T, D)
-        y = enc.attend(q, k, v, pos)
-        close(y, enc.mix(enc.logits(q, k, pos).softmax(-1), v, pos))
+        state = first.state(torch.randn(2, T, 32, dtype=torch.float64), pos)
+        y = enc.attend(q, k, v, pos, state)
+        close(y, enc.mix(enc.logits(q, k, pos, state).softmax(-1), v, pos, state))
         assert y.shape == (2, H, T, enc.out_dim)
 
 
@@ -316,8 +453,9 @@ def test_float32_agrees_with_float64(kw):
 def test_shift_invariance_where_declared(kw):
     enc = make(**kw).blocks[0].attn.pe
     q, k, v, pos = qkv(enc.cfg.heads, TRAIN_LEN, enc.cfg.head_dim)
-    x = torch.randn(1, TRAIN_LEN, 32, dtype=torch.float64)
-    same = torch.allclose(enc.attend(q, k, v, pos), enc.attend(q, k, v, pos + 7)) and torch.allclose(enc.embed(x, pos), enc.embed(x, pos + 7))
+    x = torch.randn(2, TRAIN_LEN, 32, dtype=torch.float64)
+    there = lambda pos: enc.attend(q, k, v, pos, enc.state(x, pos))
+    same = torch.allclose(there(pos), there(pos + 7)) and torch.allclose(enc.embed(x, pos), enc.embed(x, pos + 7))
     assert same == enc.shift_invariant
 
 

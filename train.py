@@ -567,25 +567,32 @@ class Seeds:
         # on a CPU one pass for all seeds saves calls but not arithmetic, and large steps fall out of the cache
         work = cfg.batch_size * cfg.train_len * cfg.d_model
         self.together = n > 1 and not compiled and (device.type == 'cuda' or work <= 2 ** 17)
-        self.optimizer, self.rate = self.make_optimizer()
+        self.optimizer = self.make_optimizer()
         self.batches, self.amp = Batches(cfg, list(self.models), task, device), precision(cfg, device)
         graph = cfg.graph if cfg.graph is not None else device.type == 'cuda' and not compiled and not self.split
         inputs = lambda: (self.batches.tokens, self.batches.targets, self.batches.order)
         self.run = Graph(self.update, inputs) if graph else self.update
 
     def make_optimizer(self):
-        """AdamW on the stacked parameters, in the groups of one model, and the tensor that holds its learning rate."""
+        """AdamW on the stacked parameters, in the groups of one model; a tensor holds each group's learning rate, where a CUDA graph finds it."""
         names, on_gpu = {id(p): name for name, p in self.first.named_parameters()}, self.device.type == 'cuda'
-        rate = torch.zeros((), device=self.device, dtype=torch.float32 if on_gpu else torch.float64)
-        groups = self.first.optim_groups(rate, self.cfg.weight_decay)
+        groups = self.first.optim_groups(self.cfg.lr, self.cfg.weight_decay)
         for group in groups:
             group['params'] = [self.params[names[id(p)]] for p in group['params']]
-        return torch.optim.AdamW(groups, lr=rate, betas=(self.cfg.beta1, self.cfg.beta2), fused=True, capturable=on_gpu), rate
+            group['lr'] = torch.tensor(group['lr'], device=self.device, dtype=torch.float32 if on_gpu else torch.float64)
+        self.peaks = [group['lr'].item() for group in groups]
+        return torch.optim.AdamW(groups, betas=(self.cfg.beta1, self.cfg.beta2), fused=True, capturable=on_gpu)
+
+    def rates(self, number):
+        """Set the learning rate of every group for a step: the peaks of the others follow the schedule of lr."""
+        share = learning_rate(self.cfg, number) / self.cfg.lr
+        for group, peak in zip(self.optimizer.param_groups, self.peaks):
+            group['lr'].fill_(share * peak)
 
     def step(self, number):
         """Train one step; the losses [S] before it. On CUDA nothing here waits for the device."""
         self.batches.prepare(number)
-        self.rate.fill_(learning_rate(self.cfg, number))
+        self.rates(number)
         return self.run()
 
     def update(self):
@@ -672,9 +679,10 @@ class Seeds:
                 model.load_state_dict(checkpoint['seeds'][seed]['model'])
         mine = lambda x: x[self.share] if x.dim() else x
         moments = {i: {key: mine(x) for key, x in state.items()} for i, state in checkpoint['moments'].items()}
+        rates = [group['lr'] for group in self.optimizer.param_groups]                  # loading puts copies in their place
         self.optimizer.load_state_dict({'state': moments, 'param_groups': self.optimizer.state_dict()['param_groups']})
-        for group in self.optimizer.param_groups:
-            group['lr'] = self.rate
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group['lr'] = rate
         batches = checkpoint['batches']
         self.batches.load_state_dict(batches | {'starts': batches['starts'][self.share]})
         if len(checkpoint['rng']) != self.ranks.size:                                   # other processes than those that saved
@@ -788,7 +796,7 @@ def train(cfg, task, device, checkpoint, stop, ranks):
                 bar.set_postfix(loss=f'{mean:.4f}')
                 for seed in alive:
                     loss = sum(row[seed] for row in recent) / len(recent)
-                    line = dict(step=done, seed=seed, loss=loss, lr=seeds.rate.item(), steps_per_s=round(speed, 2))
+                    line = dict(step=done, seed=seed, loss=loss, lr=seeds.optimizer.param_groups[0]['lr'].item(), steps_per_s=round(speed, 2))
                     log.write(json.dumps(line) + '\n')
                 losses.clear()
             pause = time.time()
