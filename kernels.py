@@ -8,8 +8,11 @@ Queries t and keys s <= t count from 0. One forward and two backward kernels, wi
     x_ts = row_t col_s a_ts / sqrt(D) + bias_(t-s)        a_ts = <q_t, k_s>, or sum_c q_tc k_sc cos((s - t) theta_c + delta_c)
     y_t  = sum_s p_ts v_s,    e_t = sum_s p_ts (t - s)    p_t = softmax(x_t)
 
-in O(T) memory, block by block with a running maximum and sum (FlashAttention: Dao et al. 2022; Milakov & Gimelshein 2018), accumulating
-in float32. Gradients recompute the blocks from the stored log-sum-exp. Without a GPU the kernels run in Triton's interpreter.
+in memory that grows with T, block by block with a running maximum and sum (FlashAttention: Dao et al. 2022; Milakov & Gimelshein 2018), accumulating
+in float32. Gradients recompute the blocks from the stored log-sum-exp, in two kernels, one for keys and one for queries, so that every
+sum has one order. In products of blocks [M, N] x D that is 2 forward and 7 backward (flash attention with atomic additions needs 5), for
+PoPE 3 and 11 (8): the floor, over the tensor cores' rate, under which no tuning gets. No second-order gradients, no forward mode.
+Without a GPU the kernels run in Triton's interpreter.
 """
 from __future__ import annotations                                # tl.constexpr is read only where there is Triton
 
@@ -115,10 +118,10 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
 def pope_attention(q, k, v, delta, base=10000.0):
     """pope_attention_reference by the kernels: q, k, v [B, H, T, D], delta [H, D] used as given -> [B, H, T, D].
 
-    Nothing 2D-wide reaches memory. softplus is computed once, outside: inside it would be repeated for every block of queries, on the unit
-    that also has the exponentials of the softmax. Its derivative is 1 - e^-mu, so mu is kept in the place of q and k.
+    Nothing 2D-wide reaches memory. softplus takes a pass of its own before the kernels, and again before the backward ones: inside them it would
+    be repeated for every block of queries, on the unit that also has the exponentials of the softmax. So mu lives only as long as they run.
     """
-    return attention(Softplus.apply(q), Softplus.apply(k), v, delta=delta[None], base=base)[0]
+    return attention(q, k, v, delta=delta[None], base=base, softplus=True)[0]
 
 
 def vipe_attention(q, k, v, u, s=1.0):
@@ -139,37 +142,31 @@ def vipe_factors(q, k, u, s):
     """row [1, H, T] = s log(n), n from 1, and col [B, H, T] = 1 + <u, k_i>."""
     n = torch.arange(1, q.shape[2] + 1, device=q.device).to(torch.promote_types(q.dtype, torch.float32))
     row = (s * n.log()).expand(1, q.shape[1], -1)
-    return row, 1 + (k.to(n.dtype) @ u[..., None].to(n.dtype))[..., 0]
+    return row, 1 + (k.to(n.dtype) * u[:, None].to(n.dtype)).sum(dim=-1)                # a product of matrices could be cast by autocast
 
 
-class Softplus(torch.autograd.Function):
-    """mu = log(1 + e^x), keeping mu itself: its derivative is 1 - e^-mu."""
-    generate_vmap_rule = True
+def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, softplus=False, distance=False):
+    """attention_reference by the kernels, with softplus(q) and softplus(k) for q and k if `softplus`.
 
-    @staticmethod
-    def forward(x):
-        return F.softplus(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, mu):
-        ctx.save_for_backward(mu)
-
-    @staticmethod
-    def backward(ctx, grad):
-        mu, = ctx.saved_tensors
-        return grad * -torch.expm1(-mu)
-
-
-def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, distance=False):
-    """attention_reference by the kernels; (y [B, H, T, D], e [B, H, T] in float32, or None if `distance` is not asked for)."""
+    (y [B, H, T, D], e [B, H, T] in float32, or None if `distance` is not asked for). RuntimeError without Triton; ValueError if types or shapes do not fit.
+    Gradients for every tensor, by backward() and autograd.grad (torch.func.grad needs the reference).
+    """
     if triton is None:
         raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; kernels.attention_reference needs nothing')
     if (q.dtype, k.dtype) != (v.dtype, v.dtype) or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f'q, k and v must all be float32, bfloat16 or float16, not {q.dtype}, {k.dtype}, {v.dtype}')
-    if not q.shape == k.shape == v.shape or q.dim() != 4 or q.shape[3] > 128:
-        raise ValueError(f'q, k and v must all be [B, H, T, D], D at most 128, not {[*q.shape]}, {[*k.shape]}, {[*v.shape]}')
+    if not q.shape == k.shape == v.shape or q.dim() != 4 or not 1 <= q.shape[3] <= 128:
+        raise ValueError(f'q, k and v must all be [B, H, T, D], D from 1 to 128, not {[*q.shape]}, {[*k.shape]}, {[*v.shape]}')
+    if (delta is None) != (not base) or (row is None) != (col is None):
+        raise ValueError('delta goes with base, row with col')
+    (B, H, T, D), G = q.shape, next((len(x) for x in (delta, row, bias) if x is not None), 1)
+    for name, x, shape in (('delta', delta, (G, H, D)), ('row', row, (G, H, T)), ('col', col, (B, H, T)), ('bias', bias, (G, H, T))):
+        if x is not None and (x.shape != shape or x.device != q.device):
+            raise ValueError(f'{name} must be {[*shape]} on {q.device}, not {[*x.shape]} on {x.device}')
+    if B % G:
+        raise ValueError(f'{G} groups do not divide a batch of {B}')
     fp32 = [None if x is None else x.float() for x in (delta, row, col, bias)]
-    y, e, _ = attention_forward(q, k, v, *fp32, base, distance)
+    y, e, _ = attention_forward(q, k, v, *fp32, base, softplus, distance)
     return y, e if distance else None
 
 
@@ -187,15 +184,17 @@ def dot(a, b, sum, PRECISION: tl.constexpr):
 @jit
 def load_rows(X, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """Rows start..start+ROWS-1 of X [T, D], zeros outside."""
-    i, c = start + tl.arange(0, ROWS), tl.arange(0, BD)
-    return tl.load(X + i[:, None] * stride + c[None, :], mask=(i[:, None] < T) & (c[None, :] < D), other=0.0)
+    i, c = tl.arange(0, ROWS), tl.arange(0, BD)
+    X += tl.full([], start, tl.int64) * stride
+    return tl.load(X + i[:, None] * stride + c[None, :], mask=(i[:, None] < T - start) & (c[None, :] < D), other=0.0)
 
 
 @jit
 def store_rows(X, x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """x to rows start.. of X [T, D]."""
-    i, c = start + tl.arange(0, ROWS), tl.arange(0, BD)
-    tl.store(X + i[:, None] * stride + c[None, :], x.to(X.dtype.element_ty), mask=(i[:, None] < T) & (c[None, :] < D))
+    i, c = tl.arange(0, ROWS), tl.arange(0, BD)
+    X += tl.full([], start, tl.int64) * stride
+    tl.store(X + i[:, None] * stride + c[None, :], x.to(X.dtype.element_ty), mask=(i[:, None] < T - start) & (c[None, :] < D))
 
 
 @jit
@@ -257,8 +256,8 @@ def forward_kernel(Q, K, V, Y, E, LSE, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, 
                    H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr,
                    RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
                    STEP: tl.constexpr, FINE: tl.constexpr):
-    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * M                                # the longest rows first
-    bh = tl.program_id(1).to(tl.int64)
+    bh = (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
+    t0 = (tl.cdiv(T, M) - 1 - tl.program_id(0) % tl.cdiv(T, M)) * M                     # the longest rows first
     b, h = bh // H, bh % H
     gh = b // per_group * H + h
     t, c = t0 + tl.arange(0, M), tl.arange(0, BD)
@@ -296,7 +295,8 @@ def forward_blocks(y, e, total, largest, start, end, q_cos, q_sin, K, V, row, CO
             col = tl.load(COL + s, mask=s < T, other=0.0)
         x = logits(products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION), row, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
         new = tl.maximum(largest, tl.max(x, 1))
-        p, shrink = tl.exp2(x - new[:, None]), tl.exp2(largest - new)
+        zero = tl.where(new == float('-inf'), 0.0, new)                                 # no key so far: the bias may be -inf
+        p, shrink = tl.exp2(x - zero[:, None]), tl.exp2(largest - zero)
         here = tl.sum(p, 1)
         if DISTANCE:                                                                    # sum_s p (t - s), s = s0 + j
             e = e * shrink + (t - s0) * here - tl.sum(p * tl.arange(0, N)[None, :], 1)
@@ -314,7 +314,7 @@ def forward_blocks(y, e, total, largest, start, end, q_cos, q_sin, K, V, row, CO
 def mean_kernel(Y, DY, E, DE, MEAN, y_b, y_h, y_t, dy_b, dy_h, dy_t, H, T, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
                 DISTANCE: tl.constexpr):
     """MEAN [B, H, T]."""
-    t0, bh = tl.program_id(0) * M, tl.program_id(1).to(tl.int64)
+    t0, bh = tl.program_id(0) % tl.cdiv(T, M) * M, (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
     b, h, t = bh // H, bh % H, t0 + tl.arange(0, M)
     y = load_rows(Y + b * y_b + h * y_h, t0, y_t, T, D, BD, M).to(tl.float32)
     dy = load_rows(DY + b * dy_b + h * dy_h, t0, dy_t, T, D, BD, M).to(tl.float32)
@@ -340,7 +340,7 @@ def keys_kernel(Q, K, V, DY, DK, DV, DDELTA, DCOL, DBIAS, DE, LSE, MEAN, DELTA, 
                 N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr,
                 PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
     """For a block of keys: dk_s, dv_s, dcol_s, its part of ddelta, and dbias, which all blocks add to."""
-    s0, bh = tl.program_id(0) * N, tl.program_id(1).to(tl.int64)
+    s0, bh = tl.program_id(0) % tl.cdiv(T, N) * N, (tl.program_id(0) // tl.cdiv(T, N)).to(tl.int64)
     b, h = bh // H, bh % H
     gh = b // per_group * H + h
     s, c = s0 + tl.arange(0, N), tl.arange(0, BD)
@@ -365,7 +365,7 @@ def keys_kernel(Q, K, V, DY, DK, DV, DDELTA, DCOL, DBIAS, DE, LSE, MEAN, DELTA, 
         cos, sin = cos_sin(ANGLES, s0, tl.load(DELTA + gh * D + c, mask=c < D, other=0.0), BD, N, STEP, FINE)
         dk = dk_cos * cos + dk_sin * sin
         ddelta = tl.sum(k * (dk_sin * cos - dk_cos * sin), 0)
-        tl.store(DDELTA + (bh * tl.num_programs(0) + tl.program_id(0)) * D + c, ddelta, mask=c < D)
+        tl.store(DDELTA + (bh * tl.cdiv(T, N) + s0 // N) * D + c, ddelta, mask=c < D)
     if RESCALE:
         tl.store(DCOL + bh * T + s, dcol, mask=s < T)
     store_rows(DK + b * dk_b + h * dk_h, dk, s0, dk_t, T, D, BD, N)
@@ -426,8 +426,8 @@ def queries_kernel(Q, K, V, DY, DQ, DROW, DE, LSE, MEAN, DELTA, ROW, COL, BIAS, 
                    POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
                    STEP: tl.constexpr, FINE: tl.constexpr):
     """For a block of queries: dq_t and drow_t."""
-    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    bh = tl.program_id(1).to(tl.int64)
+    bh = (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
+    t0 = (tl.cdiv(T, M) - 1 - tl.program_id(0) % tl.cdiv(T, M)) * M
     b, h = bh // H, bh % H
     gh = b // per_group * H + h
     t, c = t0 + tl.arange(0, M), tl.arange(0, BD)
@@ -526,6 +526,11 @@ def switches(q, base, row, bias, distance):
                 PRECISION=precision, STEP=STEP, FINE=FINE)
 
 
+def magnitudes(q, k, softplus):
+    """q and k as the kernels take them."""
+    return (F.softplus(q), F.softplus(k)) if softplus else (q, k)
+
+
 def rows_contiguous(x):
     """x with its last axis contiguous, as the kernels read it; the other axes may have any strides."""
     return x if x.stride(3) == 1 else x.contiguous()
@@ -538,27 +543,29 @@ def like_output(x):
 
 @torch.library.custom_op('nanope::attention', mutates_args=())
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor | None, row: torch.Tensor | None,
-                      col: torch.Tensor | None, bias: torch.Tensor | None, base: float,
+                      col: torch.Tensor | None, bias: torch.Tensor | None, base: float, softplus: bool,
                       distance: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, e, and the log-sum-exp of x in units of log 2 [B, H, T]."""
     (B, H, T, D), each = q.shape, [x for x in (delta, row, bias) if x is not None]
-    q, k, v = map(rows_contiguous, (q, k, v))
+    q, k, v = map(rows_contiguous, (*magnitudes(q, k, softplus), v))
     y, lse = like_output(q), q.new_empty(B, H, T, dtype=torch.float32)
     e = torch.empty_like(lse) if distance else lse.new_empty(0)
     on = switches(q, base, row, bias, distance)
     M, N, warps, stages = blocks('forward', D, T, q.dtype, base > 0)
-    forward_kernel[triton.cdiv(T, M), B * H](
-        q, k, v, y, e, lse, *tables(lse, delta, row, col, bias, base, D, on['BD'], T), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *y.stride()[:3], H, T, B // len(each[0]) if each else B, D ** -0.5, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+    with torch.cuda.device_of(q):
+        forward_kernel[(triton.cdiv(T, M) * B * H,)](
+            q, k, v, y, e, lse, *tables(lse, delta, row, col, bias, base, D, on['BD'], T), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *y.stride()[:3], H, T, B // len(each[0]) if each else B, D ** -0.5, M=M, N=N, **on, num_warps=warps, num_stages=stages)
     return y, e, lse
 
 
 @torch.library.custom_op('nanope::attention_backward', mutates_args=())
 def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor | None,
                        row: torch.Tensor | None, col: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor, e: torch.Tensor,
-                       lse: torch.Tensor, base: float) -> list[torch.Tensor]:
+                       lse: torch.Tensor, base: float, softplus: bool) -> list[torch.Tensor]:
     """The gradients of q, k, v, delta, row, col, bias; empty tensors for those that are None."""
     (B, H, T, D), each = q.shape, [x for x in (delta, row, bias) if x is not None]
+    q, k = magnitudes(q, k, softplus)
     q, k, v, y, dy, e, lse = *map(rows_contiguous, (q, k, v, y, dy)), e.contiguous(), lse.contiguous()
     on = switches(q, base, row, bias, de is not None)
     M, N, warps, stages = blocks('keys', D, T, q.dtype, base > 0)
@@ -567,15 +574,18 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
     ddelta = lse.new_empty(B, H, triton.cdiv(T, N), D) if base else none
     dbias = lse.new_zeros(bias.shape) if bias is not None else none
     de = de.float().contiguous() if de is not None else none
-    mean_kernel[triton.cdiv(T, 64), B * H](y, dy, e, de, mean, *y.stride()[:3], *dy.stride()[:3], H, T, D=D, BD=on['BD'], M=64,
-                                           DISTANCE=on['DISTANCE'])
-    inputs, strides = tables(lse, delta, row, col, bias, base, D, on['BD'], T), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
-    rest = (H, T, B // len(each[0]) if each else B, D ** -0.5)
-    keys_kernel[triton.cdiv(T, N), B * H](q, k, v, dy, dk, dv, ddelta, dcol, dbias, de, lse, mean, *inputs, *strides, *dk.stride()[:3],
-                                          *dv.stride()[:3], *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
-    M, N, warps, stages = blocks('queries', D, T, q.dtype, base > 0)
-    queries_kernel[triton.cdiv(T, M), B * H](q, k, v, dy, dq, drow, de, lse, mean, *inputs, *strides, *dq.stride()[:3],
-                                             *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+    with torch.cuda.device_of(q):
+        mean_kernel[(triton.cdiv(T, 64) * B * H,)](y, dy, e, de, mean, *y.stride()[:3], *dy.stride()[:3], H, T, D=D, BD=on['BD'], M=64,
+                                               DISTANCE=on['DISTANCE'])
+        inputs, strides = tables(lse, delta, row, col, bias, base, D, on['BD'], T), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
+        rest = (H, T, B // len(each[0]) if each else B, D ** -0.5)
+        keys_kernel[(triton.cdiv(T, N) * B * H,)](q, k, v, dy, dk, dv, ddelta, dcol, dbias, de, lse, mean, *inputs, *strides, *dk.stride()[:3],
+                                              *dv.stride()[:3], *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+        M, N, warps, stages = blocks('queries', D, T, q.dtype, base > 0)
+        queries_kernel[(triton.cdiv(T, M) * B * H,)](q, k, v, dy, dq, drow, de, lse, mean, *inputs, *strides, *dq.stride()[:3],
+                                                 *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
+    for grad, mu in ((dq, q), (dk, k)) if softplus else ():
+        grad.mul_(-torch.expm1(-mu))                                                    # softplus' = 1 - e^-mu
     group = lambda x, G: x.unflatten(0, (G, -1)).sum(dim=1)                             # [B, ..] -> [G, ..]
     grads = [dq, dk, dv, group(ddelta.sum(dim=2), len(delta)) if base else None, group(drow, len(row)) if row is not None else None, dcol, dbias]
     return [lse.new_empty(0) if x is None or x is none else x for x in grads]           # no two may be one tensor
@@ -587,31 +597,31 @@ def fold_seeds(op):
         S = info.batch_size
         in_front = lambda x, dim: (x.movedim(dim, 0) if dim is not None else x.expand(S, *x.shape)).flatten(0, 1)
         folded = op(*(in_front(x, dim) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims)))
-        out = [x.unflatten(0, (S, -1)) if x.numel() else x.new_empty(S, 0) for x in folded]
+        out = [x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0) for x in folded]
         return (out, [0] * len(out)) if isinstance(folded, list) else (tuple(out), (0,) * len(out))
     return rule
 
 
 @attention_forward.register_fake
-def _(q, k, v, delta, row, col, bias, base, distance):
+def _(q, k, v, delta, row, col, bias, base, softplus, distance):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return like_output(q), torch.empty_like(lse) if distance else lse.new_empty(0), lse
 
 
 @attention_backward.register_fake
-def _(dy, de, q, k, v, delta, row, col, bias, y, e, lse, base):
+def _(dy, de, q, k, v, delta, row, col, bias, y, e, lse, base, softplus):
     return [*map(like_output, (q, k, v)), *(lse.new_empty(0 if x is None else x.shape) for x in (delta, row, col, bias))]
 
 
 def keep_for_backward(ctx, inputs, output):
-    *tensors, ctx.base, ctx.distance = inputs
+    *tensors, ctx.base, ctx.softplus, ctx.distance = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def attention_gradient(ctx, dy, de, dlse):
     *_, row, col, bias, y, e, lse = saved = ctx.saved_tensors
-    grads = attention_backward(dy, de if ctx.distance else None, *saved, ctx.base)
-    return *(None if x is None else grad for x, grad in zip(saved, grads)), None, None
+    grads = attention_backward(dy, de if ctx.distance else None, *saved, ctx.base, ctx.softplus)
+    return *(None if x is None else grad for x, grad in zip(saved, grads)), None, None, None
 
 
 def no_second_gradient(ctx, grads):
@@ -674,10 +684,11 @@ def contestants(H, T, D, device):
         q, k, late = F.softplus(q), F.softplus(k), full + delta[:, None]
         q, k = torch.cat([q * full.cos(), q * full.sin()], dim=-1).to(v.dtype), torch.cat([k * late.cos(), k * late.sin()], dim=-1).to(v.dtype)
         return sdpa(q, k, F.pad(v, (0, D)))[..., :D]
+    rope = torch.compile(rope, dynamic=False)
     found = {'sdpa': sdpa, 'sdpa + rope': lambda q, k, v: sdpa(rope(q), rope(k), v), 'pope_attention': lambda q, k, v: pope_attention(q, k, v, delta),
              'pope, 2D-wide sdpa': wide, 'vipe_attention': lambda q, k, v: vipe_attention(q, k, v, u)[0], 'bias_attention': lambda q, k, v: bias_attention(q, k, v, bias)}
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    flex, mask = torch.compile(flex_attention), create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
+    flex, mask = torch.compile(flex_attention, dynamic=False), create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
     found['bias, flex'] = lambda q, k, v: flex(q, k, v, score_mod=lambda x, b, h, i, j: x + bias[h, (i - j).clamp(min=0)], block_mask=mask)
     log_n = (t + 1).float().log()
 
@@ -702,16 +713,17 @@ def benchmark(tokens=16384, width=2048):
         for T in (512, 1024, 2048, 4096, 8192, 16384):
             B, H = tokens // T, width // D
             q, k, v = (torch.randn(B, T, H, D, device='cuda', dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+            torch._dynamo.reset()                                                       # beyond 8 recompilations it would fall back to eager
             dy, found, times = torch.randn_like(q), contestants(H, T, D, 'cuda'), {}
 
             def run(function, backward):
                 y = function(q, k, v)
                 if backward:
-                    y.backward(dy)
+                    torch.autograd.grad(y, (q, k, v), dy)                               # and those of delta, u or bias, which come with them
 
             def timed(function, backward):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(10 ** 6)                                              # the launches are queued before the first runs
+                torch.cuda._sleep(10 ** 7)                                              # the launches are queued before the first runs
                 start.record()
                 run(function, backward)
                 end.record()
@@ -759,12 +771,17 @@ if __name__ == '__main__':
         sys.exit(0 if '--help' in sys.argv else 2)
     if triton is None:
         sys.exit('kernels.py: needs Triton, which is for Linux: pip install triton')
+    try:
+        files = [open(path, 'a') for path in results]                                   # fails now rather than after the benchmark
+    except OSError as error:
+        print(f'kernels.py: cannot write {error.filename}: {error.strerror}', file=sys.stderr)
+        sys.exit(2)
     check('cuda' if torch.cuda.is_available() else 'cpu')
     if torch.cuda.is_available():
         rows = benchmark()
-        for path in results:
-            with open(path, 'a') as f:
+        for f in files:
+            with f:
                 f.write(json.dumps(dict(command='python ' + ' '.join(sys.argv), torch=torch.__version__, triton=triton.__version__,
                                         hardware=torch.cuda.get_device_name(), kernels=rows)) + '\n')
     else:
-        print('no GPU: the benchmark needs one')
+        print('no GPU: the benchmark needs one' + ('; nothing written' if results else ''))

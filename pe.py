@@ -2,7 +2,7 @@
 
 An encoding changes only what enters or leaves causal scaled dot-product attention. For a query at t and keys at s <= t,
 
-    logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts        hooks: qk (polar), rescale, bias (by_distance)
+    logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts        hooks: qk, rescale, bias (by_distance)
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))      hooks: value, out
 
 and embed() acts on the token embeddings before layer 1. A class overrides the one or two hooks that it needs. To add an encoding,
@@ -123,7 +123,7 @@ class Encoding(nn.Module):
     def rescale(self, q, k, pos, state=None):           # -> None, or (row, col) [.., T, 1]: logits times row_t col_s
         return None
 
-    def polar(self, q, k):                              # -> None, or magnitudes of q, k and phases [H, D] that make q', k' as in PoPE
+    def phases(self):                                   # -> None, or delta [H, D] where qk() is PoPE's
         return None
 
     def bias(self, pos, state=None):                    # -> None, or [H, T, T] added to the logits
@@ -157,13 +157,17 @@ class Encoding(nn.Module):
         return self.out(self.expected(y, pos), pos, state)
 
     def attend(self, q, k, v, pos, state=None):
-        """mix(softmax(logits), v) without keeping the logits."""
+        """mix(softmax(logits), v) without keeping the logits. pos counts up by 1: the kernels see it so (a probe that moves positions
+        takes kernel='reference').
+        """
+        if self.kernel and kernels_serve(self.cfg, q):
+            with in_full_precision(q):
+                y = self.by_kernels(q, k, self.value(v, pos, state), pos, state)
+                return self.out(y, pos, state)
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
             with in_full_precision(q):
                 return self.attend(q.float(), k.float(), v.float(), pos, state)
         v = self.value(v, pos, state)
-        if self.kernel and kernels_serve(self.cfg, q):
-            return self.out(self.by_kernels(q, k, v, pos, state), pos, state)
         q, k = self.scaled_qk(q, k, pos, state)
         bias = self.bias(pos, state)
         mask = None if bias is None else (bias + causal(bias)).to(q.dtype)[None]        # (1, H, T, T)
@@ -173,18 +177,17 @@ class Encoding(nn.Module):
         return self.out(self.expected(y, pos), pos, state)
 
     def by_kernels(self, q, k, v, pos, state):
-        """The average y by kernels.attention, for positions 0..T-1: nothing wider than q, k, v and no mask reaches memory."""
-        factors, polar, bias, call = self.rescale(q, k, pos, state), self.polar(q, k), self.by_distance(pos), {}
+        """The average y by kernels.attention: nothing wider than q, k, v and no mask reaches memory; factors, bias and distance in float32."""
+        factors, delta, bias, call = self.rescale(q.float(), k.float(), pos, state), self.phases(), self.by_distance(pos - pos[:1]), {}
         if factors is not None:
             row, col = (f.squeeze(-1) for f in factors)
             call |= dict(row=row.expand(1, *q.shape[1:3]), col=col.expand(q.shape[:3]))
-        if polar is not None:
-            q, k, delta = polar
-            call |= dict(delta=delta[None], base=self.cfg.rope_base)
+        if delta is not None:
+            call |= dict(delta=delta[None], base=self.cfg.rope_base, softplus=self.cfg.pope_softplus)
         else:
             q, k = self.qk(q, k, pos, state)
         y, e = kernels.attention(q, k, v, **call, bias=None if bias is None else bias[None], distance=self.distance)
-        return torch.cat([y, e[..., None].to(y.dtype)], dim=-1) if self.distance else y
+        return torch.cat([y.float(), e[..., None]], dim=-1) if self.distance else y
 
     def counted(self, v, pos):
         """v, and where out() asks for the expected distance, the number of the key as one more channel."""
@@ -201,8 +204,8 @@ def in_full_precision(x):
 
 
 def kernels_serve(cfg, q):
-    """Whether kernels.py computes attention: on CUDA from 512 tokens on, where the softmax's memory begins to count, or as cfg.kernel says."""
-    auto = q.is_cuda and q.shape[2] >= 512 and q.dtype != torch.float64 and q.shape[3] <= 128 and kernels.triton is not None
+    """Whether kernels.py computes attention: as cfg.kernel says, or on CUDA in half precision from 512 tokens on, where memory begins to count."""
+    auto = q.is_cuda and q.shape[2] >= 512 and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 128 and kernels.triton is not None
     return cfg.kernel == 'triton' or cfg.kernel == 'auto' and auto
 
 
@@ -404,24 +407,21 @@ class PoPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        if cfg.pope_delta != 'none':
-            delta = torch.zeros(cfg.heads, cfg.head_dim)
+        delta = torch.zeros(cfg.heads, cfg.head_dim)
+        if cfg.pope_delta == 'none':
+            self.register_buffer('delta', delta, persistent=False)
+        else:
             self.delta = nn.Parameter(delta.uniform_(-2 * math.pi, 0) if cfg.pope_delta == 'uniform' else delta)
 
-    def polar(self, q, k):
-        if self.cfg.pope_softplus:
-            softplus = kernels.Softplus.apply if q.is_cuda else F.softplus              # the former keeps less for the backward pass
-            q, k = softplus(q), softplus(k)
-        if self.cfg.pope_delta == 'none':
-            return q, k, q.new_zeros(q.shape[1], q.shape[3])
-        return q, k, self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
+    def phases(self):
+        return self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
 
     def qk(self, q, k, pos, state=None):
-        q, k, delta = self.polar(q, k)
-        phase = pos[:, None] * frequencies(q.shape[-1], self.cfg.rope_base, q)                  # (T, D)
-        late = phase + delta[:, None]                                                           # (H, T, D)
-        return (torch.cat([q * phase.cos(), q * phase.sin()], dim=-1).to(q.dtype),
-                torch.cat([k * late.cos(), k * late.sin()], dim=-1).to(k.dtype))
+        mu_q, mu_k = (F.softplus(q), F.softplus(k)) if self.cfg.pope_softplus else (q, k)
+        phase_q = pos[:, None] * frequencies(q.shape[-1], self.cfg.rope_base, q)                # (T, D)
+        phase_k = phase_q + self.phases()[:, None]                                              # (H, T, D)
+        return (torch.cat([mu_q * phase_q.cos(), mu_q * phase_q.sin()], dim=-1).to(q.dtype),
+                torch.cat([mu_k * phase_k.cos(), mu_k * phase_k.sin()], dim=-1).to(k.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -666,7 +666,7 @@ class Sum(Encoding):
             raise ValueError('only one part of a sum may use the expected distance: vipe cannot be added to itself')
         can = [p.kernel for p in parts]
         turns = [p for p in parts if type(p).qk is not Encoding.qk]
-        clash = len(turns) > 1 and any(type(p).polar is not Encoding.polar for p in turns)
+        clash = len(turns) > 1 and any(p.phases() is not None for p in turns)
         self.kernel = False if clash or False in can else True in can or None
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
 
@@ -690,19 +690,24 @@ class Sum(Encoding):
         return q, k
 
     def rescale(self, q, k, pos, state=None):
-        factors = [f for p, s in self.each(state) if (f := p.rescale(q, k, pos, s)) is not None]
-        return (math.prod(f[0] for f in factors), math.prod(f[1] for f in factors)) if factors else None
+        factors = [p.rescale(q, k, pos, s) for p, s in self.each(state)]
+        factors = [f for f in factors if f is not None]
+        if not factors:
+            return None
+        row, col = factors[0]
+        for r, c in factors[1:]:
+            row, col = row * r, col * c
+        return row, col
 
-    def polar(self, q, k):
-        return next((polar for p in self.parts if (polar := p.polar(q, k)) is not None), None)
+    def phases(self):
+        found = [p.phases() for p in self.parts]
+        return next((delta for delta in found if delta is not None), None)
 
     def bias(self, pos, state=None):
-        biases = [b for p, s in self.each(state) if (b := p.bias(pos, s)) is not None]
-        return sum(biases) if biases else None
+        return added([p.bias(pos, s) for p, s in self.each(state)])
 
     def by_distance(self, d):
-        biases = [b for p in self.parts if (b := p.by_distance(d)) is not None]
-        return sum(biases) if biases else None
+        return added([p.by_distance(d) for p in self.parts])
 
     def value(self, v, pos, state=None):
         for p, s in self.each(state):
@@ -713,6 +718,12 @@ class Sum(Encoding):
         for p, s in reversed(self.each(state)):
             y = p.out(y, pos, s)
         return y
+
+
+def added(biases):
+    """The sum of those that are not None, None if there is none."""
+    biases = [b for b in biases if b is not None]
+    return sum(biases) if biases else None
 
 
 class FirstHeads(Sum):
@@ -783,7 +794,7 @@ def build(cfg):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-HOOKS = 'embed state qk polar rescale bias by_distance value out'.split()
+HOOKS = 'embed state qk rescale bias by_distance value out'.split()
 
 
 def zoo():

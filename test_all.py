@@ -852,15 +852,45 @@ def test_kernels_as_operators():
     g = torch.Generator().manual_seed(0)
     q, k, v = strided(2, 2, 20, 16, torch.float32, 'projected', g)
     delta, row, col, bias = (torch.rand(shape, generator=g).to(DEVICE).requires_grad_() for shape in ((1, 2, 16), (1, 2, 20), (2, 2, 20), (1, 2, 20)))
-    for args in ((q, k, v, delta, row, col, bias, 100.0, True), (q, k, v, None, None, None, bias, 0.0, False)):
+    for args in ((q, k, v, delta, row, col, bias, 100.0, True, True), (q, k, v, None, None, None, bias, 0.0, False, False)):
         torch.library.opcheck(kernels.attention_forward, args, test_utils=('test_schema', 'test_autograd_registration', 'test_faketensor'))
     y = kernels.bias_attention(q, k, v, bias[0])
     grad, = torch.autograd.grad(y.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match='second-order'):
         grad.sum().backward()
-    for wrong, says in (((q.double(), k, v), 'float32, bfloat16 or float16'), ((q[:, :1], k, v), 'must all be')):
+    for wrong, says in (((q.double(), k, v), 'float32, bfloat16 or float16'), ((q[:, :1], k, v), 'must all be'), ((q, k, v, delta), 'delta goes with base'),
+                        ((q, k, v, delta[:, :1], 9.0), r'delta must be \[1, 2, 16\]'), ((q, k, v, None, 0.0, row), 'row with col'),
+                        ((q, k, v, None, 0.0, None, None, bias[..., :9]), r'bias must be \[1, 2, 20\]'),
+                        ((q, k, v, None, 0.0, None, None, bias.expand(3, 2, 20)), '3 groups do not divide')):
         with pytest.raises(ValueError, match=says):
             kernels.attention(*wrong)
+
+
+@kernel_test
+def test_bias_kernel_with_a_window():
+    """-inf beyond a distance: whole blocks of keys may be hidden from a row."""
+    q, k, v = strided(1, 2, 150, 16, torch.float32, 'projected', torch.Generator().manual_seed(0))
+    window = torch.where(torch.arange(150, device=DEVICE) < 8, 0.0, -math.inf).expand(2, 150)
+    assert max(errors(lambda *x: kernels.bias_attention(*x, window), lambda *x: kernels.bias_attention_reference(*x, window.double()), [q, k, v])) < 1e-5
+
+
+@kernel_test
+@pytest.mark.parametrize('name', ['pope', 'vipe', 'pope+vipe', 't5'])
+def test_kernels_under_autocast(name):
+    """Half precision for q, k and v only: factors, bias and the expected distance stay in float32."""
+    tokens = torch.randint(1, 11, (1, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    exact = make(torch.float32, pe=name, kernel='reference').to(DEVICE)(tokens)[0]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        half = make(torch.float32, pe=name, kernel='triton').to(DEVICE)(tokens)[0]
+    assert (half - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+@kernel_test
+def test_sums_compile_in_one_graph():
+    for name in ('pope+vipe', 'rope+alibi'):
+        model = make(torch.float32, pe=name, kernel='reference').to(DEVICE)
+        tokens = torch.randint(1, 11, (1, 9)).to(DEVICE)
+        close(torch.compile(model, fullgraph=True, backend='aot_eager')(tokens)[0].detach(), model(tokens)[0].detach(), 1e-4)
 
 
 COMPILE = """

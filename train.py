@@ -104,6 +104,8 @@ class Config(ModelConfig):
                 raise ValueError(f'length_schedule leaves no length of train_lengths at step {step}')
             if self.n_train and self.n_train * len(lengths) < self.batch_size:
                 raise ValueError(f'n_train={self.n_train} gives {self.n_train * len(lengths)} problems, fewer than batch_size={self.batch_size}')
+        if self.kernel == 'triton' and self.dtype == 'float64':
+            raise ValueError('kernel=triton computes in float32 at most: take kernel=reference with dtype=float64')
         if self.accumulate > self.batch_size:
             raise ValueError(f'accumulate={self.accumulate} cuts batch_size={self.batch_size} into more parts than it has sequences')
         the_task = tasks.make(self.task)
