@@ -614,17 +614,20 @@ def _(dy, de, q, k, v, delta, row, col, bias, y, e, lse, base, softplus):
 
 
 def keep_for_backward(ctx, inputs, output):
+    """What attention_gradient needs: inputs and outputs, nothing in between."""
     *tensors, ctx.base, ctx.softplus, ctx.distance = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def attention_gradient(ctx, dy, de, dlse):
+    """The gradients of attention_forward's inputs; nobody differentiates lse."""
     *_, row, col, bias, y, e, lse = saved = ctx.saved_tensors
     grads = attention_backward(dy, de if ctx.distance else None, *saved, ctx.base, ctx.softplus)
     return *(None if x is None else grad for x, grad in zip(saved, grads)), None, None, None
 
 
 def no_second_gradient(ctx, grads):
+    """Say that there is none."""
     raise NotImplementedError('the kernels have no second-order gradients: take the reference (kernels.NAME_reference, or --kernel=reference)')
 
 
