@@ -495,7 +495,7 @@ def angle_table(base, D, BD, T, device):
 
 def blocks(kernel, D, T, dtype, pope):
     """M, N, warps, stages. Chosen by compiling for an H200 and taking the largest blocks whose registers do not spill (PoPE's backward at D = 128
-    spills 260 to 560 bytes a thread in any shape that uses the tensor cores well); not yet tuned by time.
+    spills some hundred bytes a thread in every shape that uses the tensor cores well); not yet tuned by time.
     """
     narrow = D <= 64
     if dtype == torch.float32:
