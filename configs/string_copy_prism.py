@@ -1,4 +1,4 @@
-# PRISM, trained to copy strings of at most 10 digits, goes on beyond: with some seeds to 150 digits, with others to 12 or 20 (README). Its cursors
+# PRISM, trained to copy strings of at most 10 digits, goes on beyond: seed 3 to 150 digits, seed 2 hardly (README). Its cursors
 # learn to count from the start and from the "=". About 2 minutes on 2 CPU cores. The first 400 steps see short strings only (prism.txt 6.4).
 # Compare: --pe=prism,shifted_ape,rope
 task = 'string_copy'
