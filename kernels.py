@@ -256,6 +256,7 @@ def forward_kernel(Q, K, V, Y, E, LSE, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, 
                    H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr,
                    RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
                    STEP: tl.constexpr, FINE: tl.constexpr):
+    """For a block of queries: y_t, e_t and the log-sum-exp of x_t."""
     bh = (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
     t0 = (tl.cdiv(T, M) - 1 - tl.program_id(0) % tl.cdiv(T, M)) * M                     # the longest rows first
     b, h = bh // H, bh % H

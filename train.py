@@ -770,8 +770,7 @@ def train(cfg, task, device, checkpoint, stop, ranks):
     if not alive:
         raise Diverged('every seed of this run has failed; train it into another --out_dir with a lower --lr')
 
-    where = f'{device}' + (f', {ranks.size} processes' if ranks.size > 1 else '')
-    print(f'{sum(p.numel() for p in seeds.first.parameters()):,} parameters on {where}')
+    print(f'{sum(p.numel() for p in seeds.first.parameters()):,} parameters on {device}' + (f', {ranks.size} processes' if ranks.size > 1 else ''))
     name = f'{cfg.task} {cfg.pe} ' + (f'seed {cfg.seeds[0]}' if len(entries) == 1 else f'{len(entries)} seeds')
     bar = tqdm(total=cfg.max_steps, initial=first, desc=name, unit='step', disable=None if ranks.rank == 0 else True, leave=False)
     with bar, open(os.path.join(cfg.out_dir, 'log.jsonl') if ranks.rank == 0 else os.devnull, 'a') as log:
@@ -779,7 +778,6 @@ def train(cfg, task, device, checkpoint, stop, ranks):
         for step in range(first, cfg.max_steps):
             losses.append(seeds.step(step))                                             # (S,)
             bar.update()
-
             done = step + 1
             evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
             logging = evaluating or done % cfg.log_interval == 0
@@ -796,10 +794,10 @@ def train(cfg, task, device, checkpoint, stop, ranks):
                 speed = (done - first) / (time.time() - began)
                 mean = sum(recent[-1][seed] for seed in alive) / len(alive)
                 bar.set_postfix(loss=f'{mean:.4f}')
+                rate = seeds.optimizer.param_groups[0]['lr'].item()
                 for seed in alive:
                     loss = sum(row[seed] for row in recent) / len(recent)
-                    line = dict(step=done, seed=seed, loss=loss, lr=seeds.optimizer.param_groups[0]['lr'].item(), steps_per_s=round(speed, 2))
-                    log.write(json.dumps(line) + '\n')
+                    log.write(json.dumps(dict(step=done, seed=seed, loss=loss, lr=rate, steps_per_s=round(speed, 2))) + '\n')
                 losses.clear()
             pause = time.time()
             if evaluating or stopping:
