@@ -1,4 +1,4 @@
-"""Fused causal attention for PoPE, ViPE and Toeplitz biases: Triton kernels beside their plain-torch references.
+"""Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan: Triton kernels beside their plain-torch references.
 
     python kernels.py               checks the kernels against the references in float64; with a GPU, prints the benchmark
     python kernels.py --results=results/kernels.jsonl        ... and writes it there
@@ -34,6 +34,7 @@ except ImportError:                                                # Triton is f
 
 LOG2E = 1.4426950408889634
 STEP, FINE = 16, 128                                               # the angle tables: every 16th position, and offsets 0..127
+EPS, CHUNK = 1e-8, 16                                              # of the sharpened histograms; steps of the scan between checkpoints
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,10 +88,8 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
     [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k. All mass starts at offset 0; the histogram that is superposed
     at t is the one after token t's gates. ValueError if the support is too small for the sequence.
     """
-    B, C, T = reset.shape
-    P = len(table) // 2
-    if P < T:
-        raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets -{T}..{T} at least, not -{P}..{P}')
+    check_support(reset, table)
+    (B, C, T), P = reset.shape, len(table) // 2
     origin = F.one_hot(torch.tensor(P, device=table.device), 2 * P + 1).to(table.dtype)
     h, out = origin.expand(B, C, -1), []
     for t in range(T):
@@ -103,13 +102,20 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
         if copy is not None:
             h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :-1], (P, P + 1 - T))
         if gamma is not None:                                                           # (h + eps)^gamma, normalized
-            h = (gamma[:, None] * (h + 1e-8).log()).softmax(dim=-1)
+            h = (gamma[:, None] * (h + EPS).log()).softmax(dim=-1)
         out.append(h)
         if len(out) == chunk or t == T - 1:                                             # superpose: sum_d h[d] f(d)
             out = [torch.stack(out, dim=2) @ table]
             encodings = out[0] if t < chunk else torch.cat([encodings, out[0]], dim=2)
             out = []
     return encodings
+
+
+def check_support(reset, table):
+    """ValueError if a cursor can leave the offsets of the table."""
+    T, P = reset.shape[-1], len(table) // 2
+    if P < T:
+        raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets -{T}..{T} at least, not -{P}..{P}')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,6 +174,25 @@ def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, soft
     fp32 = [None if x is None else x.float() for x in (delta, row, col, bias)]
     y, e, _ = attention_forward(q, k, v, *fp32, base, softplus, distance)
     return y, e if distance else None
+
+
+def cursor_scan(reset, step, gamma, table, copy=None):
+    """cursor_scan_reference by the kernels, in float32: [B, C, T, d_pe]. Neither the histograms [B, C, T, 2P+1] nor a loop over T outside the kernel exists.
+
+    gamma may also be [G, C], G dividing B: a row for each seed of a run. Gradients for every input, that of the table by atomic additions.
+    RuntimeError without Triton; ValueError if shapes do not fit or the support is too small for the sequence.
+    """
+    if triton is None:
+        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; kernels.cursor_scan_reference needs nothing')
+    B, C, T = reset.shape
+    gamma = gamma[None] if gamma is not None and gamma.dim() == 1 else gamma
+    for name, x, shape in (('step', step, (B, C, T, 3)), ('copy', copy, (B, C, T, T + 1)), ('gamma', gamma, (len(gamma) if gamma is not None else 1, C))):
+        if x is not None and x.shape != shape:
+            raise ValueError(f'{name} must be {[*shape]}, not {[*x.shape]}')
+    if table.dim() != 2 or len(table) % 2 == 0 or gamma is not None and B % len(gamma):
+        raise ValueError(f'the table must be [2P+1, d_pe] and the rows of gamma divide B={B}; they are {[*table.shape]} and {None if gamma is None else len(gamma)}')
+    check_support(reset, table)
+    return scan_forward(*(None if x is None else x.float() for x in (reset, step, gamma, table, copy)))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -592,12 +617,15 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
     return [lse.new_empty(0) if x is None or x is none else x for x in grads]           # no two may be one tensor
 
 
-def fold_seeds(op):
-    """The vmap rule of an operator whose tensors all begin with the batch, or with G: the seeds go in front of either."""
+def fold_seeds(op, shared=None):
+    """The vmap rule of an operator whose tensors all begin with the batch, or with G: the seeds go in front of either. Argument `shared` is one for all."""
     def rule(info, in_dims, *args):
         S = info.batch_size
+        if shared is not None and (in_dims[shared] is not None or args[-1] is True):
+            raise NotImplementedError('the table of sinusoids must be one for all: take kernels.cursor_scan_reference')
         in_front = lambda x, dim: (x.movedim(dim, 0) if dim is not None else x.expand(S, *x.shape)).flatten(0, 1)
-        folded = op(*(in_front(x, dim) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims)))
+        seeded = [isinstance(x, torch.Tensor) and place != shared for place, x in enumerate(args)]
+        folded = op(*(in_front(x, dim) if yes else x for yes, x, dim in zip(seeded, args, in_dims)))
         out = [x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0) for x in folded]
         return (out, [0] * len(out)) if isinstance(folded, list) else (tuple(out), (0,) * len(out))
     return rule
@@ -639,6 +667,216 @@ attention_backward.register_vmap(fold_seeds(attention_backward))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# PRISM's scan: a program for each cursor of each sequence, whose histogram h [L = 2P+1] stays in registers. HISTORY keeps the K steps of a chunk:
+# there a step finds its neighbours, and the product with the table its rows. Row k is the histogram before step k of the chunk.
+
+@jit
+def neighbours(ROW, h, i, L):
+    """What a step up and a step down bring to the bins i of h, of which ROW is a copy in memory; clamped at the ends."""
+    up = tl.load(ROW + i - 1, mask=(i > 0) & (i < L), other=0.0) + tl.where(i == L - 1, h, 0.0)
+    down = tl.load(ROW + i + 1, mask=i < L - 1, other=0.0) + tl.where(i == 0, h, 0.0)
+    return up, down
+
+
+@jit
+def moved(h, up, down, reset, incr, decr, keep, total, i, P):
+    """Algorithm 1, (2) and (3): all mass reset to offset 0 and then one step, or only the step."""
+    origin = tl.where(i == P + 1, incr, 0.0) + tl.where(i == P - 1, decr, 0.0) + tl.where(i == P, keep, 0.0)
+    return reset * total * origin + (1 - reset) * (incr * up + decr * down + keep * h)
+
+
+@jit
+def gates(RESET, STEP, t):
+    """p_reset, p_incr, p_decr, p_keep at token t."""
+    return tl.load(RESET + t), tl.load(STEP + 3 * t), tl.load(STEP + 3 * t + 1), tl.load(STEP + 3 * t + 2)
+
+
+@jit
+def jumps(COPY, t, i, T, P):
+    """Algorithm 1, (4): p_copy at token t by bins, and p_no-copy."""
+    ROW = COPY + tl.full([], t, tl.int64) * (T + 1)
+    return tl.load(ROW + i - P, mask=(i >= P) & (i < P + T), other=0.0), tl.load(ROW + T)
+
+
+@jit
+def scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, T, L, P, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr):
+    """Algorithm 1 from token start on, `steps` times; HISTORY gets the histograms, the one before in row 0."""
+    for k in range(steps):
+        tl.store(HISTORY + k * L + i, h, mask=i < L)
+        tl.debug_barrier()
+        up, down = neighbours(HISTORY + k * L, h, i, L)
+        reset, incr, decr, keep = gates(RESET, STEP, start + k)
+        h = moved(h, up, down, reset, incr, decr, keep, 1.0 if SHARPEN else tl.sum(h, axis=0), i, P)
+        if COPYING:
+            jump, stay = jumps(COPY, start + k, i, T, P)
+            h = stay * h + jump
+        if SHARPEN:                                                # (5): (h + eps)^gamma, normalized, by way of the logarithm
+            x = tl.where(i < L, gamma * tl.log2(h + EPS), float('-inf'))
+            h = tl.exp2(x - tl.max(x, axis=0))
+            h /= tl.sum(h, axis=0)
+    tl.store(HISTORY + steps * L + i, h, mask=i < L)
+    tl.debug_barrier()
+    return h
+
+
+@jit
+def load_tile(X, rows, columns, stride, N, M):
+    """X[rows, columns], X [N, M] with rows `stride` apart, zeros outside."""
+    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=(rows[:, None] < N) & (columns[None, :] < M), other=0.0)
+
+
+@jit
+def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, C, T, L, D, EACH, BL: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
+                K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr):
+    """A cursor's encodings OUT [T, D], and its histogram before every K-th step in CHECKPOINTS. EACH sequences share a row of GAMMA."""
+    n, i, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, BL), tl.arange(0, K), tl.arange(0, BD)
+    RESET, STEP, COPY, OUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), OUT + n * T * D, HISTORY + n * (K + 1) * L
+    CHECKPOINTS += n * tl.cdiv(T, K) * L
+    gamma, P = tl.load(GAMMA + n // C // EACH * C + n % C), L // 2
+    h = tl.where(i == P, 1.0, 0.0)                                 # all mass at offset 0
+    for start in range(0, T, K):
+        steps = tl.minimum(K, T - start)
+        tl.store(CHECKPOINTS + start // K * L + i, h, mask=i < L)
+        h = scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, T, L, P, SHARPEN, COPYING, EPS)
+        e = tl.zeros([K, BD], tl.float32)
+        for j in range(0, L, BJ):                                  # Algorithm 2: sum_d h[d] f(d)
+            js = j + tl.arange(0, BJ)
+            e = dot(load_tile(HISTORY + L, ks, js, L, steps, L), load_tile(TABLE, js, cs, D, L, D), e, PRECISION)
+        tl.store(OUT + (start + ks[:, None]) * D + cs[None, :], e, mask=(ks[:, None] < steps) & (cs[None, :] < D))
+
+
+@jit
+def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA, DTABLE, DCOPY, HISTORY, GRADS, C, T, L, D, EACH,
+                         BL: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr,
+                         EPS: tl.constexpr, PRECISION: tl.constexpr, WANT_TABLE: tl.constexpr):
+    """Gradients of a cursor's gates, gamma and jumps, chunk by chunk from the end: GRADS [K, L] holds those of the chunk's histograms."""
+    n, i, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, BL), tl.arange(0, K), tl.arange(0, BD)
+    RESET, STEP, COPY, DOUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), DOUT + n * T * D, HISTORY + n * (K + 1) * L
+    DRESET, DSTEP, DCOPY, GRADS, CHECKPOINTS = DRESET + n * T, DSTEP + n * T * 3, DCOPY + n * T * (T + 1), GRADS + n * K * L, CHECKPOINTS + n * tl.cdiv(T, K) * L
+    gamma, P, dh, dgamma = tl.load(GAMMA + n // C // EACH * C + n % C), L // 2, tl.zeros([BL], tl.float32), 0.0
+    for back in range(tl.cdiv(T, K)):
+        start = (tl.cdiv(T, K) - 1 - back) * K
+        steps = tl.minimum(K, T - start)
+        h = tl.load(CHECKPOINTS + start // K * L + i, mask=i < L, other=0.0)
+        scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, T, L, P, SHARPEN, COPYING, EPS)
+        de = load_tile(DOUT + start * D, ks, cs, D, steps, D)      # (K, BD)
+        for j in range(0, L, BJ):
+            js = j + tl.arange(0, BJ)
+            dhs = dot(de, tl.trans(load_tile(TABLE, js, cs, D, L, D)), tl.zeros([K, BJ], tl.float32), PRECISION)
+            tl.store(GRADS + ks[:, None] * L + js[None, :], dhs, mask=js[None, :] < L)
+            if WANT_TABLE:
+                hs = load_tile(HISTORY + L, ks, js, L, steps, L)
+                dtable = dot(tl.trans(hs), de, tl.zeros([BJ, BD], tl.float32), PRECISION)
+                tl.atomic_add(DTABLE + js[:, None] * D + cs[None, :], dtable, mask=(js[:, None] < L) & (cs[None, :] < D), sem='relaxed')
+        tl.debug_barrier()
+        for done in range(steps):
+            k = steps - 1 - done
+            t, ROW = start + k, GRADS + k * L
+            h = tl.load(HISTORY + k * L + i, mask=i < L, other=0.0)
+            dh += tl.load(ROW + i, mask=i < L, other=0.0)
+            up, down = neighbours(HISTORY + k * L, h, i, L)
+            reset, incr, decr, keep = gates(RESET, STEP, t)
+            total = 1.0 if SHARPEN else tl.sum(h, axis=0)
+            g = moved(h, up, down, reset, incr, decr, keep, total, i, P)
+            if COPYING:
+                jump, stay = jumps(COPY, t, i, T, P)
+            else:
+                jump, stay = 0.0, 1.0
+            if SHARPEN:
+                y, x = tl.load(HISTORY + (k + 1) * L + i, mask=i < L, other=0.0), stay * g + jump + EPS
+                dh = y * (dh - tl.sum(y * dh, axis=0))
+                dgamma += tl.sum(dh * tl.log(x), axis=0)
+                dh = gamma * dh / x
+            if COPYING:
+                DROW = DCOPY + tl.full([], t, tl.int64) * (T + 1)
+                tl.store(DROW + i - P, dh, mask=(i >= P) & (i < P + T))
+                tl.store(DROW + T, tl.sum(dh * g, axis=0))
+                dh *= stay
+            tl.store(ROW + i, dh, mask=i < L)
+            tl.debug_barrier()
+            above, below = tl.load(ROW + P + 1), tl.load(ROW + P - 1)
+            origin = incr * above + decr * below + keep * tl.load(ROW + P)          # of the mass that a reset brings to offset 0
+            to_up, to_down, to_keep = tl.sum(dh * up, axis=0), tl.sum(dh * down, axis=0), tl.sum(dh * h, axis=0)
+            tl.store(DRESET + t, total * origin - incr * to_up - decr * to_down - keep * to_keep)
+            tl.store(DSTEP + 3 * t, (1 - reset) * to_up + reset * total * above)
+            tl.store(DSTEP + 3 * t + 1, (1 - reset) * to_down + reset * total * below)
+            tl.store(DSTEP + 3 * t + 2, (1 - reset) * to_keep + reset * total * tl.load(ROW + P))
+            from_up = tl.load(ROW + i + 1, mask=i < L - 1, other=0.0) + tl.where(i == L - 1, dh, 0.0)           # a step up, backward
+            from_down = tl.load(ROW + i - 1, mask=(i > 0) & (i < L), other=0.0) + tl.where(i == 0, dh, 0.0)
+            dh = tl.where(i < L, (1 - reset) * (incr * from_up + decr * from_down + keep * dh) + reset * origin, 0.0)
+        tl.debug_barrier()
+    tl.store(DGAMMA + n, dgamma)
+
+
+def scan_launch(reset, gamma, table, copy):
+    """Grid, sizes and switches that both kernels of the scan take: 4 bins for a thread, so that several programs fit on a multiprocessor."""
+    (B, C, T), (L, D) = reset.shape, table.shape
+    BL = max(16, triton.next_power_of_2(L))
+    sizes = dict(C=C, T=T, L=L, D=D, EACH=B if gamma is None else B // len(gamma), BL=BL, BJ=min(BL, 32), BD=max(16, triton.next_power_of_2(D)), K=CHUNK)
+    precision = 'interpreter' if os.environ.get('TRITON_INTERPRET') == '1' else 'tf32' if torch.get_float32_matmul_precision() != 'highest' else 'tf32x3'
+    return (B * C,), sizes | dict(SHARPEN=gamma is not None, COPYING=copy is not None, EPS=EPS, PRECISION=precision, num_stages=1,
+                                   num_warps=min(16, max(1, BL // 128)))
+
+
+@torch.library.custom_op('nanope::cursor_scan', mutates_args=())
+def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None, table: torch.Tensor,
+                 copy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The encodings [B, C, T, d_pe], and the histograms before every CHUNK-th step."""
+    (B, C, T), (L, D) = reset.shape, table.shape
+    reset, step, table, rest = reset.contiguous(), step.contiguous(), table.contiguous(), [x.contiguous() if x is not None else reset for x in (gamma, copy)]
+    out, checkpoints, history = reset.new_empty(B, C, T, D), reset.new_empty(B, C, triton.cdiv(T, CHUNK), L), reset.new_empty(B * C, CHUNK + 1, L)
+    grid, arguments = scan_launch(reset, gamma, table, copy)
+    with torch.cuda.device_of(reset):
+        scan_kernel[grid](reset, step, rest[0], table, rest[1], out, checkpoints, history, **arguments)
+    return out, checkpoints
+
+
+@torch.library.custom_op('nanope::cursor_scan_backward', mutates_args=())
+def scan_backward(dout: torch.Tensor, reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None, table: torch.Tensor,
+                  copy: torch.Tensor | None, checkpoints: torch.Tensor, want_table: bool) -> list[torch.Tensor]:
+    """The gradients of reset, step, gamma, table, copy; empty tensors for those that are None or not wanted."""
+    (B, C, T), L, none = reset.shape, len(table), lambda: reset.new_empty(0)
+    dout, reset, step, table, checkpoints = (x.contiguous() for x in (dout, reset, step, table, checkpoints))
+    rest = [x.contiguous() if x is not None else reset for x in (gamma, copy)]
+    dreset, dstep, dgamma = torch.empty_like(reset), torch.empty_like(step), reset.new_empty(B, C)
+    dtable, dcopy = torch.zeros_like(table) if want_table else none(), torch.empty_like(copy) if copy is not None else none()
+    history, grads = reset.new_empty(B * C, CHUNK + 1, L), reset.new_empty(B * C, CHUNK, L)
+    grid, arguments = scan_launch(reset, gamma, table, copy)
+    with torch.cuda.device_of(reset):
+        scan_backward_kernel[grid](dout, reset, step, rest[0], table, rest[1], checkpoints, dreset, dstep, dgamma, dtable, dcopy, history, grads,
+                                   WANT_TABLE=want_table, **arguments)
+    return [dreset, dstep, dgamma.unflatten(0, (len(gamma), -1)).sum(dim=1) if gamma is not None else none(), dtable, dcopy]
+
+
+@scan_forward.register_fake
+def _(reset, step, gamma, table, copy):
+    return reset.new_empty(*reset.shape, table.shape[1]), reset.new_empty(*reset.shape[:2], -(-reset.shape[2] // CHUNK), len(table))
+
+
+@scan_backward.register_fake
+def _(dout, reset, step, gamma, table, copy, checkpoints, want_table):
+    return [reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, table if want_table else None, copy)]
+
+
+def keep_scan(ctx, inputs, output):
+    """What scan_gradient needs."""
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def scan_gradient(ctx, dout, dcheckpoints):
+    """The gradients of scan_forward's inputs; nobody differentiates the checkpoints."""
+    *inputs, checkpoints = ctx.saved_tensors
+    grads = scan_backward(dout, *inputs, checkpoints, ctx.needs_input_grad[3])
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad))
+
+
+scan_forward.register_autograd(scan_gradient, setup_context=keep_scan)
+scan_backward.register_autograd(no_second_gradient)
+scan_forward.register_vmap(fold_seeds(scan_forward, shared=3))
+scan_backward.register_vmap(fold_seeds(scan_backward, shared=4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # python kernels.py
 
 def random_call(name, B, H, T, D, dtype, device):
@@ -647,6 +885,14 @@ def random_call(name, B, H, T, D, dtype, device):
     own = {'pope': lambda: -6 * torch.rand(H, D, device=device), 'vipe': lambda: 0.3 * torch.randn(H, D, device=device),
            'bias': lambda: torch.randn(H, T, device=device)}[name]()
     return q, k, v, own.requires_grad_()
+
+
+def random_scan(B, C, T, P, d_pe, device):
+    """Inputs of cursor_scan, all of which want gradients; copies come from tokens up to this one."""
+    later = torch.ones(T, T, device=device).triu(1).bool()
+    jumps = torch.cat([torch.randn(B, C, T, T, device=device).masked_fill(later, -math.inf), torch.ones(B, C, T, 1, device=device)], dim=-1).softmax(dim=-1)
+    found = torch.rand(B, C, T, device=device) * 0.3, (2 * torch.randn(B, C, T, 3, device=device)).softmax(dim=-1), 1.2 + torch.rand(C, device=device)
+    return *(x.requires_grad_() for x in found), torch.randn(2 * P + 1, d_pe, device=device).requires_grad_(), jumps.requires_grad_()
 
 
 def relative_errors(function, reference, inputs):
@@ -669,6 +915,9 @@ def check(device):
             errors = relative_errors(globals()[f'{name}_attention'], globals()[f'{name}_attention_reference'], inputs)
             print(f'  {str(dtype)[6:]:9} {name}_attention  {max(errors):.1e}')
             bad += [f'{name} {dtype}'] if not max(errors) <= limit else []
+    errors = relative_errors(cursor_scan, cursor_scan_reference, random_scan(2, 2, 50, 60, 12, device))
+    print(f'  float32   cursor_scan     {max(errors):.1e}')
+    bad += ['cursor_scan'] if not max(errors) <= 1e-4 else []
     if bad:
         sys.exit(f'kernels.py: wrong: {", ".join(bad)}')
 
@@ -767,8 +1016,42 @@ def benchmark(tokens=16384, width=2048):
     return rows
 
 
+def benchmark_scan(B=100, C=140, T=256, P=256, d_pe=32):
+    """[{what, ms, peak_mb}]: cursor_scan and its reference on CUDA, forward and backward, medians of rounds that take turns."""
+    d = torch.arange(-P, P + 1, device='cuda')[:, None] * 1e4 ** (-torch.arange(0, d_pe, 2, device='cuda') / d_pe)
+    table, wide = torch.stack([d.sin(), d.cos()], dim=-1).flatten(-2), torch.randn(B, C, T, 4, device='cuda')
+    reset, step, gamma = (x.requires_grad_() for x in (wide[..., 0].sigmoid(), wide[..., 1:].softmax(dim=-1), torch.full((C,), 2.0, device='cuda')))
+    contestants, times, rows = {'cursor_scan': cursor_scan, 'cursor_scan_reference': cursor_scan_reference}, {}, []
+    torch.set_float32_matmul_precision('high')                                          # tf32 for the product with the table, in both
+    dy = torch.randn(B, C, T, d_pe, device='cuda')
+
+    def run(function):
+        torch.cuda.synchronize()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(function(reset, step, gamma, table), (reset, step, gamma), dy)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start), (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+    for name in contestants:
+        try:
+            run(contestants[name])
+            times[name] = [run(contestants[name])]
+        except torch.cuda.OutOfMemoryError:
+            rows.append(dict(what=name, skipped='out of memory'))
+            torch.cuda.empty_cache()
+    for _ in range(6):
+        for name in times:
+            times[name].append(run(contestants[name]))
+    rows += [dict(what=name, ms=round(sorted(ms for ms, _ in found)[3], 2), peak_mb=round(found[0][1], 1)) for name, found in times.items()]
+    print(f'\ncursor_scan at B={B} C={C} T={T} P={P} d_pe={d_pe}, forward and backward')
+    for row in rows:
+        print(f'  {row["what"]:38}' + (row.get('skipped') or f'{row["ms"]:10.2f} ms {row["peak_mb"]:12.1f} MB'))
+    return [dict(row, B=B, C=C, T=T, P=P, d_pe=d_pe) for row in rows]
+
+
 if __name__ == '__main__':
     import json
+    import time
     results = [arg[len('--results='):] for arg in sys.argv[1:] if arg.startswith('--results=')]
     if len(results) < len(sys.argv) - 1:
         print(__doc__)
@@ -782,7 +1065,7 @@ if __name__ == '__main__':
         sys.exit(2)
     check('cuda' if torch.cuda.is_available() else 'cpu')
     if torch.cuda.is_available():
-        rows = benchmark()
+        rows = benchmark_scan() + benchmark()
         for f in files:
             with f:
                 f.write(json.dumps(dict(command='python ' + ' '.join(sys.argv), torch=torch.__version__, triton=triton.__version__,

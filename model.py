@@ -131,6 +131,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, targets=None, total_len=None):
         """tokens [B, T] int64 -> (logits [B, T, V], mean cross-entropy of the targets [B, T] that are not -100, or None).
+        In training the loss has the encoding's penalty added.
 
         total_len: the known final length of the sequence, where tokens are only its beginning (ViPE and YaRN depend on it).
         """
@@ -139,13 +140,15 @@ class Transformer(nn.Module):
         enc = self.blocks[0].attn.pe
         state = enc.state(x, pos, total_len)
         x = self.tap_resid(self.drop(enc.embed(x, pos)))
-        for block in self.blocks:
+        for n, block in enumerate(self.blocks):
+            state = block.attn.pe.restate(x, pos, state) if n else state
             x = block(x, pos, state)
         logits = self.head(self.norm(x))                                                # (B, T, V)
         if targets is None:
             return logits, None
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return logits, loss + sum(block.attn.pe.penalty() for block in self.blocks) if self.training else loss
 
     def optim_groups(self, lr, weight_decay):
         """Groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters.

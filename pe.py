@@ -51,13 +51,18 @@ class PEConfig:
     vipe_d_p: int = 0              # vipe: width of the distance code per head; 0: the head dimension
     pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k themselves
     pope_delta: str = 'zero'       # pope: phase bias delta starts at zero | uniform on [-2 pi, 0] | none (no bias)
-    n_layer: int = 2               # blocks; prism makes cursors for the heads of all of them
+    n_layer: int = 2               # blocks
+    prism_layers: list = (1,)      # prism: a PRISM layer, with cursors for the layers from there on, before each of these
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor's histogram superposes
     prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
+    prism_recurrent: str = 'free'  # prism: the GRU's W_h is free | orthogonal (parametrization) | penalty (1e-3 |W'W - 1|^2) | norm (learned)
     prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
+    prism_copy: str = 'none'       # prism: one of five query cursors can jump to a past token; its key cursor is fixed | trained; or none
+    prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
+    prism_norm: str = 'none'       # prism: encodings normalized by one scale for all | unit (to length sqrt(d_pe) each) | none (Algorithm 3)
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the weights of the cursors (betas 0.8, 0.92)
-    kernel: str = 'auto'           # pope, vipe, alibi, t5 by kernels.py: auto (on CUDA for long sequences) | triton (always) | reference (never)
+    kernel: str = 'auto'           # pope, vipe, alibi, t5, prism's scan by kernels.py: auto (on CUDA where it pays) | triton (always) | reference (never)
 
     def __post_init__(self):
         for key in ('d_model', 'n_head', 'n_layer', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'yarn_beta_fast',
@@ -70,9 +75,14 @@ class PEConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         for key, known in dict(attention=('mha', 'mla'), vipe_s=('length', 'global', 'one'), vipe_g=('s', 'as', 'as+b', 'rational'),
-                               pope_delta=('zero', 'uniform', 'none'), kernel=('auto', 'triton', 'reference')).items():
+                               pope_delta=('zero', 'uniform', 'none'), kernel=('auto', 'triton', 'reference'),
+                               prism_recurrent=('free', 'orthogonal', 'penalty', 'norm'), prism_copy=('none', 'fixed', 'trained'),
+                               prism_norm=('none', 'scale', 'unit')).items():
             if getattr(self, key) not in known:
                 raise ValueError(f'{key} must be one of {", ".join(known)}, not {getattr(self, key)!r}')
+        layers = self.prism_layers = list(self.prism_layers)
+        if not layers or layers[0] != 1 or any(type(x) is not int for x in layers) or layers != sorted(set(layers)) or layers[-1] > self.n_layer:
+            raise ValueError(f'prism_layers must be layers in order, from 1 to n_layer={self.n_layer}, the first of them 1; it is {layers}')
         if self.kernel == 'triton' and kernels.triton is None:
             raise ValueError('kernel=triton needs Triton, which is for Linux: pip install triton, or take kernel=auto')
         if self.d_model % self.n_head:
@@ -116,6 +126,12 @@ class Encoding(nn.Module):
 
     def state(self, x, pos, total_len=None):            # anything, once per sequence; total_len: its known final length
         return None
+
+    def restate(self, x, pos, state):                   # the state from this layer on, given the residual stream before it
+        return state
+
+    def penalty(self):                                  # -> added to the training loss
+        return 0.0
 
     def qk(self, q, k, pos, state=None):                # -> q', k' [B, H, T, any]
         return q, k
@@ -253,6 +269,12 @@ def frequencies(n, base, like):
     return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
 
 
+def sinusoids(pos, width, base, like):
+    """f(z)[2c] = sin(z theta_c), f(z)[2c+1] = cos(z theta_c), theta_c = base^(-2c/width), of every z in pos: [.., width]."""
+    angle = pos[..., None] * frequencies(width // 2, base, like)
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
+
+
 def rotate(x, angle):
     """Rotate the pair (x_2c, x_2c+1) by angle[:, c], as complex numbers x_c e^(i angle_c): x [B, H, T, D], angle [T, D/2]."""
     pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))      # (B, H, T, D/2)
@@ -294,12 +316,8 @@ class APE(Encoding):
         super().__init__(cfg)
         even(cfg.d_model, 'ape', 'd_model')
 
-    def sinusoid(self, pos, x):                                                     # [..] -> [.., C]
-        angle = pos[..., None] * frequencies(x.shape[-1] // 2, self.cfg.rope_base, x)
-        return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2).to(x.dtype)
-
     def embed(self, x, pos):
-        return x + self.sinusoid(pos, x)
+        return x + sinusoids(pos, x.shape[-1], self.cfg.rope_base, x).to(x.dtype)       # pos [T], or [B, T] where they differ
 
 
 class ShiftedAPE(APE):
@@ -318,7 +336,7 @@ class ShiftedAPE(APE):
             m = self.start + (self.used + torch.arange(x.shape[0], device=x.device)) * -7046029254386353131     # wraps around
             self.used += x.shape[0]
             pos = pos + (m >> 33).remainder(self.cfg.max_shift + 1)[:, None]            # (B, T)
-        return x + self.sinusoid(pos, x)
+        return super().embed(x, pos)
 
 
 class Learned(Encoding):
@@ -569,15 +587,15 @@ class ViPE(Encoding):
 # positions that the content decides
 
 class Cursors(nn.Module):
-    """PRISM's layer: a GRU reads the content x_t, opens gates that move cursors, and each cursor is a histogram over offsets -P..P.
+    """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a histogram over the offsets -P..P.
 
     gates_t = W h_t,  h_t = GRU(x_t, h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
-    and superposes e_t = sum_d h_t[d] f(d), f(d)[2c] = sin(d theta_c), f(d)[2c+1] = cos(d theta_c) (Algorithms 1 and 2). P is the sequence's length,
-    which no cursor can leave.
+    and superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithms 1 and 2). P is the sequence's length, which no cursor can leave. With
+    prism_copy, every fifth query cursor may also jump to the place of a past token (5.0.3).
     """
-    def __init__(self, cfg):
+    def __init__(self, cfg, layers):
         super().__init__()
-        self.cfg, self.count = cfg, cfg.n_layer * cfg.heads * cfg.prism_cursors         # C, of query cursors and of key cursors
+        self.cfg, self.layers, self.count = cfg, layers, layers * cfg.heads * cfg.prism_cursors     # C, of query cursors and of key cursors
         self.W_x = nn.Linear(cfg.d_model, 3 * cfg.prism_hidden)
         self.W_h = nn.Linear(cfg.prism_hidden, 3 * cfg.prism_hidden)
         self.W = nn.Linear(cfg.prism_hidden, 2 * self.count * 4)
@@ -585,65 +603,123 @@ class Cursors(nn.Module):
         with torch.no_grad():
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0                    # resets are rare at first
+        if cfg.prism_recurrent == 'orthogonal':
+            nn.utils.parametrizations.orthogonal(self.W_h)
+        if cfg.prism_recurrent == 'norm':
+            self.s = nn.Parameter(torch.tensor(0.5))
         if cfg.prism_sharpen:
             self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))  # gamma = 1 + softplus(g), 2 at first
+        self.copying = list(range(0, self.count, 5)) if cfg.prism_copy != 'none' else []
+        if self.copying:
+            n, width = len(self.copying), cfg.d_model + cfg.prism_hidden
+            self.W_q, self.W_k, self.W_stay = nn.Linear(width, n * cfg.head_dim), nn.Linear(width, n * cfg.head_dim), nn.Linear(width, n)
+            nn.init.constant_(self.W_stay.bias, 3.0)                                    # jumps are rare at first
+
+    def W_recurrent(self):
+        """W_h, orthogonal or free; with prism_recurrent='norm' of Frobenius norm s sqrt(hidden), s learned (footnote 8*)."""
+        W = self.W_h.weight
+        return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm()) if self.cfg.prism_recurrent == 'norm' else W
+
+    def penalty(self):
+        """What keeps W_h near an orthogonal matrix with prism_recurrent='penalty' (6.3)."""
+        W = self.W_h.weight
+        return 1e-3 * (W.T @ W - torch.eye(W.shape[1], device=W.device, dtype=W.dtype)).square().sum()
 
     def gru(self, x):                                                                   # [B, T, C] -> [B, T, hidden] (Cho et al. 2014)
-        h, out = x.new_zeros(x.shape[0], self.cfg.prism_hidden), []
+        h, out, W_h = x.new_zeros(x.shape[0], self.cfg.prism_hidden), [], self.W_recurrent()
         for from_x in self.W_x(x).unbind(dim=1):
-            (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, dim=-1), self.W_h(h).chunk(3, dim=-1)
+            (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, dim=-1), F.linear(h, W_h, self.W_h.bias).chunk(3, dim=-1)
             z, n = torch.sigmoid(z_x + z_h), torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
             h = (1 - z) * n + z * h
             out.append(h)
         return torch.stack(out, dim=1)
 
     def gates(self, x):
-        """p_reset [B, 2C, T] and (p_incr, p_decr, p_keep) [B, 2C, T, 3]."""
-        w = self.W(self.gru(x)).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)      # (B, 2C, T, 4)
-        return torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
+        """p_reset [B, 2C, T], (p_incr, p_decr, p_keep) [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C' copying cursors, or None."""
+        h = self.gru(x)
+        w = self.W(h).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)                # (B, 2C, T, 4)
+        reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
+        if not self.copying:
+            return reset, step, None
+        if self.cfg.prism_copy == 'fixed':                                              # their key cursors count the tokens from 0
+            fixed = torch.zeros(2 * self.count, 1, dtype=torch.bool, device=x.device)
+            fixed[[self.count + c for c in self.copying]] = True
+            up = F.one_hot((torch.arange(x.shape[1], device=x.device) == 0).long() * 2, 3).to(step.dtype)       # keep, then increment
+            reset, step = reset.masked_fill(fixed, 0.0), torch.where(fixed[..., None], up, step)
+        return reset, step, self.jumps(torch.cat([x, h], dim=-1))
 
-    def forward(self, x):
-        """Superpositions g_q, g_k of the cursors of every layer and head [n_layer, B, H, T, cursors d_pe]."""
-        B, T, _ = x.shape
-        d = torch.arange(-T, T + 1, device=x.device)
-        angle = d[:, None] * frequencies(self.cfg.prism_d_pe // 2, self.cfg.rope_base, x)
-        table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)             # f(-T..T) (2T + 1, d_pe)
+    def jumps(self, x):
+        """p_copy: causal self-attention from each token to those up to it, and "no copy" as its last entry."""
+        q, k = (W(x).unflatten(-1, (len(self.copying), -1)).transpose(1, 2) for W in (self.W_q, self.W_k))      # (B, C', T, D)
+        logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        return torch.cat([logits + causal(logits), self.W_stay(x).transpose(1, 2)[..., None]], dim=-1).softmax(dim=-1)
+
+    def scan(self, x, table):
+        """Encodings [B, 2C, T, d_pe] of all cursors: what the histograms make of the rows of table, f(-P..P)."""
+        by_kernel = self.cfg.kernel == 'triton' or self.cfg.kernel == 'auto' and x.is_cuda and kernels.triton is not None and x.dtype != torch.float64
+        scan = kernels.cursor_scan if by_kernel else kernels.cursor_scan_reference
         gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
+        reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.gates(x))
+        if copy is None:
+            return scan(reset, step, gamma, table)
+        rest = [c for c in range(2 * self.count) if c not in self.copying]
+        some = lambda which: (reset[:, which], step[:, which], None if gamma is None else gamma[which], table)
+        e = torch.cat([scan(*some(self.copying), copy), scan(*some(rest))], dim=1)
+        return e[:, torch.tensor([*self.copying, *rest], device=x.device).argsort()]
+
+    def forward(self, x, pos):
+        """Superpositions g_q, g_k for every layer that it serves, and head [2, layers, B, H, T, branches d_pe]; a branch is a cursor or the absolute one."""
+        (B, T, _), cfg, d_pe = x.shape, self.cfg, self.cfg.prism_d_pe
+        sinusoid = lambda offsets: sinusoids(offsets, d_pe, cfg.rope_base, x)
         with in_full_precision(x):
-            e = kernels.cursor_scan_reference(*(p.to(table.dtype) for p in self.gates(x)), gamma, table)        # (B, 2C, T, d_pe)
-        e = e.view(B, 2, self.cfg.n_layer, self.cfg.heads, self.cfg.prism_cursors, T, -1).permute(1, 2, 0, 3, 5, 4, 6)
-        return e.flatten(-2).to(x.dtype)                                                # (2, n_layer, B, H, T, cursors d_pe)
+            e = self.scan(x, sinusoid(torch.arange(-T, T + 1, device=x.device)))
+        e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe).permute(1, 2, 0, 3, 5, 4, 6)      # (2, layers, B, H, T, cursors, d_pe)
+        if cfg.prism_absolute:                                                          # Algorithm 3
+            e = torch.cat([e, sinusoid(pos)[:, None].expand(*e.shape[:4], T, 1, d_pe)], dim=-2)
+        if cfg.prism_norm == 'scale':                                                   # |f|^2 = d_pe / 2, so that sqrt(d_pe) is the norm of all that are one-hot
+            e = e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5
+        elif cfg.prism_norm == 'unit':
+            e = e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
+        return e.flatten(-2).to(x.dtype)
 
 
 class PRISM(Encoding):
     """PRISM (eq. 9): logit_ts = mu_h <q_t, k_s> / sqrt(d) + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe), positions g learned from content.
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors); queries and keys have cursors of their own. mu in
-    [0, 1] and alpha are learned per head. The content never sees a position. One GRU and T cheap steps for the sequence, before layer 1.
+    [0, 1] and alpha are learned per head. The content never sees a position. One GRU and T cheap steps for the sequence, before layer 1; the factor 4
+    only with prism_norm='none'.
     """
     shift_invariant = True
 
     def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
-        self.layer, self.made = layer, 0
+        starts = [number - 1 for number in cfg.prism_layers] + [cfg.n_layer]
+        self.layer, self.made = layer - max(start for start in starts if start <= layer), 0         # counted from its PRISM layer on
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))                             # mu = sigmoid(m)
-        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors))
-        if layer == 0:
-            self.cursors = Cursors(cfg)
+        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
+        if self.layer == 0:
+            self.cursors = Cursors(cfg, starts[starts.index(layer) + 1] - layer)
 
     def for_layer(self):
         self.made += 1
         return type(self)(self.cfg, self.made)
 
     def state(self, x, pos, total_len=None):
-        return self.cursors(x)                                                          # of all layers
+        return self.cursors(x, pos)
+
+    def restate(self, x, pos, state):
+        return self.cursors(x, pos) if self.layer == 0 else state
+
+    def penalty(self):
+        return self.cursors.penalty() if self.layer == 0 and self.cfg.prism_recurrent == 'penalty' else 0.0
 
     def qk(self, q, k, pos, state=None):
-        g_q, g_k = state[:, self.layer]                                                 # (B, H, T, cursors d_pe)
-        mu, width = torch.sigmoid(self.m), g_q.shape[-1]
-        weight = (1 - mu) * 4 * (q.shape[-1] / width) ** 0.5 * self.alpha.abs()         # (H, 1, cursors); attention divides by sqrt(d)
-        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)                  # (H, 1, cursors d_pe)
+        g_q, g_k = state[:, self.layer]                                                 # (B, H, T, branches d_pe)
+        mu, width, factor = torch.sigmoid(self.m), g_q.shape[-1], 4 if self.cfg.prism_norm == 'none' else 1
+        weight = (1 - mu) * factor * (q.shape[-1] / width) ** 0.5 * self.alpha.abs()    # (H, 1, branches); attention divides by sqrt(d)
+        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)                  # (H, 1, branches d_pe)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
 
@@ -683,6 +759,12 @@ class Sum(Encoding):
 
     def state(self, x, pos, total_len=None):
         return [p.state(x, pos, total_len) for p in self.parts]
+
+    def restate(self, x, pos, state):
+        return [p.restate(x, pos, s) for p, s in self.each(state)]
+
+    def penalty(self):
+        return sum(p.penalty() for p in self.parts)
 
     def qk(self, q, k, pos, state=None):
         for p, s in self.each(state):
@@ -794,7 +876,7 @@ def build(cfg):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-HOOKS = 'embed state qk rescale bias by_distance value out'.split()
+HOOKS = 'embed state restate penalty qk rescale bias by_distance value out'.split()
 
 
 def zoo():

@@ -39,6 +39,10 @@ VARIANTS = {name: dict(pe=name) for name in pe.ENCODINGS} | {
     'pope+alibi': dict(pe='pope+alibi'), 'vrope+vipe': dict(pe='vrope+vipe'), 'vipe+vrope': dict(pe='vipe+vrope'), 't5+fire': dict(pe='t5+fire'),
     'rope on 1 head': dict(pe='rope', rope_heads=1), 'pope+vipe on 3 heads': dict(pe='pope+vipe', rope_heads=3),
     'alibi on 2 heads': dict(pe='alibi', rope_heads=2), 'mla rope': dict(pe='rope', attention='mla'),
+    'prism copy': dict(pe='prism', prism_copy='fixed'), 'prism copy trained': dict(pe='prism', prism_copy='trained', prism_sharpen=False),
+    'prism absolute': dict(pe='prism', prism_absolute=True, prism_norm='unit'), 'prism two layers': dict(pe='prism', prism_layers=[1, 2]),
+    'prism orthogonal': dict(pe='prism', prism_recurrent='orthogonal'), 'prism norm': dict(pe='prism', prism_recurrent='norm', prism_norm='scale'),
+    'prism penalty+rope': dict(pe='prism+rope', prism_recurrent='penalty'), 'prism on 2 heads': dict(pe='prism', rope_heads=2),
     'mla pope+vipe': dict(pe='pope+vipe', attention='mla'), 'mla rope on 1 head': dict(pe='rope', attention='mla', rope_heads=1)}
 variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
 TRAIN_LEN = 12
@@ -413,7 +417,8 @@ def test_attend_is_softmax_of_logits_times_value(kw):
         first, enc = (block.attn.pe for block in make(**kw).blocks)
         H, D = enc.cfg.heads, enc.cfg.head_dim
         q, k, v, pos = qkv(H, T, D)
-        state = first.state(torch.randn(2, T, 32, dtype=torch.float64), pos)
+        x = torch.randn(2, T, 32, dtype=torch.float64)
+        state = enc.restate(x, pos, first.state(x, pos))
         y = enc.attend(q, k, v, pos, state)
         close(y, enc.mix(enc.logits(q, k, pos, state).softmax(-1), v, pos, state))
         assert y.shape == (2, H, T, enc.out_dim)
