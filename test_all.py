@@ -397,6 +397,72 @@ def test_prism_scores_are_eq_9():
     assert len(groups['alpha']['params']) == 2 and (groups['alpha']['lr'], groups['alpha']['betas']) == (0.03, (0.8, 0.92))
 
 
+def test_prism_copies_by_hand():
+    """Every fifth query cursor jumps; with prism_copy='fixed' its key cursor counts tokens from 0, so that a jump to k meets the key of token k."""
+    model = make(pe='prism', prism_copy='fixed', prism_cursors=3, prism_d_pe=4, n_layer=1)
+    cursors, x = model.blocks[0].attn.pe.cursors, torch.randn(2, 9, 32).double()
+    assert cursors.count == 12 and cursors.copying == [0, 5, 10]
+    reset, step, copy = cursors.gates(x)
+    assert copy.shape == (2, 3, 9, 10) and not copy[..., :-1].triu(1).any()
+    close(copy.sum(dim=-1), torch.ones(2, 3, 9))
+    h = cursors.scan(x, torch.eye(19).double())
+    for c in range(24):
+        plain = kernels.cursor_scan_reference(reset[:, c:c + 1], step[:, c:c + 1], 1 + F.softplus(cursors.g[c:c + 1]), torch.eye(19).double(),
+                                              copy[:, [c // 5]] if c in (0, 5, 10) else None)
+        close(h[:, c:c + 1], plain)
+    for c in (12, 17, 22):
+        assert h[:, c].argmax(dim=-1).tolist() == [[9 + t for t in range(9)]] * 2       # offsets 0..8
+    with torch.no_grad():
+        cursors.W_stay.weight.zero_(), cursors.W_stay.bias.fill_(-1e9)                  # always jump
+        jumped = cursors.scan(x, torch.eye(19).double())[:, 5]
+        close(jumped[..., 9:18].argmax(dim=-1), cursors.gates(x)[2][:, 1, :, :-1].argmax(dim=-1))
+    with pytest.raises(ValueError, match='the first of them 1'):
+        ModelConfig(pe='prism', prism_layers=[2])
+    free = make(pe='prism', prism_copy='trained').blocks[0].attn.pe.cursors
+    assert not (free.gates(x)[0] == 0).any()
+
+
+def test_prism_branches_and_norms_are_algorithm_3():
+    """One scale for all, or every position to length sqrt(d_pe) over all branches; the absolute position as the last branch."""
+    x, pos, d_pe = torch.randn(2, 9, 32).double(), torch.arange(9), 8
+    plain, scaled, unit = (make(pe='prism', prism_cursors=3, prism_d_pe=d_pe, n_layer=1, prism_absolute=True, prism_norm=norm).blocks[0].attn.pe.state(x, pos)
+                           for norm in ('none', 'scale', 'unit'))
+    absolute = plain.unflatten(-1, (4, d_pe))[..., 3, :]
+    angle = pos[:, None] * 1e4 ** (-torch.arange(4) * 2 / d_pe)
+    close(absolute[..., 0::2], angle.sin().expand(2, 1, 2, 4, 9, 4), 1e-6)
+    close(absolute[..., 1::2], angle.cos().expand(2, 1, 2, 4, 9, 4), 1e-6)
+    close(scaled, plain * d_pe ** 0.5 / (4 * (d_pe / 2)) ** 0.5)
+    close(unit, plain / plain.norm(dim=-1, keepdim=True) * d_pe ** 0.5)
+
+
+def test_prism_layers_and_recurrent_matrices():
+    """A second PRISM layer reads the residual stream before its layer; W_h stays orthogonal, is drawn to it, or has a learned norm."""
+    model = make(pe='prism', n_layer=5, prism_layers=[1, 4])
+    parts = [block.attn.pe for block in model.blocks]
+    assert [hasattr(p, 'cursors') for p in parts] == [True, False, False, True, False] and [p.layer for p in parts] == [0, 1, 2, 0, 1]
+    assert [parts[i].cursors.layers for i in (0, 3)] == [3, 2]
+    seen = []
+    parts[3].cursors.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0]))
+    model.blocks[2].tap_resid.register_forward_hook(lambda m, i, out: seen.append(out))
+    model(torch.randint(11, (2, 7)))
+    assert torch.equal(*seen)
+    orthogonal = Transformer(ModelConfig(pe='prism', prism_recurrent='orthogonal', prism_hidden=20)).double()
+    optimizer = torch.optim.AdamW(orthogonal.optim_groups(1e-2, 0.01))
+    tokens = torch.randint(11, (4, 9))
+    for _ in range(3):
+        orthogonal(tokens, tokens)[1].backward()
+        optimizer.step()
+    W = orthogonal.blocks[0].attn.pe.cursors.W_recurrent().detach()
+    close(W.T @ W, torch.eye(20), 1e-6)                                                 # its starting point is rounded to float32
+    cursors = make(pe='prism', prism_recurrent='norm', prism_hidden=20).blocks[0].attn.pe.cursors
+    close(cursors.W_recurrent().norm().detach(), cursors.s.abs().detach() * 20 ** 0.5)
+    drawn = make(pe='prism', prism_recurrent='penalty', prism_hidden=20)
+    W = drawn.blocks[0].attn.pe.cursors.W_h.weight
+    with torch.no_grad():
+        excess = drawn.train()(tokens, tokens)[1] - drawn.eval()(tokens, tokens)[1]
+    close(excess, 1e-3 * sum(((W[:, i] @ W[:, j]).item() - (i == j)) ** 2 for i in range(20) for j in range(20)), 1e-8)
+
+
 def test_prism_gru_is_pytorchs():
     cursors = make(pe='prism').blocks[0].attn.pe.cursors
     gru = torch.nn.GRU(32, 100, batch_first=True).double()
@@ -898,6 +964,66 @@ def test_sums_compile_in_one_graph():
         close(torch.compile(model, fullgraph=True, backend='aot_eager')(tokens)[0].detach(), model(tokens)[0].detach(), 1e-4)
 
 
+@kernel_test
+@pytest.mark.parametrize('shape', [(2, 3, 20, 20, 8), (1, 2, 37, 40, 6), (3, 1, 1, 1, 4), (1, 2, 16, 100, 34), (1, 1, 120, 512, 5)])
+@pytest.mark.parametrize('sharpen, copy', [(True, False), (True, True), (False, True)])
+def test_cursor_scan_by_the_kernel(shape, sharpen, copy):
+    """Output and the gradients of gates, gamma, table and jumps, against the reference in float64."""
+    if shape[3] == 512 and not (sharpen and copy):
+        pytest.skip('once is enough')
+    assert max(scan_errors(shape, sharpen, copy)) < 1e-4
+
+
+def scan_errors(shape, sharpen, copy, seed=0):
+    torch.manual_seed(sum(shape) + seed)
+    reset, step, gamma, table, jumps = kernels.random_scan(*shape, DEVICE)
+    inputs = [reset, step, table, *[gamma] * sharpen, *[jumps] * copy]
+    call = lambda f: lambda reset, step, table, *rest: f(reset, step, rest[0] if sharpen else None, table, rest[-1] if copy else None)
+    return errors(call(kernels.cursor_scan), call(kernels.cursor_scan_reference), inputs)
+
+
+@kernel_test
+def test_cursor_scan_by_the_kernel_at_512():
+    """Where two bins tie, sharpening doubles every rounding error at each step: seed 0 draws such gates, and float32 itself loses 4e-5 there."""
+    assert max(scan_errors((1, 1, 512, 512, 4), True, False, seed=1)) < 1e-4
+
+
+@gpu
+@pytest.mark.parametrize('copy', [False, True])
+def test_gpu_cursor_scan_at_length(copy):
+    assert max(scan_errors((4, 6, 2048, 2048, 84), True, copy)) < 1e-4
+
+
+@kernel_test
+def test_cursor_scan_as_an_operator():
+    """Large and tiny exponents, nothing unwritten, errors, schema; gamma of a group of sequences; the table is one for all seeds."""
+    torch.manual_seed(0)
+    reset, step, gamma, table, jumps = (x.detach() for x in kernels.random_scan(2, 2, 9, 12, 4, DEVICE))
+    for g in (1.0001, 1e4):
+        sharp = torch.full((2,), g, device=DEVICE)
+        close(kernels.cursor_scan(reset, step, sharp, table, jumps), kernels.cursor_scan_reference(reset, step, sharp, table, jumps), 1e-5)
+    both = torch.stack([gamma, gamma + 1])
+    for b in (0, 1):
+        one = kernels.cursor_scan_reference(reset[b:b + 1], step[b:b + 1], both[b], table)
+        close(kernels.cursor_scan(reset, step, both, table)[b:b + 1], one, 1e-5)
+    torch.library.opcheck(kernels.scan_forward, (reset, step, gamma[None], table, jumps), test_utils=('test_schema', 'test_faketensor'))
+    _, checkpoints = kernels.scan_forward(reset, step, gamma[None], table, jumps)
+    back = (torch.randn(2, 2, 9, 4, device=DEVICE), reset, step, gamma[None], table, jumps, checkpoints, True)
+    torch.library.opcheck(kernels.scan_backward, back, test_utils=('test_schema', 'test_faketensor'))
+    torch.use_deterministic_algorithms(True, warn_only=True)                            # fills new memory with NaN
+    try:
+        inputs = [x.clone().requires_grad_() for x in (reset, step, gamma, table, jumps)]
+        y = kernels.cursor_scan(*inputs)
+        assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y.sum(), inputs)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for wrong, says in (((reset, step[..., :2], gamma, table), r'step must be \[2, 2, 9, 3\]'), ((reset, step, gamma[:1], table), r'gamma must be \[1, 2\]'),
+                        ((reset, step, gamma, table, jumps[..., :9]), r'copy must be \[2, 2, 9, 10\]'), ((reset, step, gamma, table[:24]), r'\[2P\+1, d_pe\]'),
+                        ((reset, step, gamma, table[:17]), 'must hold offsets -9..9')):
+        with pytest.raises(ValueError, match=says):
+            kernels.cursor_scan(*wrong)
+
+
 COMPILE = """
 import sys, torch, kernels, triton
 from triton.backends.compiler import GPUTarget
@@ -917,6 +1043,17 @@ for kind in ('forward', 'keys', 'queries'):
         source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items() if name in names}, aligned)
         made = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=stages))
         print(kind, dtype, made.metadata.shared <= 232448, 'wgmma' in made.asm['ptx'])
+for kernel in (kernels.scan_kernel, kernels.scan_backward_kernel):
+    P, d_pe = 256, 32
+    fake = [torch.empty(1, 1, P), torch.empty(1, 1), torch.empty(2 * P + 1, d_pe), torch.empty(1, 1, P, P + 1)]
+    _, fixed = kernels.scan_launch(*fake)
+    warps, stages = fixed.pop('num_warps'), fixed.pop('num_stages')
+    fixed = {key: x for key, x in fixed.items() if key not in 'CTLD' and key != 'EACH'} | dict(WANT_TABLE=True, PRECISION='tf32x3')
+    names = kernel.arg_names
+    signature = {name: 'constexpr' if name in fixed else 'i32' if name in ('C', 'T', 'L', 'D', 'EACH') else '*fp32' for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items() if name in names})
+    made = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=stages))
+    print(kernel.__name__, torch.float32, made.metadata.shared <= 232448, 'wgmma' in made.asm['ptx'])
 """
 
 
@@ -927,18 +1064,19 @@ def test_kernels_compile_for_an_h200():
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
     out = python('-c', pretend + COMPILE, env=environment)
     lines = out.stdout.splitlines()
-    assert len(lines) == 9, out.stderr
+    assert len(lines) == 11, out.stderr
     assert all(line.split()[2:] == ['True', str('bfloat16' in line)] for line in lines), lines
 
 
-KERNEL_VARIANTS = {name: kw for name, kw in VARIANTS.items() if pe.build(pe.PEConfig(**dict(dict(d_model=32, n_head=4), **kw))).kernel}
+KERNEL_VARIANTS = {name: kw for name, kw in VARIANTS.items() if pe.build(pe.PEConfig(**dict(dict(d_model=32, n_head=4), **kw))).kernel} | {
+    name: dict(VARIANTS[name], n_head=2, prism_cursors=1) for name in ('prism copy', 'prism copy trained')}
 
 
 @kernel_test
 @pytest.mark.parametrize('kw', KERNEL_VARIANTS.values(), ids=KERNEL_VARIANTS)
 def test_encodings_by_kernels(kw):
     """A model with kernel=triton is the one with kernel=reference: loss and every gradient, single and as two seeds under vmap."""
-    assert len(KERNEL_VARIANTS) == 20
+    assert len(KERNEL_VARIANTS) == 22
     tokens = torch.randint(1, 11, (1, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = []
     for kernel in ('triton', 'reference'):

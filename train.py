@@ -50,6 +50,7 @@ class Config(ModelConfig):
     n_train: int = 0                      # training problems per length, drawn once, reshuffled every epoch; 0: endless fresh ones
     n_eval: int = 128                     # held-out problems per length in the evaluations during training
     n_test: int = 1024                    # held-out problems per length, other than those, in the final table
+    top_evals: int = 0                    # report also every length's mean over its best so many evaluations during training (prism.txt 6.1: 3)
     # optimization: AdamW, linear warm-up, decay
     seeds: list = (0,)                    # a model per seed, all trained together in one batched step
     batch_size: int = 64                  # sequences per step
@@ -80,7 +81,7 @@ class Config(ModelConfig):
         for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test', 'lr', 'accumulate'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
-        for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip'):
+        for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip', 'top_evals'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         for key in ('beta1', 'beta2'):
@@ -121,8 +122,8 @@ DERIVED = ('vocab_size', 'train_len', 'eval_len')                 # set from the
 KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
 # what a checkpoint's weights depend on (s is 1 in training, whatever vipe_s), and what may differ when a run is resumed
 ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s', 'kernel')]
-FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results',
-        'resume', 'eval_only', 'benchmark')
+FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'top_evals',
+        'results', 'resume', 'eval_only', 'benchmark')
 
 
 class UserError(Exception):
@@ -847,11 +848,23 @@ def mean_scores(by_seed):
     return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in run0} for n, run0 in runs[0].items()}
 
 
+def evaluations(cfg, checkpoint):
+    """{seed: [{step, lengths: {length: scores}}]} of the evaluations during training that saw all of cfg.eval_lengths, of seeds that did not fail."""
+    return {seed: [e for e in entry['evals'] if set(cfg.eval_lengths) <= e['lengths'].keys()]
+            for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry}
+
+
 def best(cfg, checkpoint):
     """(step, {length: score}) of the evaluation during training with the highest mean exact match, over lengths and seeds."""
-    runs = [entry['evals'] for entry in checkpoint['seeds'].values() if 'failed' not in entry]
-    points = [(evals[0]['step'], mean_scores({i: e['lengths'] for i, e in enumerate(evals)})) for evals in zip(*runs)]
+    points = [(evals[0]['step'], mean_scores({i: e['lengths'] for i, e in enumerate(evals)})) for evals in zip(*evaluations(cfg, checkpoint).values())]
     return max(points, key=lambda point: sum(x['exact'] for x in point[1].values())) if points else None
+
+
+def top(cfg, checkpoint):
+    """{seed: {length: scores}}: for each length and score the mean of the best cfg.top_evals evaluations during training."""
+    mean = lambda evals, n, key: statistics.mean(sorted((e['lengths'][n][key] for e in evals), reverse=True)[:cfg.top_evals])
+    return {seed: {n: {key: round(mean(evals, n, key), 6) for key in ('exact', 'token', 'last')} for n in cfg.eval_lengths}
+            for seed, evals in evaluations(cfg, checkpoint).items() if evals}
 
 
 def over_seeds(cfg, by_seed):
@@ -887,14 +900,16 @@ def strips(cfg, rows):
     yield f'\n{shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; holds to: the last length before one below 95 %'
 
 
-def report(cfg, by_seed, best):
-    """Print the final table of one run, beside the best of its evaluations during training."""
+def report(cfg, by_seed, best, top):
+    """Print the final table of one run, beside the best of its evaluations during training, and `top` if there is one."""
     scores = mean_scores(by_seed)
     rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
     if len(by_seed) > 1:
         rows += [(f'exact, seed {seed}', run, 'exact') for seed, run in by_seed.items()]
     if best:
         rows.append((f'best, step {best[0]}', best[1], 'exact'))
+    if top:
+        rows.append((f'mean of top {cfg.top_evals}', mean_scores(top), 'exact'))
     many = f'{len(by_seed)} seeds' if len(by_seed) > 1 else '1 seed'
     print(f'\n{cfg.task} with {cfg.pe}, {many}, {scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
     print('\n'.join(strips(cfg, rows)))
@@ -931,7 +946,7 @@ def figure(path, cfg, rows, swept):
         ax.invert_yaxis()
     else:
         ax.axvspan(min(cfg.train_lengths) - 0.5, longest + 0.5, color='0.9', label='lengths trained on')
-        for (label, scores, metric), style in zip(rows, ('-', '--', ':')):
+        for (label, scores, metric), style in zip(rows, ('-', '--', ':', '-.')):
             ax.plot(lengths, [100 * scores[n][metric] for n in lengths], style, marker='o', ms=3, label=label)
         ax.set(ylabel='right (%)', ylim=(-3, 103))
         ax.legend()
@@ -962,7 +977,8 @@ def keep_log(cfg, checkpoint):
 def write_result(cfg, by_seed, checkpoint, command):
     """Append a line about a finished run: what the README's numbers are backed by."""
     curves = {seed: [[e['step'], *summary(cfg, e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed}
-    append(cfg.results, json.dumps(made_by(cfg, command) | dict(lengths=by_seed, curves=curves)) + '\n')
+    found = dict(lengths=by_seed, curves=curves) | (dict(top=top(cfg, checkpoint)) if cfg.top_evals else {})
+    append(cfg.results, json.dumps(made_by(cfg, command) | found) + '\n')
 
 
 def made_by(cfg, command):
@@ -1112,7 +1128,7 @@ def main(argv):
             raise UserError('--eval_only and --benchmark take a single process: leave torchrun out')
         for label, cfg in points:
             if cfg.eval_only:
-                show(cfg, evaluate_run(cfg), None)
+                show(cfg, evaluate_run(cfg))
                 continue
             if cfg.results:
                 append(cfg.results, '')                                                 # fails now rather than after the timing
@@ -1140,7 +1156,7 @@ def main(argv):
             print('\n'.join(strips(points[0][1], rows)))
             figure(os.path.join(values['out_dir'], 'lengths.png'), points[0][1], rows, swept)
     elif ranks.rank == 0:
-        show(cfg, done, best(cfg, checkpoint))
+        show(cfg, done, best(cfg, checkpoint), top(cfg, checkpoint) if cfg.top_evals else None)
     if failed:
         raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
 
@@ -1167,11 +1183,13 @@ def sweep(points, stop, command):
     return done, failed
 
 
-def show(cfg, by_seed, best):
+def show(cfg, by_seed, best=None, top=None):
     """The table and the figure of one run."""
-    report(cfg, by_seed, best)
+    report(cfg, by_seed, best, top)
     scores = mean_scores(by_seed)
     rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
+    if top:
+        rows.append((f'exact match, mean of top {cfg.top_evals}', mean_scores(top), 'exact'))
     figure(os.path.join(cfg.out_dir, 'lengths.png'), cfg, rows, swept=False)
 
 

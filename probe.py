@@ -1,0 +1,237 @@
+"""See why a trained model works or breaks: a probe for every question, on any run of train.py.
+
+    python probe.py                                       lists the probes
+    python probe.py cursor out/string_copy_prism          prints a table, writes probe_cursor.json and, with matplotlib, probe_cursor.png into the run
+    python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
+
+A probe is one function, NAME(model, task, cfg, ...) -> (rows, summary, figure): rows are dictionaries, a line of the table each, summary is a
+dictionary, figure a function that draws with the matplotlib.pyplot it is given. Its further arguments are flags of the command line. probe_NAME.json
+holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model and nothing in a run but its own output.
+"""
+import ast
+import contextlib
+import difflib
+import inspect
+import json
+import os
+import signal
+import sys
+
+import torch
+
+import pe as encodings
+import tasks
+import train
+from model import Transformer
+
+QUERY, KEY = '#0072b2', '#d55e00'                               # colours that mean the same in every figure
+
+
+@contextlib.contextmanager
+def listening(*modules):
+    """A list of (module, its inputs, its output) of every forward pass of these modules within."""
+    heard = []
+    hooks = [m.register_forward_hook(lambda m, inputs, output: heard.append((m, inputs, output))) for m in modules]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def attention_maps(model, tokens):
+    """Attention weights [B, H, T, T] of every layer."""
+    with listening(*(block.attn.tap_logits for block in model.blocks)) as heard, torch.no_grad():
+        model(tokens)
+    return [logits.softmax(dim=-1) for _, _, logits in heard]
+
+
+def label_tokens(axis, labels):
+    """Write the tokens along a matplotlib axis, or only numbers where they would run into each other."""
+    if len(labels) <= 48:
+        axis.set_ticks(range(len(labels)), labels, fontsize=6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prism.txt, appendix B
+
+@torch.no_grad()
+def cursors_of(model, tokens):
+    """What PRISM's cursors do on tokens [B, T]: a dictionary for every cursor of every layer and head, query cursors first.
+
+    incr, decr, keep, reset [B, T]; histogram [B, T, 2T+1] over the offsets -T..T, after each token's gates; gamma, alpha, mu.
+    """
+    layers = [[m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)] for block in model.blocks]
+    with listening(*(m for m in model.modules() if isinstance(m, encodings.Cursors))) as heard:
+        model(tokens)
+    found, passes, first = [], iter(heard), 0
+    for number, (prism,) in enumerate(layers):
+        if prism.layer == 0:
+            cursors, (x, _), _ = next(passes)
+            reset, step, _ = cursors.gates(x)
+            histograms, first = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype)), number
+            gamma = 1 + torch.nn.functional.softplus(cursors.g) if cursors.cfg.prism_sharpen else torch.ones(2 * cursors.count)
+        H, C = cursors.cfg.heads, cursors.cfg.prism_cursors
+        for family, head, cursor in ((f, h, c) for f in (0, 1) for h in range(H) for c in range(C)):
+            i = family * cursors.count + ((number - first) * H + head) * C + cursor
+            incr, decr, keep = step[:, i].unbind(dim=-1)
+            found.append(dict(layer=number + 1, head=head + 1, cursor=cursor + 1, of=('query', 'key')[family], gamma=gamma[i].item(),
+                              alpha=prism.alpha[head, 0, cursor].abs().item(), mu=torch.sigmoid(prism.m[head]).item(), incr=incr, decr=decr,
+                              keep=keep, reset=reset[:, i], histogram=histograms[:, i]))
+    return sorted(found, key=lambda c: c['of'] == 'key')
+
+
+def pace(mode, asked):
+    """Places that a cursor's mode [B, T] moves with a token, on average over the tokens `asked` [B, T]; (mean, share of them at the commonest pace)."""
+    moves = mode.diff(dim=1)[asked[:, 1:]]
+    values, counts = moves.unique(return_counts=True)
+    return moves.double().mean().item(), (counts.max() / counts.sum()).item()
+
+
+def cursor(model, task, cfg, length=0):
+    """Where PRISM's cursors go: gates before and after training, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-20).
+
+    length: the problem length beyond training that is shown, 0: four times the longest one trained on. The table is of that length: gates and moves over
+    the answer's tokens, in 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it makes its commonest move;
+    `peak`: largest bin; weight: (1 - mu) |alpha|, what the cursor counts in its head. A cursor that holds at every length is steady.
+    """
+    if not any(isinstance(m, encodings.PRISM) for m in model.modules()):
+        raise train.UserError(f'cursor looks at PRISM\'s cursors, and this run has pe={cfg.pe}: train one with pe=prism')
+    trained = max(cfg.train_lengths)
+    length = length or 4 * trained
+    torch.manual_seed(cfg.seeds[0])
+    before = Transformer(cfg).to(train.DTYPES[cfg.dtype]).eval()
+    draw = lambda n: task.sample(32, n, train.generator('cpu', 'test', n))
+    (short, _), (tokens, targets) = draw(trained), draw(length)
+    found, asked, T = cursors_of(model, tokens), targets != -100, tokens.shape[1]
+    rows = []
+    for c in found:
+        moves, steady = pace(c['histogram'].argmax(dim=-1), asked)
+        means = {name: round(c[name][asked].mean().item(), 3) for name in ('incr', 'decr', 'keep', 'reset')}
+        rows.append(dict({key: c[key] for key in ('layer', 'head', 'cursor', 'of')}, weight=round((1 - c['mu']) * c['alpha'], 3), gamma=round(c['gamma'], 3),
+                         **means, moves=round(moves, 3), steady=round(steady, 3), peak=round(c['histogram'].max(dim=-1)[0][asked].mean().item(), 3)))
+    total = sum(row['weight'] for row in rows)
+    with torch.no_grad():
+        right = (model(tokens)[0].argmax(dim=-1) == targets) | ~asked
+    summary = dict(length=length, exact=right.all(dim=1).double().mean().item(), steady=round(sum(r['steady'] * r['weight'] for r in rows) / total, 4))
+    strongest = max((c for c in found if c['of'] == 'query'), key=lambda c: (1 - c['mu']) * c['alpha'])
+
+    def figure(plt):
+        fig, axes = plt.subplots(4, 4, figsize=(14, 16), width_ratios=(1, 1, 1, 0.05), layout='constrained')
+        words = lambda row: [task.vocab[i] for i in row.tolist()]
+        names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
+        for row, (when, cursors) in enumerate((('before training', cursors_of(before, short[:1])), ('after training', cursors_of(model, short[:1])))):
+            for ax, gate, title in zip(axes[row], ('incr', 'decr', 'reset'), ('increment', 'decrement', 'reset')):
+                image = ax.imshow(torch.stack([c[gate][0] for c in cursors]), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+                ax.set_title(f'P({title}), {when}')
+                ax.set_yticks(range(len(names)) if len(names) <= 32 else [], names if len(names) <= 32 else [], fontsize=6)
+                label_tokens(ax.xaxis, words(short[0]))
+            axes[row][0].set_ylabel('cursor: query or key, layer.head.number')
+            fig.colorbar(image, cax=axes[row][3], label='probability')
+        weight = lambda c: (1 - c['mu']) * c['alpha']
+        for ax, net, row, title in zip(axes[2], (before, model, model), (short[:1], short[:1], tokens[:1]),
+                                       ('before training', f'trained, length {trained}', f'trained, length {length}')):
+            for c in cursors_of(net, row):
+                mode = c['histogram'][0].argmax(dim=-1) - row.shape[1]
+                ax.plot(mode, color=QUERY if c['of'] == 'query' else KEY, alpha=0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5)
+            for of, colour in (('query', QUERY), ('key', KEY)):
+                ax.plot([], color=colour, label=f'{of} cursors')
+            ax.set(title=f'mode of each histogram, {title}', xlabel='token (solid lines: cursors that weigh more)')
+            label_tokens(ax.xaxis, words(row[0]))
+            ax.legend(fontsize=8, loc='upper left')
+        axes[2][0].set_ylabel('offset')
+        axes[2][3].axis('off')
+        at = '{layer}, head {head}'.format(**strongest)
+        axes[3][0].imshow(strongest['histogram'][0].T, origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
+                          cmap='viridis', interpolation='nearest')
+        axes[3][0].set(title=f'strongest query cursor (layer {at}), length {length}', xlabel='token', ylabel='offset')
+        for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
+            weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
+            image = ax.imshow(weights, vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+            ax.set(title=f'attention of layer {at}, length {n}', xlabel='key', ylabel='query')
+            label_tokens(ax.xaxis, words(row[0]))
+            label_tokens(ax.yaxis, words(row[0]))
+        fig.colorbar(image, cax=axes[3][3], label='probability, attention weight')
+        fig.suptitle(f'{cfg.task} with {cfg.pe}: exact match {100 * summary["exact"]:.0f} % at length {length}, trained to {trained}')
+        return fig
+    return rows, summary, figure
+
+
+PROBES = {'cursor': cursor}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running
+
+def show(rows, summary):
+    """Print rows as a table, and the summary."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns] + [[str(row.get(key, '')) for key in columns] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        print('  '.join(f'{text:>{width}}' for text, width in zip(line, widths)))
+    print(', '.join(f'{key} {value}' for key, value in summary.items()))
+
+
+def read_flags(argv, function):
+    """--key=value -> the probe's own arguments, of the type of their defaults; seed and out_dir are every probe's."""
+    known = {'seed': None, 'out_dir': ''} | {name: p.default for name, p in list(inspect.signature(function).parameters.items())[3:]}
+    values = {}
+    for arg in argv:
+        key, equals, text = arg[2:].partition('=')
+        if not arg.startswith('--') or not equals or key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '') + f' It takes {", ".join(f"--{k}=..." for k in known)}')
+        kind = int if known[key] is None else type(known[key])
+        try:
+            values[key] = text if kind is str else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[key] = None
+        if type(values[key]) is not kind or kind is int and values[key] < 0:
+            raise train.UserError(f'{arg}: {key} must be {"a whole number from 0 on" if kind is int else kind.__name__}')
+    return values.pop('seed', None), values.pop('out_dir', ''), values
+
+
+def main(argv):
+    """The program: the list of probes, or one probe on one run."""
+    if not argv or argv[0] in ('--help', '-h'):
+        print(__doc__)
+        for name, function in PROBES.items():
+            print(f'{name:12} {inspect.getdoc(function)}\n')
+        return
+    if argv[0] not in PROBES:
+        near = difflib.get_close_matches(argv[0], PROBES, 1)
+        raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(PROBES)}')
+    if len(argv) < 2 or argv[1].startswith('--'):
+        raise train.UserError(f'python probe.py {argv[0]} RUN: which run? For example out/string_copy_prism')
+    name, run_dir, function = argv[0], argv[1], PROBES[argv[0]]
+    seed, out_dir, values = read_flags(argv[2:], function)
+    model, cfg = train.load(run_dir, seed)
+    out_dir = out_dir or run_dir
+    os.makedirs(out_dir, exist_ok=True)
+    try:
+        rows, summary, figure = function(model, tasks.make(cfg.task), cfg, **values)
+    except ValueError as error:
+        raise train.UserError(str(error)) from None
+    show(rows, summary)
+    path = os.path.join(out_dir, f'probe_{name}')
+    train.write(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
+    try:
+        import matplotlib
+    except ImportError:
+        print(f'(pip install matplotlib, and {path}.png is drawn as well)')
+        return
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure(plt).savefig(path + '.png', dpi=110)
+    print(f'wrote {path}.json and drew {path}.png')
+
+
+if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='replace')
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)                                       # ... | head
+    try:
+        main(sys.argv[1:])
+    except (train.UserError, OSError) as error:
+        print(f'probe.py: {error}', file=sys.stderr)
+        sys.exit(2)
