@@ -122,7 +122,7 @@ def cursor(model, task, cfg, length=0):
         names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
         for row, (when, cursors) in enumerate((('before training', cursors_of(before, short[:1])), ('after training', cursors_of(model, short[:1])))):
             for ax, gate, title in zip(axes[row], ('incr', 'decr', 'reset'), ('increment', 'decrement', 'reset')):
-                image = ax.imshow(torch.stack([c[gate][0] for c in cursors]), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+                image = ax.imshow(torch.stack([c[gate][0] for c in cursors]).numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
                 ax.set_title(f'P({title}), {when}')
                 ax.set_yticks(range(len(names)) if len(names) <= 32 else [], names if len(names) <= 32 else [], fontsize=6)
                 label_tokens(ax.xaxis, words(short[0]))
@@ -133,21 +133,21 @@ def cursor(model, task, cfg, length=0):
                                        ('before training', f'trained, length {trained}', f'trained, length {length}')):
             for c in cursors_of(net, row):
                 mode = c['histogram'][0].argmax(dim=-1) - row.shape[1]
-                ax.plot(mode, color=QUERY if c['of'] == 'query' else KEY, alpha=0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5)
+                ax.plot(mode.numpy(), color=QUERY if c['of'] == 'query' else KEY, alpha=0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5)
             for of, colour in (('query', QUERY), ('key', KEY)):
                 ax.plot([], color=colour, label=f'{of} cursors')
             ax.set(title=f'mode of each histogram, {title}', xlabel='token (solid lines: cursors that weigh more)')
             label_tokens(ax.xaxis, words(row[0]))
             ax.legend(fontsize=8, loc='upper left')
-        axes[2][0].set_ylabel('offset')
+        axes[2][0].set(ylabel='offset', ylim=axes[2][1].get_ylim())
         axes[2][3].axis('off')
         at = '{layer}, head {head}'.format(**strongest)
-        axes[3][0].imshow(strongest['histogram'][0].T, origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
+        axes[3][0].imshow(strongest['histogram'][0].T.numpy(), origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
                           cmap='viridis', interpolation='nearest')
         axes[3][0].set(title=f'strongest query cursor (layer {at}), length {length}', xlabel='token', ylabel='offset')
         for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
             weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
-            image = ax.imshow(weights, vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+            image = ax.imshow(weights.numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
             ax.set(title=f'attention of layer {at}, length {n}', xlabel='key', ylabel='query')
             label_tokens(ax.xaxis, words(row[0]))
             label_tokens(ax.yaxis, words(row[0]))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import kernels
 import pe
+import probe
 import tasks
 import train
 from model import ModelConfig, Transformer
@@ -1637,3 +1638,63 @@ def test_readme_numbers_are_those_of_results(name):
         for one in scores.values():
             strip = list(train.strips(cfg, [(cfg.pe, one, 'exact')]))[1].split(None, 1)[1]
             assert re.search(rf'^(exact match|{cfg.pe}) +{re.escape(strip)}$', readme, re.M), strip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# probe.py
+
+def test_probe_cursor_on_a_run(tmp_path):
+    """Rows for every cursor, a summary, a figure; the run's own files stay as they were; mistakes end in one line."""
+    run = str(tmp_path / 'run')
+    train.main(flags(task='string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2, prism_layers='1,2', out_dir=run, seeds='0,3'))
+    before = {name: (tmp_path / 'run' / name).read_bytes() for name in os.listdir(run)}
+    probe.main(['cursor', run, '--seed=3', '--length=5'])
+    found = json.loads((tmp_path / 'run' / 'probe_cursor.json').read_text())
+    assert len(found['rows']) == 2 * 2 * 2 * 2 and found['summary']['length'] == 5
+    assert [row['of'] for row in found['rows']] == ['query'] * 8 + ['key'] * 8
+    assert all(abs(row['incr'] + row['decr'] + row['keep'] - 1) < 0.002 for row in found['rows'])
+    assert {name: (tmp_path / 'run' / name).read_bytes() for name in before} == before
+    probe.main(['cursor', run, f'--out_dir={tmp_path / "elsewhere"}'])
+    assert json.loads((tmp_path / 'elsewhere' / 'probe_cursor.json').read_text())['summary']['length'] == 12
+    train.main(flags(out_dir=tmp_path / 'rope'))
+    for argv, says in ((['cursor', str(tmp_path / 'rope')], 'this run has pe=rope'), (['cursr', run], "did you mean 'cursor'?"), (['cursor'], 'which run?'),
+                       (['cursor', run, '--lenght=5'], 'did you mean --length=...?'), (['cursor', run, '--length=x'], 'a whole number'),
+                       (['cursor', run, '--seed=1'], 'no model of seed 1'), (['cursor', 'nowhere'], 'no checkpoint nowhere')):
+        with pytest.raises(train.UserError, match=re.escape(says)):
+            probe.main(argv)
+    failed = python('probe.py', 'cursor', 'nowhere')
+    assert failed.returncode == 2 and failed.stderr.count('\n') == 1
+    assert 'cursor' in python('probe.py').stdout
+
+
+def test_probe_cursor_sees_gates_set_by_hand():
+    """Query cursors that always step up, key cursors that stay: moves 1 and 0, always; and the modes are what they say."""
+    cfg = train.Config(task='string_copy', pe='prism', n_head=2, d_model=16, train_lengths=[1, 2, 3], eval_lengths=[1, 2, 3])
+    model = Transformer(cfg).eval()
+    cursors = model.blocks[0].attn.pe.cursors
+    with torch.no_grad():
+        cursors.W.weight.zero_()
+        cursors.W.bias.view(2, cursors.count, 4)[0] = torch.tensor([-30.0, 9, 0, 0])
+        cursors.W.bias.view(2, cursors.count, 4)[1] = torch.tensor([-30.0, 0, 0, 9])
+    rows, summary, _ = probe.cursor(model, tasks.make('string_copy'), cfg, length=20)
+    assert [(row['moves'], row['steady']) for row in rows] == [(1.0, 1.0)] * cursors.count + [(0.0, 1.0)] * cursors.count
+    assert summary['steady'] == 1
+    tokens = tasks.make('string_copy').sample(2, 4, torch.Generator())[0]
+    for c in probe.cursors_of(model, tokens):
+        offset = c['histogram'].argmax(dim=-1) - tokens.shape[1]
+        assert torch.equal(offset[0], torch.arange(1, 11) if c['of'] == 'query' else torch.zeros(10, dtype=torch.int64))
+    drift = torch.tensor([[0, 1, 1, 2, 2, 3]])
+    assert probe.pace(drift, torch.ones(1, 6, dtype=torch.bool)) == pytest.approx((0.6, 0.6))
+
+
+def test_mean_of_the_best_evaluations(tmp_path):
+    """--top_evals=2: for each length and score its two best evaluations; none of those that saw other lengths."""
+    train.main(flags(out_dir=tmp_path, max_steps=6, eval_interval=2, top_evals=2, results=tmp_path / 'r.jsonl'))
+    evals = torch.load(tmp_path / 'ckpt.pt', weights_only=True)['seeds'][0]['evals']
+    found = json.loads((tmp_path / 'r.jsonl').read_text())['top']['0']
+    assert len(evals) == 3
+    for n, scores in found.items():
+        for key, value in scores.items():
+            assert abs(value - sum(sorted(e['lengths'][int(n)][key] for e in evals)[1:]) / 2) < 1e-5
+    checkpoint = {'seeds': {0: {'evals': [{'step': 1, 'lengths': {1: dict(exact=1.0, token=1.0, last=1.0)}}]}}}
+    assert train.top(train.Config(eval_lengths=[1, 2], top_evals=2), checkpoint) == {}
