@@ -1603,7 +1603,7 @@ def test_help_names_every_key(capsys):
 @pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(HERE, 'configs'))))
 def test_configs_are_valid(name):
     cfg = train.make_config(train.read_config([os.path.join(HERE, 'configs', name)]))
-    if not name.startswith('paper_'):
+    if not name.startswith('paper_') and name != 'addition_prism.py':
         assert name == f'{cfg.task}_{cfg.pe}.py'
     Transformer(cfg)
 
