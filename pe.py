@@ -589,7 +589,7 @@ class ViPE(Encoding):
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a histogram over the offsets -P..P.
 
-    gates_t = W h_t,  h_t = GRU(0.3 norm(x_t), h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
+    gates_t = W h_t,  h_t = GRU(0.5 norm(x_t), h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
     and superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithms 1 and 2). P is the sequence's length, which no cursor can leave. With
     prism_copy, every fifth query cursor may also jump to the place of a past token (5.0.3).
     """
@@ -636,7 +636,7 @@ class Cursors(nn.Module):
 
     def gates(self, x):
         """p_reset [B, 2C, T], (p_incr, p_decr, p_keep) [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C' copying cursors, or None."""
-        x = 0.3 * F.layer_norm(x, x.shape[-1:])                                         # of a size that opens gates, but not for each digit its own
+        x = 0.5 * F.layer_norm(x, x.shape[-1:])                                         # of a size that opens gates, but not for each digit its own
         h = self.gru(x)
         w = self.W(h).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)                # (B, 2C, T, 4)
         reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
