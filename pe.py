@@ -609,9 +609,9 @@ class Cursors(nn.Module):
             self.s = nn.Parameter(torch.tensor(0.5))
         if cfg.prism_sharpen:
             self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))  # gamma = 1 + softplus(g), 2 at first
-        self.copying = list(range(0, self.count, 5)) if cfg.prism_copy != 'none' else []
-        if self.copying:
-            n, width = len(self.copying), cfg.d_model + cfg.prism_hidden
+        self.copying = slice(0, self.count, 5)
+        if cfg.prism_copy != 'none':
+            n, width = len(range(0, self.count, 5)), cfg.d_model + cfg.prism_hidden     # C' copying cursors
             self.W_q, self.W_k, self.W_stay = nn.Linear(width, n * cfg.head_dim), nn.Linear(width, n * cfg.head_dim), nn.Linear(width, n)
             nn.init.constant_(self.W_stay.bias, 3.0)                                    # jumps are rare at first
 
@@ -640,18 +640,16 @@ class Cursors(nn.Module):
         h = self.gru(x)
         w = self.W(h).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)                # (B, 2C, T, 4)
         reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
-        if not self.copying:
-            return reset, step, None
-        if self.cfg.prism_copy == 'fixed':                                              # their key cursors count the tokens from 0
-            fixed = torch.zeros(2 * self.count, 1, dtype=torch.bool, device=x.device)
-            fixed[[self.count + c for c in self.copying]] = True
-            up = F.one_hot((torch.arange(x.shape[1], device=x.device) == 0).long() * 2, 3).to(step.dtype)       # keep, then increment
-            reset, step = reset.masked_fill(fixed, 0.0), torch.where(fixed[..., None], up, step)
-        return reset, step, self.jumps(torch.cat([x, h], dim=-1))
+        if self.cfg.prism_copy == 'fixed':                                              # the copying cursors' key cursors count the tokens from 0
+            c, t = torch.arange(2 * self.count, device=x.device)[:, None] - self.count, torch.arange(x.shape[1], device=x.device)
+            fixed = (c >= 0) & (c % 5 == 0)                                             # (2C, 1)
+            count = torch.stack([t > 0, t < 0, t == 0], dim=-1).to(step.dtype)          # keep at the first token, then increment
+            reset, step = reset.masked_fill(fixed, 0.0), torch.where(fixed[..., None], count, step)
+        return reset, step, self.jumps(torch.cat([x, h], dim=-1)) if self.cfg.prism_copy != 'none' else None
 
     def jumps(self, x):
         """p_copy: causal self-attention from each token to those up to it, and "no copy" as its last entry."""
-        q, k = (W(x).unflatten(-1, (len(self.copying), -1)).transpose(1, 2) for W in (self.W_q, self.W_k))      # (B, C', T, D)
+        q, k = (W(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2) for W in (self.W_q, self.W_k))      # (B, C', T, D)
         logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         return torch.cat([logits + causal(logits), self.W_stay(x).transpose(1, 2)[..., None]], dim=-1).softmax(dim=-1)
 
@@ -661,12 +659,11 @@ class Cursors(nn.Module):
         scan = kernels.cursor_scan if by_kernel else kernels.cursor_scan_reference
         gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.gates(x))
+        e = scan(reset, step, gamma, table)
         if copy is None:
-            return scan(reset, step, gamma, table)
-        rest = [c for c in range(2 * self.count) if c not in self.copying]
-        some = lambda which: (reset[:, which], step[:, which], None if gamma is None else gamma[which], table)
-        e = torch.cat([scan(*some(self.copying), copy), scan(*some(rest))], dim=1)
-        return e[:, torch.tensor([*self.copying, *rest], device=x.device).argsort()]
+            return e
+        jumping = scan(reset[:, self.copying], step[:, self.copying], None if gamma is None else gamma[self.copying], table, copy)
+        return e.slice_scatter(jumping, 1, 0, self.count, 5)
 
     def forward(self, x, pos):
         """Superpositions g_q, g_k for every layer that it serves, and head [2, layers, B, H, T, branches d_pe]; a branch is a cursor or the absolute one."""
