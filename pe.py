@@ -56,6 +56,7 @@ class PEConfig:
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor's histogram superposes
     prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
+    prism_input: float = 0.5       # prism: size of the content that the GRU reads; larger learns faster, but sooner mistakes symbols for places
     prism_recurrent: str = 'free'  # prism: the GRU's W_h is free | orthogonal (parametrization) | penalty (1e-3 |W'W - 1|^2) | norm (learned)
     prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
     prism_copy: str = 'none'       # prism: one of five query cursors can jump to a past token; its key cursor is fixed | trained; or none
@@ -66,7 +67,7 @@ class PEConfig:
 
     def __post_init__(self):
         for key in ('d_model', 'n_head', 'n_layer', 'train_len', 'max_len', 't5_buckets', 't5_max_distance', 'fire_width', 'yarn_beta_fast',
-                    'yarn_beta_slow', 'prism_cursors', 'prism_d_pe', 'prism_hidden', 'prism_alpha_lr'):
+                    'yarn_beta_slow', 'prism_cursors', 'prism_d_pe', 'prism_hidden', 'prism_input', 'prism_alpha_lr'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
         if self.rope_base <= 1:
@@ -589,7 +590,7 @@ class ViPE(Encoding):
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a histogram over the offsets -P..P.
 
-    gates_t = W h_t,  h_t = GRU(0.5 norm(x_t), h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
+    gates_t = W h_t,  h_t = GRU(prism_input norm(x_t), h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
     and superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithms 1 and 2). P is the sequence's length, which no cursor can leave. With
     prism_copy, every fifth query cursor may also jump to the place of a past token (5.0.3).
     """
@@ -636,7 +637,7 @@ class Cursors(nn.Module):
 
     def gates(self, x):
         """p_reset [B, 2C, T], (p_incr, p_decr, p_keep) [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C' copying cursors, or None."""
-        x = 0.5 * F.layer_norm(x, x.shape[-1:])                                         # of a size that opens gates, but not for each digit its own
+        x = self.cfg.prism_input * F.layer_norm(x, x.shape[-1:])
         h = self.gru(x)
         w = self.W(h).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)                # (B, 2C, T, 4)
         reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
