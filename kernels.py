@@ -90,7 +90,7 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
     """
     check_support(reset, table)
     (B, C, T), P = reset.shape, len(table) // 2
-    origin = F.one_hot(torch.tensor(P, device=table.device), 2 * P + 1).to(table.dtype)
+    origin = (torch.arange(2 * P + 1, device=table.device) == P).to(table.dtype)
     h, out = origin.expand(B, C, -1), []
     for t in range(T):
         p_reset, (p_incr, p_decr, p_keep) = reset[:, :, t, None], step[:, :, t, :, None].unbind(dim=2)          # (B, C, 1) each
@@ -1022,6 +1022,7 @@ def benchmark_scan(B=100, C=140, T=256, P=256, d_pe=32):
     table, wide = torch.stack([d.sin(), d.cos()], dim=-1).flatten(-2), torch.randn(B, C, T, 4, device='cuda')
     reset, step, gamma = (x.requires_grad_() for x in (wide[..., 0].sigmoid(), wide[..., 1:].softmax(dim=-1), torch.full((C,), 2.0, device='cuda')))
     contestants, times, rows = {'cursor_scan': cursor_scan, 'cursor_scan_reference': cursor_scan_reference}, {}, []
+    usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('high')                                          # tf32 for the product with the table, in both
     dy = torch.randn(B, C, T, d_pe, device='cuda')
 
@@ -1042,6 +1043,7 @@ def benchmark_scan(B=100, C=140, T=256, P=256, d_pe=32):
     for _ in range(6):
         for name in times:
             times[name].append(run(contestants[name]))
+    torch.set_float32_matmul_precision(usual)
     rows += [dict(what=name, ms=round(sorted(ms for ms, _ in found)[3], 2), peak_mb=round(found[0][1], 1)) for name, found in times.items()]
     print(f'\ncursor_scan at B={B} C={C} T={T} P={P} d_pe={d_pe}, forward and backward')
     for row in rows:

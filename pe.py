@@ -61,7 +61,7 @@ class PEConfig:
     prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
     prism_copy: str = 'none'       # prism: one of five query cursors can jump to a past token; its key cursor is fixed | trained; or none
     prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
-    prism_norm: str = 'none'       # prism: encodings normalized by one scale for all | unit (to length sqrt(d_pe) each) | none (Algorithm 3)
+    prism_norm: str = 'none'       # prism: encodings normalized by one scale for all | unit (each token's, to length sqrt(d_pe)) | none (Algorithm 3)
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the weights of the cursors (betas 0.8, 0.92)
     kernel: str = 'auto'           # pope, vipe, alibi, t5, prism's scan by kernels.py: auto (on CUDA where it pays) | triton (always) | reference (never)
 
@@ -109,6 +109,7 @@ class Encoding(nn.Module):
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
     fp32 = False              # True: attention must not run in half precision
+    widens = False            # True: qk() appends features of its own to q and k, so it comes last in a sum
     distance = False          # True: out() also gets the expected distance sum_s alpha_ts (t - s), as the last channel of y
     kernel = None             # True: kernels.attention computes it faster; False: it cannot; None: as good as without
 
@@ -690,6 +691,8 @@ class PRISM(Encoding):
     only with prism_norm='none'.
     """
     shift_invariant = True
+    widens = True
+    kernel = False            # of attention; that of the scan is the cursors' own
 
     def __init__(self, cfg, layer=0):
         super().__init__(cfg)
@@ -717,7 +720,7 @@ class PRISM(Encoding):
     def qk(self, q, k, pos, state=None):
         g_q, g_k = state[:, self.layer]                                                 # (B, H, T, branches d_pe)
         mu, width, factor = torch.sigmoid(self.m), g_q.shape[-1], 4 if self.cfg.prism_norm == 'none' else 1
-        weight = (1 - mu) * factor * (q.shape[-1] / width) ** 0.5 * self.alpha.abs()    # (H, 1, branches); attention divides by sqrt(d)
+        weight = (1 - mu) * factor * (self.cfg.head_dim / width) ** 0.5 * self.alpha.abs()          # (H, 1, branches); attention divides by sqrt(d)
         weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)                  # (H, 1, branches d_pe)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
@@ -737,8 +740,10 @@ class Sum(Encoding):
         self.shift_invariant = all(p.shift_invariant for p in parts)
         self.fp32 = any(p.fp32 for p in parts)
         self.distance = any(p.distance for p in parts)
-        if sum(p.distance for p in parts) > 1:
-            raise ValueError('only one part of a sum may use the expected distance: vipe cannot be added to itself')
+        for name, what in (('vipe', 'distance'), ('prism', 'widens')):
+            if sum(getattr(p, what) for p in parts) > 1:
+                raise ValueError(f'{name} cannot be added to itself')
+        self.widens = any(p.widens for p in parts)
         can = [p.kernel for p in parts]
         turns = [p for p in parts if type(p).qk is not Encoding.qk]
         clash = len(turns) > 1 and any(p.phases() is not None for p in turns)
@@ -766,7 +771,7 @@ class Sum(Encoding):
         return sum(p.penalty() for p in self.parts)
 
     def qk(self, q, k, pos, state=None):
-        for p, s in self.each(state):
+        for p, s in sorted(self.each(state), key=lambda part: part[0].widens):
             q, k = p.qk(q, k, pos, s)
         return q, k
 

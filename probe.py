@@ -59,7 +59,8 @@ def label_tokens(axis, labels):
 def cursors_of(model, tokens):
     """What PRISM's cursors do on tokens [B, T]: a dictionary for every cursor of every layer and head, query cursors first.
 
-    incr, decr, keep, reset [B, T]; histogram [B, T, 2T+1] over the offsets -T..T, after each token's gates; gamma, alpha, mu.
+    incr, decr, keep, reset, jump [B, T], the last None where there is no copy branch; histogram [B, T, 2T+1] over the offsets -T..T, after each
+    token's gates; gamma, alpha, mu.
     """
     layers = [[m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)] for block in model.blocks]
     with listening(*(m for m in model.modules() if isinstance(m, encodings.Cursors))) as heard:
@@ -68,16 +69,17 @@ def cursors_of(model, tokens):
     for number, (prism,) in enumerate(layers):
         if prism.layer == 0:
             cursors, (x, _), _ = next(passes)
-            reset, step, _ = cursors.gates(x)
+            reset, step, copy = cursors.gates(x)
             histograms, first = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype)), number
             gamma = 1 + torch.nn.functional.softplus(cursors.g) if cursors.cfg.prism_sharpen else torch.ones(2 * cursors.count)
         H, C = cursors.cfg.heads, cursors.cfg.prism_cursors
         for family, head, cursor in ((f, h, c) for f in (0, 1) for h in range(H) for c in range(C)):
             i = family * cursors.count + ((number - first) * H + head) * C + cursor
             incr, decr, keep = step[:, i].unbind(dim=-1)
+            jump = 1 - copy[:, i // 5, :, -1] if copy is not None and family == 0 and i % 5 == 0 else None
             found.append(dict(layer=number + 1, head=head + 1, cursor=cursor + 1, of=('query', 'key')[family], gamma=gamma[i].item(),
                               alpha=prism.alpha[head, 0, cursor].abs().item(), mu=torch.sigmoid(prism.m[head]).item(), incr=incr, decr=decr,
-                              keep=keep, reset=reset[:, i], histogram=histograms[:, i]))
+                              keep=keep, reset=reset[:, i], jump=jump, histogram=histograms[:, i]))
     return sorted(found, key=lambda c: c['of'] == 'key')
 
 
@@ -91,9 +93,10 @@ def pace(mode, asked):
 def cursor(model, task, cfg, length=0):
     """Where PRISM's cursors go: gates before and after training, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-20).
 
-    length: the problem length beyond training that is shown, 0: four times the longest one trained on. The table is of that length: gates and moves over
-    the answer's tokens, in 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it makes its commonest move;
-    `peak`: largest bin; weight: (1 - mu) |alpha|, what the cursor counts in its head. A cursor that holds at every length is steady.
+    length: the problem length shown beside the longest one trained on, 0: four times that. The table is of that length: gates and moves over
+    the answer's tokens, in up to 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it makes its commonest
+    move; `peak`: largest bin; `jump`: mean probability of a jump, where a cursor can copy; `weight`: (1 - mu) |alpha|, what the cursor counts in its
+    head. A cursor that holds at every length is steady.
     """
     if not any(isinstance(m, encodings.PRISM) for m in model.modules()):
         raise train.UserError(f'cursor looks at PRISM\'s cursors, and this run has pe={cfg.pe}: train one with pe=prism')
@@ -101,15 +104,18 @@ def cursor(model, task, cfg, length=0):
     length = length or 4 * trained
     torch.manual_seed(cfg.seeds[0])
     before = Transformer(cfg).to(train.DTYPES[cfg.dtype]).eval()
-    draw = lambda n: task.sample(32, n, train.generator('cpu', 'test', n))
-    (short, _), (tokens, targets) = draw(trained), draw(length)
-    found, asked, T = cursors_of(model, tokens), targets != -100, tokens.shape[1]
+    draw = lambda n, problems: task.sample(problems, n, train.generator('cpu', 'test', n))
+    (short, _), T = draw(trained, 1), draw(length, 1)[0].shape[1]
+    C = sum(m.count for m in model.modules() if isinstance(m, encodings.Cursors))
+    tokens, targets = draw(length, max(1, min(32, 2 ** 24 // (C * T * T))))             # the histograms have 4 C T^2 numbers for each
+    found, asked = cursors_of(model, tokens), targets != -100
     rows = []
     for c in found:
         moves, steady = pace(c['histogram'].argmax(dim=-1), asked)
         means = {name: round(c[name][asked].mean().item(), 3) for name in ('incr', 'decr', 'keep', 'reset')}
         rows.append(dict({key: c[key] for key in ('layer', 'head', 'cursor', 'of')}, weight=round((1 - c['mu']) * c['alpha'], 3), gamma=round(c['gamma'], 3),
-                         **means, moves=round(moves, 3), steady=round(steady, 3), peak=round(c['histogram'].max(dim=-1)[0][asked].mean().item(), 3)))
+                         **means, moves=round(moves, 3), steady=round(steady, 3), peak=round(c['histogram'].max(dim=-1)[0][asked].mean().item(), 3),
+                         **({} if c['jump'] is None else dict(jump=round(c['jump'][asked].mean().item(), 3)))))
     total = sum(row['weight'] for row in rows)
     with torch.no_grad():
         right = (model(tokens)[0].argmax(dim=-1) == targets) | ~asked
@@ -133,22 +139,23 @@ def cursor(model, task, cfg, length=0):
                                        ('before training', f'trained, length {trained}', f'trained, length {length}')):
             for c in cursors_of(net, row):
                 mode = c['histogram'][0].argmax(dim=-1) - row.shape[1]
-                ax.plot(mode.numpy(), color=QUERY if c['of'] == 'query' else KEY, alpha=0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5)
-            for of, colour in (('query', QUERY), ('key', KEY)):
-                ax.plot([], color=colour, label=f'{of} cursors')
-            ax.set(title=f'mode of each histogram, {title}', xlabel='token (solid lines: cursors that weigh more)')
+                strength = 0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5
+                ax.plot(mode.numpy(), '-' if c['of'] == 'query' else '--', color=QUERY if c['of'] == 'query' else KEY, alpha=strength)
+            for of, style, colour in (('query', '-', QUERY), ('key', '--', KEY)):
+                ax.plot([], style, color=colour, label=f'{of} cursors' + (' (stronger: weigh more)' if net is model else ''))
+            ax.set(title=f'mode of each histogram, {title}', xlabel='token')
             label_tokens(ax.xaxis, words(row[0]))
-            ax.legend(fontsize=8, loc='upper left')
-        axes[2][0].set(ylabel='offset', ylim=axes[2][1].get_ylim())
+            ax.legend(fontsize=8)
+        axes[2][0].set(ylabel='offset', ylim=[f(ends) for f, ends in zip((min, max), zip(axes[2][0].get_ylim(), axes[2][1].get_ylim()))])
         axes[2][3].axis('off')
-        at = '{layer}, head {head}'.format(**strongest)
+        at = '{layer}.{head}'.format(**strongest)
         axes[3][0].imshow(strongest['histogram'][0].T.numpy(), origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
                           cmap='viridis', interpolation='nearest')
-        axes[3][0].set(title=f'strongest query cursor (layer {at}), length {length}', xlabel='token', ylabel='offset')
+        axes[3][0].set(title=f'strongest query cursor, {at}.{strongest["cursor"]}, length {length}', xlabel='token', ylabel='offset')
         for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
             weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
             image = ax.imshow(weights.numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
-            ax.set(title=f'attention of layer {at}, length {n}', xlabel='key', ylabel='query')
+            ax.set(title=f'attention of head {at}, length {n}', xlabel='key', ylabel='query')
             label_tokens(ax.xaxis, words(row[0]))
             label_tokens(ax.yaxis, words(row[0]))
         fig.colorbar(image, cax=axes[3][3], label='probability, attention weight')
@@ -181,7 +188,7 @@ def read_flags(argv, function):
         key, equals, text = arg[2:].partition('=')
         if not arg.startswith('--') or not equals or key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '') + f' It takes {", ".join(f"--{k}=..." for k in known)}')
+            raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '.') + f' It takes {", ".join(f"--{k}=..." for k in known)}')
         kind = int if known[key] is None else type(known[key])
         try:
             values[key] = text if kind is str else ast.literal_eval(text)
@@ -194,7 +201,7 @@ def read_flags(argv, function):
 
 def main(argv):
     """The program: the list of probes, or one probe on one run."""
-    if not argv or argv[0] in ('--help', '-h'):
+    if not argv or {'--help', '-h'} & set(argv):
         print(__doc__)
         for name, function in PROBES.items():
             print(f'{name:12} {inspect.getdoc(function)}\n')
@@ -206,9 +213,10 @@ def main(argv):
         raise train.UserError(f'python probe.py {argv[0]} RUN: which run? For example out/string_copy_prism')
     name, run_dir, function = argv[0], argv[1], PROBES[argv[0]]
     seed, out_dir, values = read_flags(argv[2:], function)
+    seed = train.first_sound(train.read_checkpoint(os.path.join(run_dir, 'ckpt.pt'))) if seed is None else seed
     model, cfg = train.load(run_dir, seed)
-    out_dir = out_dir or run_dir
-    os.makedirs(out_dir, exist_ok=True)
+    cfg.seeds, out_dir = [seed], out_dir or run_dir
+    train.make_folder(out_dir)
     try:
         rows, summary, figure = function(model, tasks.make(cfg.task), cfg, **values)
     except ValueError as error:

@@ -336,8 +336,8 @@ def test_displacement_restarts_from_a_point_and_is_not_eq_6():
     displacements that no path makes."""
     reset, step, _, table = random_gates(1, 1, 5, 5)
     k, steps = 2, 2                                                                     # from after token 2 to after token 4
-    exact = kernels.cursor_scan_reference(reset[:, :, k + 1:] * 0, step[:, :, k + 1:], None, torch.eye(2 * steps + 1).double())[0, 0, -1]
-    law = enumerated([0.0] * steps, step[0, 0, k + 1:].tolist(), None)
+    exact = kernels.cursor_scan_reference(reset[:, :, k + 1:], step[:, :, k + 1:], None, torch.eye(2 * steps + 1).double())[0, 0, -1]
+    law = enumerated(reset[0, 0, k + 1:].tolist(), step[0, 0, k + 1:].tolist(), None)
     close(exact, [law.get(d, 0.0) for d in range(-steps, steps + 1)], 1e-12)
     h = kernels.cursor_scan_reference(reset * 0, step, None, table)[0, 0]
     eq_6 = {d: sum(float(h[k, i] * h[4, i + d]) for i in range(11) if 0 <= i + d < 11) for d in range(-10, 11)}
@@ -462,6 +462,31 @@ def test_prism_layers_and_recurrent_matrices():
     with torch.no_grad():
         excess = drawn.train()(tokens, tokens)[1] - drawn.eval()(tokens, tokens)[1]
     close(excess, 1e-3 * sum(((W[:, i] @ W[:, j]).item() - (i == j)) ** 2 for i in range(20) for j in range(20)), 1e-8)
+
+
+def test_prism_comes_last_in_a_sum():
+    """'prism+rope' is 'rope+prism': rotated content, cursors as they are; nothing else of a sum sees them."""
+    x, (q, k, v, pos) = torch.randn(2, 10, 32).double(), qkv(4, 10, 8)
+    for other in ('rope', 'pope', 'alibi', 'vipe'):
+        found = []
+        for names in (['prism', other], [other, 'prism']):
+            model = make(pe='+'.join(names), n_layer=1, kernel='triton')
+            enc = model.blocks[0].attn.pe
+            parts = dict(zip(names, enc.parts))
+            with torch.no_grad():
+                for p in enc.parameters():
+                    p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+            found.append(enc.logits(q, k, pos, enc.state(x, pos)))
+            close(enc.attend(q, k, v, pos, enc.state(x, pos)), enc.mix(found[-1].softmax(-1), v, pos, enc.state(x, pos)))
+        close(*found)
+        mu, state = torch.sigmoid(parts['prism'].m), parts['prism'].state(x, pos)
+        factors = parts[other].rescale(q, k, pos, parts[other].state(x, pos)) or (1, 1)
+        if other != 'alibi':                                                            # mu times the other's, and the place score alone
+            place = parts['prism'].logits(0 * q, k, pos, state).tril()
+            close(found[1].tril(), (mu * parts[other].logits(q, k, pos, parts[other].state(x, pos)).tril()
+                                    + place * factors[0] * (factors[1].mT if other == 'vipe' else 1)))
+    with pytest.raises(ValueError, match='prism cannot be added to itself'):
+        make(pe='prism+prism')
 
 
 def test_prism_gru_is_pytorchs():

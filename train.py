@@ -121,7 +121,7 @@ DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.flo
 DERIVED = ('vocab_size', 'train_len', 'eval_len')                 # set from the task, not by the user
 KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
 # what a checkpoint's weights depend on (s is 1 in training, whatever vipe_s), and what may differ when a run is resumed
-ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s', 'kernel')]
+ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s', 'kernel', 'prism_alpha_lr')]
 FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'top_evals',
         'results', 'resume', 'eval_only', 'benchmark')
 
@@ -424,14 +424,26 @@ def weights(checkpoint, seed, path):
     return entries[seed]['model']
 
 
+def first_sound(checkpoint):
+    """The first seed that did not fail; the first of all if none is left."""
+    return [*(seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry), *checkpoint['config']['seeds']][0]
+
+
+def make_folder(path):
+    """Make a folder, if it is not there."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'cannot make the folder {path}: {error.strerror}; choose another --out_dir') from None
+
+
 def load(run_dir, seed=None):
     """(model, config) of a run, the model in evaluation mode on the CPU; seed: which of its models, the first that did not fail if None."""
     path = os.path.join(run_dir, 'ckpt.pt')
     checkpoint = read_checkpoint(path)
     cfg = Config(**{k: v for k, v in checkpoint['config'].items() if k in KEYS})
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
-    sound = [seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry]
-    model.load_state_dict(weights(checkpoint, [*sound, *cfg.seeds][0] if seed is None else seed, path))
+    model.load_state_dict(weights(checkpoint, first_sound(checkpoint) if seed is None else seed, path))
     return model.eval(), cfg
 
 
@@ -1070,10 +1082,7 @@ def run(cfg, stop, command, ranks):
 
 def begin_files(cfg, checkpoint, path, table):
     """Make a run's folder ready: nothing in it that the checkpoint at hand has not seen."""
-    try:
-        os.makedirs(cfg.out_dir, exist_ok=True)
-    except OSError as error:
-        raise UserError(f'cannot make the folder {cfg.out_dir}: {error.strerror}; choose another --out_dir') from None
+    make_folder(cfg.out_dir)
     if cfg.results:
         append(cfg.results, '')                                                         # fails now rather than after the training
     for old in (table,) if checkpoint['step'] else (table, path):

@@ -1,6 +1,6 @@
 # After string_copy_prism, string_reverse_prism, addition_prism, odds_first_prism, stack_prism ...: the paper's size and recipe (prism.txt 6).
 # 140 query and 140 key cursors, 4 per head; 196 for its 192 content channels, which 7 heads do not divide. 150,000 steps want a GPU; not run yet.
-# Add configs/paper_prism_baseline.py for its baseline.
+# Add configs/paper_prism_baseline.py for its baseline. It goes by the `task` of the config before it: --task comes too late for it.
 n_layer = 5
 n_head = 7
 d_model = 196
@@ -16,7 +16,7 @@ max_steps = 150000
 lr = 9e-5
 min_lr = 0.0
 decay = 'none'
-train_lengths = range(1, 41) if task in ('string_copy', 'string_reverse', 'odds_first', 'stack') else range(1, 11)
+train_lengths = range(1, 41) if task in ('string_copy', 'string_reverse', 'odds_first', 'stack') else range(1, 10 if task == 'multiplication_cot' else 11)
 length_schedule = [(0, 5), (5000, 10), (10000, 20), (20000, 30), (30000, 40)] if max(train_lengths) > 10 else [(0, 5), (5000, 10)]
 eval_lengths = [*range(2, 42, 2), 50, 60, 80, 100, 150] if max(train_lengths) > 10 else [*range(2, 21), 25, 30]
 eval_interval = 1000
