@@ -1,4 +1,4 @@
-# PRISM reverses strings longer than the 10 digits that it was trained on.
+# PRISM reverses strings; some seeds go on beyond the 10 digits that they were trained on (README).
 # Compare: --prism_copy=none,fixed,trained (the paper has the copy branch on for this task) and --pe=prism,shifted_ape
 task = 'string_reverse'
 pe = 'prism'
