@@ -470,8 +470,8 @@ def test_prism_comes_last_in_a_sum():
     for other in ('rope', 'pope', 'alibi', 'vipe'):
         found = []
         for names in (['prism', other], [other, 'prism']):
-            model = make(pe='+'.join(names), n_layer=1, kernel='triton')
-            enc = model.blocks[0].attn.pe
+            enc = make(pe='+'.join(names), n_layer=1).blocks[0].attn.pe
+            assert not enc.kernel                                                       # of attention, whose vectors are wider than the values
             parts = dict(zip(names, enc.parts))
             with torch.no_grad():
                 for p in enc.parameters():
@@ -573,6 +573,8 @@ def test_beyond_every_trained_length(kw):
 
 @variants
 def test_overfits_one_batch(kw):
+    if kw['pe'].startswith('prism') and not {'prism_copy', 'prism_absolute'} & set(kw) and len(kw) > 1:
+        pytest.skip('PRISM in three forms is enough: its steps take long')
     model = make(torch.float32, max_shift=4, **kw).train()
     tokens = torch.randint(11, (8, TRAIN_LEN), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = torch.arange(8)                                                      # so that each row can be told apart
@@ -1098,14 +1100,14 @@ def test_kernels_compile_for_an_h200():
 
 
 KERNEL_VARIANTS = {name: kw for name, kw in VARIANTS.items() if pe.build(pe.PEConfig(**dict(dict(d_model=32, n_head=4), **kw))).kernel} | {
-    name: dict(VARIANTS[name], n_head=2, prism_cursors=1) for name in ('prism copy', 'prism copy trained')}
+    'prism copy': dict(VARIANTS['prism copy'], n_head=2, prism_cursors=1)}
 
 
 @kernel_test
 @pytest.mark.parametrize('kw', KERNEL_VARIANTS.values(), ids=KERNEL_VARIANTS)
 def test_encodings_by_kernels(kw):
     """A model with kernel=triton is the one with kernel=reference: loss and every gradient, single and as two seeds under vmap."""
-    assert len(KERNEL_VARIANTS) == 22
+    assert len(KERNEL_VARIANTS) == 21
     tokens = torch.randint(1, 11, (1, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = []
     for kernel in ('triton', 'reference'):
@@ -1274,8 +1276,8 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypa
 
 @variants
 def test_seeds_together_train_as_each_alone(kw):
-    """100 steps in float64: the losses of each seed agree to 1e-9 relative. (25 for the variants of PRISM, whose steps take long.)"""
-    compare_seeds([5, 6, 7], 25 if kw['pe'].startswith('prism') and len(kw) > 1 else 100, 1e-9, dtype='float64', **kw)
+    """100 steps in float64, 15 with an encoding's switches or a sum: the losses of each seed agree to 1e-9 relative."""
+    compare_seeds([5, 6, 7], 100 if kw['pe'] in pe.ENCODINGS and len(kw) == 1 else 15, 1e-9, dtype='float64', **kw)
 
 
 @pytest.mark.parametrize('name', pe.ENCODINGS)
