@@ -120,48 +120,52 @@ def cursor(model, task, cfg, length=0):
     with torch.no_grad():
         right = (model(tokens)[0].argmax(dim=-1) == targets) | ~asked
     summary = dict(length=length, exact=right.all(dim=1).double().mean().item(), steady=round(sum(r['steady'] * r['weight'] for r in rows) / total, 4))
-    strongest = max((c for c in found if c['of'] == 'query'), key=lambda c: (1 - c['mu']) * c['alpha'])
-
-    def figure(plt):
-        fig, axes = plt.subplots(4, 4, figsize=(14, 16), width_ratios=(1, 1, 1, 0.05), layout='constrained')
-        words = lambda row: [task.vocab[i] for i in row.tolist()]
-        names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
-        for row, (when, cursors) in enumerate((('before training', cursors_of(before, short[:1])), ('after training', cursors_of(model, short[:1])))):
-            for ax, gate, title in zip(axes[row], ('incr', 'decr', 'reset'), ('increment', 'decrement', 'reset')):
-                image = ax.imshow(torch.stack([c[gate][0] for c in cursors]).numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
-                ax.set_title(f'P({title}), {when}')
-                ax.set_yticks(range(len(names)) if len(names) <= 32 else [], names if len(names) <= 32 else [], fontsize=6)
-                label_tokens(ax.xaxis, words(short[0]))
-            axes[row][0].set_ylabel('cursor: query or key, layer.head.number')
-            fig.colorbar(image, cax=axes[row][3], label='probability')
-        weight = lambda c: (1 - c['mu']) * c['alpha']
-        for ax, net, row, title in zip(axes[2], (before, model, model), (short[:1], short[:1], tokens[:1]),
-                                       ('before training', f'trained, length {trained}', f'trained, length {length}')):
-            for c in cursors_of(net, row):
-                mode = c['histogram'][0].argmax(dim=-1) - row.shape[1]
-                strength = 0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5
-                ax.plot(mode.numpy(), '-' if c['of'] == 'query' else '--', color=QUERY if c['of'] == 'query' else KEY, alpha=strength)
-            for of, style, colour in (('query', '-', QUERY), ('key', '--', KEY)):
-                ax.plot([], style, color=colour, label=f'{of} cursors' + (' (stronger: weigh more)' if net is model else ''))
-            ax.set(title=f'mode of each histogram, {title}', xlabel='token')
-            label_tokens(ax.xaxis, words(row[0]))
-            ax.legend(fontsize=8)
-        axes[2][0].set(ylabel='offset', ylim=[f(ends) for f, ends in zip((min, max), zip(axes[2][0].get_ylim(), axes[2][1].get_ylim()))])
-        axes[2][3].axis('off')
-        at = '{layer}.{head}'.format(**strongest)
-        axes[3][0].imshow(strongest['histogram'][0].T.numpy(), origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
-                          cmap='viridis', interpolation='nearest')
-        axes[3][0].set(title=f'strongest query cursor, {at}.{strongest["cursor"]}, length {length}', xlabel='token', ylabel='offset')
-        for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
-            weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
-            image = ax.imshow(weights.numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
-            ax.set(title=f'attention of head {at}, length {n}', xlabel='key', ylabel='query')
-            label_tokens(ax.xaxis, words(row[0]))
-            label_tokens(ax.yaxis, words(row[0]))
-        fig.colorbar(image, cax=axes[3][3], label='probability, attention weight')
-        fig.suptitle(f'{cfg.task} with {cfg.pe}: exact match {100 * summary["exact"]:.0f} % at length {length}, trained to {trained}')
-        return fig
+    figure = lambda plt: cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, length, summary['exact'])
     return rows, summary, figure
+
+
+def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, length, exact):
+    """The figure of `cursor`: gates; modes; the strongest query cursor's histogram; attention. short, tokens: problems of the lengths trained and length."""
+    strongest = max((c for c in found if c['of'] == 'query'), key=lambda c: (1 - c['mu']) * c['alpha'])
+    T = tokens.shape[1]
+    fig, axes = plt.subplots(4, 4, figsize=(14, 16), width_ratios=(1, 1, 1, 0.05), layout='constrained')
+    words = lambda row: [task.vocab[i] for i in row.tolist()]
+    names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
+    for row, (when, cursors) in enumerate((('before training', cursors_of(before, short[:1])), ('after training', cursors_of(model, short[:1])))):
+        for ax, gate, title in zip(axes[row], ('incr', 'decr', 'reset'), ('increment', 'decrement', 'reset')):
+            image = ax.imshow(torch.stack([c[gate][0] for c in cursors]).numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+            ax.set_title(f'P({title}), {when}')
+            ax.set_yticks(range(len(names)) if len(names) <= 32 else [], names if len(names) <= 32 else [], fontsize=6)
+            label_tokens(ax.xaxis, words(short[0]))
+        axes[row][0].set_ylabel('cursor: query or key, layer.head.number')
+        fig.colorbar(image, cax=axes[row][3], label='probability')
+    weight = lambda c: (1 - c['mu']) * c['alpha']
+    for ax, net, row, title in zip(axes[2], (before, model, model), (short[:1], short[:1], tokens[:1]),
+                                   ('before training', f'trained, length {trained}', f'trained, length {length}')):
+        for c in cursors_of(net, row):
+            mode = c['histogram'][0].argmax(dim=-1) - row.shape[1]
+            strength = 0.15 + 0.85 * weight(c) / max(map(weight, found)) if net is model else 0.5
+            ax.plot(mode.numpy(), '-' if c['of'] == 'query' else '--', color=QUERY if c['of'] == 'query' else KEY, alpha=strength)
+        for of, style, colour in (('query', '-', QUERY), ('key', '--', KEY)):
+            ax.plot([], style, color=colour, label=f'{of} cursors' + (' (stronger: weigh more)' if net is model else ''))
+        ax.set(title=f'mode of each histogram, {title}', xlabel='token')
+        label_tokens(ax.xaxis, words(row[0]))
+        ax.legend(fontsize=8)
+    axes[2][0].set(ylabel='offset', ylim=[f(ends) for f, ends in zip((min, max), zip(axes[2][0].get_ylim(), axes[2][1].get_ylim()))])
+    axes[2][3].axis('off')
+    at = '{layer}.{head}'.format(**strongest)
+    axes[3][0].imshow(strongest['histogram'][0].T.numpy(), origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
+                      cmap='viridis', interpolation='nearest')
+    axes[3][0].set(title=f'strongest query cursor, {at}.{strongest["cursor"]}, length {length}', xlabel='token', ylabel='offset')
+    for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
+        weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
+        image = ax.imshow(weights.numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+        ax.set(title=f'attention of head {at}, length {n}', xlabel='key', ylabel='query')
+        label_tokens(ax.xaxis, words(row[0]))
+        label_tokens(ax.yaxis, words(row[0]))
+    fig.colorbar(image, cax=axes[3][3], label='probability, attention weight')
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: exact match {100 * exact:.0f} % at length {length}, trained to {trained}')
+    return fig
 
 
 PROBES = {'cursor': cursor}
