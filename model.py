@@ -150,6 +150,23 @@ class Transformer(nn.Module):
         loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
         return logits, loss + sum(block.attn.pe.penalty() for block in self.blocks) if self.training else loss
 
+    @torch.no_grad()
+    def generate(self, tokens, n, temperature=0.0, end=None, total_len=None):
+        """tokens [B, T] -> [B, up to T + n]: each next token drawn from softmax(logits / temperature), the likeliest if that is 0; rows that came to
+        their end token go on with padding. total_len: the final length, where it is known; T + n if not (ViPE and YaRN depend on it).
+        """
+        total_len, done = total_len or tokens.shape[1] + n, torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+        for _ in range(n):
+            logits = self(tokens, total_len=total_len)[0][:, -1].float()                # (B, V)
+            logits[:, 0] = -torch.inf                                                   # padding is not a token
+            best = logits.argmax(dim=-1, keepdim=True)
+            new = torch.multinomial((logits / temperature).softmax(dim=-1), 1) if temperature else best
+            tokens = torch.cat([tokens, new.masked_fill(done, 0)], dim=1)
+            done = done | (new == end) if end is not None else done
+            if done.all():
+                break
+        return tokens
+
     def optim_groups(self, lr, weight_decay):
         """Groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters.
 

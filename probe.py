@@ -20,7 +20,6 @@ import sys
 import torch
 
 import pe as encodings
-import tasks
 import train
 from model import Transformer
 
@@ -168,7 +167,57 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
     return fig
 
 
-PROBES = {'cursor': cursor}
+# ---------------------------------------------------------------------------------------------------------------------
+# pope.txt, Figure 2, place by place
+
+@torch.no_grad()
+def losses_by_position(model, tokens, targets):
+    """Mean cross-entropy at every position [T], in nats, of what is predicted there; nan where nothing is."""
+    total, count = torch.zeros(2, tokens.shape[1], dtype=torch.float64)
+    for x, y in zip(tokens.split(8), targets.split(8)):
+        total += train.token_losses(model(x)[0], y).sum(dim=0)
+        count += (y != -100).sum(dim=0)
+    return total / count
+
+
+def loss(model, task, cfg, length=0, n=32, beside=''):
+    """Loss by position in contexts longer than the trained ones: where does a model profit from what lies far back, and where does it break?
+
+    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text; beside: further runs, a comma list, on the same text.
+    Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
+    """
+    length = length or max(cfg.eval_lengths)
+    tokens, targets = task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
+    curves = {cfg.pe: losses_by_position(model, tokens, targets)[:-1]}
+    for path in filter(None, beside.split(',')):
+        net, other = train.load(path)
+        if other.the_task is not task:
+            raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: their losses do not compare')
+        curves[path if other.pe in curves else other.pe] = losses_by_position(net, tokens, targets)[:-1]
+    parts = torch.arange(length - 1).tensor_split(16)
+    rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **{name: round(curve[part].nanmean().item(), 4) for name, curve in curves.items()})
+            for part in parts if len(part)]
+    trained = max(cfg.train_lengths)
+    mean = lambda curve: round(curve.nanmean().item(), 4) if len(curve) else None
+    summary = dict(length=length) | {f'{name}, {where}': mean(curve[cut]) for name, curve in curves.items()
+                                     for where, cut in (('trained positions', slice(0, trained - 1)), ('beyond', slice(trained - 1, None)))}
+    return rows, summary, lambda plt: loss_figure(plt, curves, trained, cfg.task)
+
+
+def loss_figure(plt, curves, trained, name):
+    """The figure of `loss`."""
+    fig, ax = plt.subplots(figsize=(8, 4), layout='constrained')
+    for label, curve in curves.items():
+        window = max(1, len(curve) // 32)
+        smooth = torch.nn.functional.avg_pool1d(curve.nan_to_num(curve.nanmean().item())[None, None], window, 1).squeeze()
+        ax.plot((torch.arange(len(smooth)) + (window + 1) / 2).numpy(), smooth.numpy(), label=label)
+    ax.axvline(trained, color='crimson', lw=1)
+    ax.set(xlabel=f'position in the context; trained to {trained} (red line)', ylabel='loss (nats per token)', title=f'{name}: loss by position')
+    ax.legend()
+    return fig
+
+
+PROBES = {'cursor': cursor, 'loss': loss}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +271,7 @@ def main(argv):
     cfg.seeds, out_dir = [seed], out_dir or run_dir
     train.make_folder(out_dir)
     try:
-        rows, summary, figure = function(model, tasks.make(cfg.task), cfg, **values)
+        rows, summary, figure = function(model, cfg.the_task, cfg, **values)
     except ValueError as error:
         raise train.UserError(str(error)) from None
     show(rows, summary)

@@ -1,20 +1,34 @@
-"""Every synthetic task, one small class each, generated in batches on whatever device the generator lives on.
+"""Every task, one small class each: synthetic ones, generated in batches on whatever device the generator lives on; SCAN and CFQ; and corpora.
 
-    python tasks.py                 lists the tasks
-    python tasks.py parity 5        prints examples of parity at length 5
+    python tasks.py                                 lists the tasks
+    python tasks.py parity 5                        prints examples of parity at length 5
+    python tasks.py jsb 64 --data=Jsb16thSeparated.json
+    python tasks.py scan_cot lengths                how long the problems of a data set are
 
 A task has `vocab` (token strings; index 0 is the padding), `end` (the end token's index, or None where the answer is one class),
 `sample(n, length, generator) -> (tokens, targets)`, both [n, T] int64, and `decode(row)`. tokens is the whole sequence with its
 answer; targets[t] = tokens[t+1] where the answer is to be predicted and -100 elsewhere. To add a task, write a class and name it in TASKS.
 """
+import collections
 import difflib
+import functools
 import inspect
+import json
+import math
+import os
 import re
+import string
 import sys
+import sysconfig
 
+import numpy as np
 import torch
 
 PAD, BOS, EOI, EOS = range(4)                                   # every task that has them has them here
+
+
+class DataError(ValueError):
+    """Data that are not there, or not what the task reads."""
 
 
 class Task:
@@ -23,6 +37,9 @@ class Task:
     end = None
     min_length = 1
     max_length = None                                           # None: any
+    corpus = False                                              # next-token prediction: judged by its loss
+    needs = data = ''                                           # what --data has to be, where a task is read from files; what it is
+    own_vocab = False                                           # the vocabulary comes from the data
 
     def sample(self, n, length, generator=None):
         """n problems of the given length -> (tokens, targets), both [n, T] int64. ValueError if the task has no such length."""
@@ -31,9 +48,35 @@ class Task:
                              + (f' to {self.max_length}' if self.max_length else '') + f', not {length}')
         return self.problems(n, length, Draw(generator))
 
+    def pool(self, n, length, generator):
+        """What an epoch of training has of a length: n problems; a data set's, all of them."""
+        return self.sample(n, length, generator)
+
+    def held_out(self, split, n, lengths, generator):
+        """{length: (tokens, targets)} to evaluate on, n problems of each or as many as there are; generator: length -> its random generator."""
+        return {length: self.sample(n, length, generator(length)) for length in lengths}
+
+    def existing(self, lengths, part):
+        """Those of the lengths that the task has for training (part='train') or at all."""
+        return lengths
+
+    def count(self, lengths):
+        """Training problems of these lengths in all, None if they never end."""
+
+    def width(self, lengths):
+        """Tokens of the longest sequence with these problem lengths."""
+        return max(self.sample(1, length, torch.Generator())[0].shape[1] for length in (min(lengths), max(lengths)))
+
     def decode(self, row):
         """A row of token indices as text, without the padding."""
         return self.separator.join(self.vocab[i] for i in row.tolist() if i != PAD)
+
+    def encode(self, text):
+        """The token indices of a text [T]. DataError if it has what is not in the vocabulary."""
+        words = text.split() if self.separator else list(text)
+        if unknown := sorted(set(words) - set(self.vocab[1:])):
+            raise DataError(f'{" ".join(unknown)!r} is not in the vocabulary of this task, which has {" ".join(self.vocab[1:33])}' + ' ...' * (len(self.vocab) > 33))
+        return torch.tensor([self.vocab.index(word) for word in words], dtype=torch.int64)
 
 
 class Draw:
@@ -484,26 +527,583 @@ def written(name, *numbers):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# data sets of commands and answers, in words: everything behind the marks[0] that ends the command is supervised, marks[1] is the end
+
+PARTS = ('train', 'val', 'test')
+
+
+class Pairs(Task):
+    """A fixed data set. A subclass gives texts(part), [(length, text)]; where a part of it is missing, another stands in (see rows)."""
+    marks = ('EoI', 'EoS')
+
+    @functools.cached_property
+    def vocab(self):
+        words = {word for part in PARTS for _, text in self.texts(part) for word in text.split()}
+        return ['<pad>', 'BoS', *self.marks, *sorted(words - {'BoS', *self.marks})]
+
+    @functools.cached_property
+    def end(self):
+        return self.vocab.index(self.marks[1])
+
+    @functools.cached_property
+    def rows(self):
+        """{part: {length: (tokens, targets)}}."""
+        index, found = {word: i for i, word in enumerate(self.vocab)}, {}
+        for part in PARTS:
+            by_length = collections.defaultdict(list)
+            for length, text in self.texts(part):
+                by_length[length].append([index[word] for word in text.split()])
+            found[part] = {}
+            for length, rows in sorted(by_length.items()):
+                T = max(map(len, rows))
+                tokens = torch.tensor([row + [PAD] * (T - len(row)) for row in rows])
+                found[part][length] = tokens, supervise(tokens, (tokens == index[self.marks[0]]).long().argmax(dim=1, keepdim=True) + 1)
+        return found
+
+    def at(self, length, *parts):
+        """(tokens, targets) of a length in the first of the parts that has it."""
+        return next(self.rows[part][length] for part in parts if length in self.rows[part])
+
+    def sample(self, n, length, generator=None):
+        """n problems of the given length, drawn with replacement from the training part, from another where that has none."""
+        if not self.existing([length], None):
+            raise ValueError(f'{type(self).__name__} has no problem of length {length}; there are {sorted({n for part in PARTS for n in self.rows[part]})}')
+        tokens, targets = self.at(length, *PARTS)
+        draw = Draw(generator)
+        rows = draw.integers(len(tokens), n).cpu()
+        return tokens[rows].to(draw.device), targets[rows].to(draw.device)
+
+    def pool(self, n, length, generator):
+        device = Draw(generator).device
+        return tuple(x.to(device) for x in self.rows['train'][length])
+
+    def held_out(self, split, n, lengths, generator):
+        """Validation (split='eval') or test problems, the other kind where there is none, and training problems at lengths that neither has."""
+        found, order = {}, ('val', 'test', 'train') if split == 'eval' else ('test', 'val', 'train')
+        for length in lengths:
+            tokens, targets = self.at(length, *order)
+            rows = torch.randperm(len(tokens), generator=generator(length))[:n]
+            found[length] = tokens[rows], targets[rows]
+        return found
+
+    def existing(self, lengths, part):
+        return [n for n in lengths if any(n in self.rows[p] for p in ((part,) if part else PARTS))]
+
+    def count(self, lengths):
+        return sum(len(self.rows['train'][n][0]) for n in lengths)
+
+    def width(self, lengths):
+        return max(self.rows[part][n][0].shape[1] for part in PARTS for n in lengths if n in self.rows[part])
+
+
+@functools.cache
+def scan():
+    """SCAN's grammar (Lake & Baroni 2018): ({clause: actions}, {command: actions}), texts. The first: without twice, thrice, and, after."""
+    clauses = {'walk': 'I_WALK', 'look': 'I_LOOK', 'run': 'I_RUN', 'jump': 'I_JUMP'}
+    for direction, turn in (('left', 'I_TURN_LEFT'), ('right', 'I_TURN_RIGHT')):
+        for verb, act in [('turn', ''), *list(clauses.items())[:4]]:
+            for how, actions in (('', [turn, act]), ('opposite ', [turn, turn, act]), ('around ', [turn, act] * 4)):
+                clauses[f'{verb} {how}{direction}'] = ' '.join(filter(None, actions))
+    phrases = {clause + times: ' '.join([actions] * n) for clause, actions in clauses.items() for times, n in (('', 1), (' twice', 2), (' thrice', 3))}
+    commands = dict(phrases)
+    for x, x_actions in phrases.items():
+        for y, y_actions in phrases.items():
+            commands[f'{x} and {y}'] = f'{x_actions} {y_actions}'
+            commands[f'{x} after {y}'] = f'{y_actions} {x_actions}'
+    return clauses, commands
+
+
+def scan_pairs(split='length', part='train'):
+    """[(command, actions)] of SCAN's 20,910. split: length (train: at most 22 actions, 16,990; test: 24 to 48, 3,920) or simple (80 % of all at
+    random, 16,728, and 4,182; the published files are another draw). part: train or test.
+
+    >>> len(scan_pairs('length', 'train')), len(scan_pairs('length', 'test'))
+    (16990, 3920)
+    >>> scan_pairs()[5]
+    ('look thrice', 'I_LOOK I_LOOK I_LOOK')
+    """
+    if split not in ('length', 'simple') or part not in ('train', 'test'):
+        raise ValueError(f'scan_pairs has the splits length and simple, and the parts train and test; not {split!r}, {part!r}')
+    pairs = list(scan()[1].items())
+    if split == 'length':
+        return [(command, actions) for command, actions in pairs if (len(actions.split()) <= 22) == (part == 'train')]
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
+    return [pairs[i] for i in (order[:16728] if part == 'train' else order[16728:])]
+
+
+class SCAN(Pairs):
+    """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions, 1 to 22 in training and 24 to 48 in the test of the length split.
+
+    >>> example('scan', 4)
+    'BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS'
+    """
+    split = 'length'
+
+    def texts(self, part):
+        pairs = scan_pairs(self.split, part) if part != 'val' else []
+        return [(len(actions.split()), self.text(command, actions)) for command, actions in pairs]
+
+    def text(self, command, actions):
+        return f'BoS {command} EoI {actions} EoS'
+
+
+class SCANSimple(SCAN):
+    """SCAN's simple split: 80 % of all commands at random for training, 20 % for the test. `length`: actions.
+
+    >>> example('scan_simple', 2)
+    'BoS run and run EoI I_RUN I_RUN EoS'
+    """
+    split = 'simple'
+
+
+class SCANCoT(SCAN):
+    """SCAN's length split with a chain of thought (prism.txt Table 4): twice and thrice written out, then the actions of every clause, in the order of
+    execution. `length`: the actions in SCAN.
+
+    >>> example('scan_cot', 3)
+    'jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .'
+    >>> print(SCANCoT().text('run after turn left twice', ''))
+    run after turn left twice = run after turn left + turn left → turn left : I_TURN_LEFT turn left : I_TURN_LEFT run : I_RUN .
+    """
+    marks = ('=', '.')
+
+    def text(self, command, actions):
+        first, *conjunction = re.split(' (and|after) ', command)
+        clauses = [self.clauses(phrase) for phrase in (first, *conjunction[1:])]
+        written = f' {conjunction[0]} '.join(map(' + '.join, clauses)) if conjunction else ' + '.join(clauses[0])
+        ordered = reversed(clauses) if conjunction[:1] == ['after'] else clauses
+        return f'{command} = {written} → ' + ' '.join(f'{clause} : {scan()[0][clause]}' for phrase in ordered for clause in phrase) + ' .'
+
+    def clauses(self, phrase):
+        """Of 'walk left twice': ['walk left', 'walk left']."""
+        clause, _, times = phrase.rpartition(' ')
+        return [clause] * {'twice': 2, 'thrice': 3}[times] if times in ('twice', 'thrice') else [phrase]
+
+
+class CFQ(Pairs):
+    """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query, entities replaced by M0, M1, ... as in its authors'
+    baselines. `length`: words of the query. The random split, or cfq:mcd=1, 2 or 3.
+
+    >>> CFQ.text({'questionPatternModEntities': "Did M0 's writer write M1",
+    ...           'sparqlPatternModEntities': 'SELECT count(*) WHERE {\\nM0 ns:film.x ?x0 .\\n?x0 a ns:m.05\\n}'})
+    (15, "BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . ?x0 a m_05 } EoS")
+    """
+    own_vocab = True
+    needs = 'the folder that cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset) unpacks to, with dataset.json and splits/'
+
+    def __init__(self, mcd=0):
+        if mcd > 3:
+            raise ValueError(f'cfq has the splits mcd=1, 2 and 3, and a random one; not mcd={mcd}')
+        self.mcd = mcd
+
+    @staticmethod
+    def text(entry):
+        """(length, text) of an entry of dataset.json: punctuation in questions and count(*) cut into words, prefixes of names dropped."""
+        question = re.sub(f'([{re.escape(string.punctuation)}])', r' \1 ', entry['questionPatternModEntities'])
+        query = entry['sparqlPatternModEntities'].replace('count(*)', 'count ( * )').replace('\\n', ' ').split()
+        query = [re.sub(r'^m\.', 'm_', word.removeprefix('ns:')) for word in query]
+        return len(query), f'BoS {" ".join(question.split())} EoI {" ".join(query)} EoS'
+
+    @functools.cached_property
+    def parts(self):
+        name = f'mcd{self.mcd}' if self.mcd else 'random_split'
+        split, entries = (read_json(os.path.join(self.data, *path), self.needs) for path in (('splits', name + '.json'), ('dataset.json',)))
+        try:
+            return {part: [self.text(entries[i]) for i in split[key]] for part, key in zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs'))}
+        except (KeyError, IndexError, TypeError) as error:
+            raise DataError(f'{self.data} is not CFQ: {type(error).__name__} {error} in dataset.json or splits/{name}.json; it should be {self.needs}') from None
+
+    def texts(self, part):
+        return self.parts[part]
+
+
+def read_json(path, needs):
+    """What a JSON file holds."""
+    try:
+        with open(path, encoding='utf-8') as f:
+            return json.load(f)
+    except (OSError, ValueError) as error:
+        raise DataError(f'cannot read {path}: {getattr(error, "strerror", None) or "not JSON"}; --data should be {needs}') from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# corpora: predict the next token, in contexts of `length` tokens
+
+class Corpus(Task):
+    """Documents, one-dimensional arrays (mapped from disk where they are large) of symbols; token = symbol + first. A subclass gives read(), [(part,
+    document)]. Files or folders named train, val (valid, validation, dev) or test are that part; if nothing is so named, 90, 5 and 5 %
+    of the documents are, in an order drawn once, or of each document where there are fewer than 20.
+    """
+    corpus, min_length, first, stride = True, 2, 1, 1           # stride: training contexts begin at its multiples
+    separator = ''
+
+    @functools.cached_property
+    def parts(self):
+        """{part: [documents]}."""
+        documents = [(part, document) for part, document in self.read() if len(document) > 1]
+        if not documents:
+            raise DataError(f'there is nothing to read in {self.data or "the standard library"}: it should be {self.needs}')
+        named = {part: [document for p, document in documents if (p or 'train') == part] for part in PARTS}
+        if any(part for part, _ in documents):
+            return named | {'val': named['val'] or named['test'], 'test': named['test'] or named['val']}
+        documents, cuts = [document for _, document in documents], ((0, 0.9), (0.9, 0.95), (0.95, 1))
+        piece = lambda x, low, high: x[int(low * len(x)):int(high * len(x))]
+        if len(documents) < 20:
+            return {part: [piece(document, *cut) for document in documents] for part, cut in zip(PARTS, cuts)}
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).tolist()
+        return {part: [documents[i] for i in piece(order, *cut)] for part, cut in zip(PARTS, cuts)}
+
+    def of_part(self, part):
+        """The documents of a part with something to predict in them."""
+        documents = [document for document in self.parts[part] if len(document) > 1]
+        if not documents:
+            raise DataError(f'{self.data or "the corpus"} has nothing for {part}: name a file or folder in it {part}, or give more of it')
+        return documents
+
+    def lay_out(self, pieces, length):
+        """Pieces of documents as (tokens, targets) [len(pieces), length], padded on the right."""
+        tokens = np.zeros((len(pieces), length), dtype=np.int64)
+        for row, piece in zip(tokens, pieces):
+            row[:len(piece)] = piece
+            row[:len(piece)] += self.first
+        if tokens.max() >= len(self.vocab):
+            raise DataError(f'{self.data} holds the symbol {tokens.max() - self.first}, but the vocabulary ends at {len(self.vocab) - 1 - self.first}')
+        tokens = torch.from_numpy(tokens)
+        return tokens, supervise(tokens, 1)
+
+    def problems(self, n, length, draw):
+        """Contexts of the training part: a token anywhere in it says which document, the place therein is uniform; a shorter document is taken whole."""
+        documents = self.of_part('train')
+        ends = np.cumsum([len(document) for document in documents])
+        which = np.searchsorted(ends, draw.integers(int(ends[-1]), n).cpu().numpy(), side='right')
+        places = torch.tensor([max(0, len(documents[i]) - length) // self.stride + 1 for i in which], device=draw.device)
+        starts = (draw.integers(places, n) * self.stride).tolist()
+        tokens, targets = self.lay_out([documents[i][start:start + length] for i, start in zip(which, starts)], length)
+        return self.augment(tokens, targets, draw)
+
+    def augment(self, tokens, targets, draw):
+        return tokens.to(draw.device), targets.to(draw.device)
+
+    def held_out(self, split, n, lengths, generator):
+        """The same text for every length: n stretches of max(lengths) tokens, drawn from the held-out documents (shorter ones only if there are no more of
+        that size), each cut into contexts of `length` tokens that overlap by one, so that every token but a stretch's first is predicted once.
+        """
+        longest = max(lengths)
+        documents = self.of_part('val' if split == 'eval' else 'test')
+        stretches = [document[i:i + longest] for document in documents for i in range(0, len(document) - 1, longest - 1)]
+        order = torch.randperm(len(stretches), generator=generator(longest)).tolist()
+        chosen = [stretches[i] for i in sorted(order, key=lambda i: len(stretches[i]) < longest)[:n]]
+        return {length: self.lay_out([s[i:i + length] for s in chosen for i in range(0, len(s) - 1, length - 1)], length) for length in lengths}
+
+    def existing(self, lengths, part):
+        return [n for n in lengths if n >= self.min_length]
+
+    def width(self, lengths):
+        return max(lengths)
+
+
+def files_in(data, needs, endings=None):
+    """[(part, path)] of a file, or of all files below a folder with one of the endings, hidden ones aside; the part that a name says, or None."""
+    if os.path.isfile(data):
+        return [(None, data)]
+    found, alias = [], {'valid': 'val', 'validation': 'val', 'dev': 'val'} | {part: part for part in PARTS}
+    for folder, folders, names in os.walk(data):
+        folders[:] = sorted(name for name in folders if not name.startswith('.'))
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
+            if not name.startswith('.') and (endings is None or name.lower().endswith(endings)):
+                found.append((next((alias[word] for word in words if word in alias), None), path))
+    if not found:
+        raise DataError(f'--data={data} ' + ('has no such files' if os.path.isdir(data) else 'does not exist') + f'; it should be {needs}')
+    return found
+
+
+def mapped(path, dtype):
+    """A file as an array; from a megabyte on it stays on disk."""
+    size = os.path.getsize(path)
+    return np.memmap(path, dtype, 'r', shape=size // np.dtype(dtype).itemsize) if size > 2 ** 20 else np.fromfile(path, dtype)
+
+
+def read_text(path):
+    """A text file, which must be UTF-8."""
+    try:
+        with open(path, encoding='utf-8', newline='') as f:
+            return f.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f'{path} is not UTF-8 text (byte {error.start}); --task=text reads any file, as bytes') from None
+
+
+class Text(Corpus):
+    """Any files as bytes: a token for each of the 256, and the padding. `length`: bytes in a context. A file is a document."""
+    needs = 'a file, or a folder of files'
+    vocab = ['<pad>', *map(chr, range(256))]
+
+    def read(self):
+        return [(part, mapped(path, np.uint8)) for part, path in files_in(self.data, self.needs)]
+
+    def decode(self, row):
+        return bytes(i - 1 for i in row.tolist() if i != PAD).decode('utf-8', 'replace')
+
+    def encode(self, text):
+        return torch.tensor([byte + 1 for byte in text.encode()], dtype=torch.int64)
+
+
+class StandardLibrary(Text):
+    """The source of Python's standard library, which every machine has, as bytes; tests and installed packages left out. `length`: bytes in a context.
+
+    >>> make('stdlib').decode(make('stdlib').encode('def f(x):'))
+    'def f(x):'
+    """
+    needs = ''
+
+    def read(self):
+        documents, root = [], sysconfig.get_path('stdlib')
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted({*folders} - {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'})
+            documents += [(None, mapped(os.path.join(folder, name), np.uint8)) for name in sorted(names) if name.endswith('.py')]
+        return documents
+
+
+class TextCharacters(Corpus):
+    """Text files character by character; the vocabulary is what occurs in them. They are read whole. `length`: characters in a context."""
+    own_vocab = True
+    needs = 'a text file (UTF-8), or a folder of them'
+
+    @functools.cached_property
+    def texts(self):
+        return [(part, read_text(path)) for part, path in files_in(self.data, self.needs)]
+
+    @functools.cached_property
+    def vocab(self):
+        return ['<pad>', *sorted(set().union(*(text for _, text in self.texts)))]
+
+    def read(self):
+        index = np.zeros(max(map(ord, self.vocab[1:]), default=0) + 1, dtype=np.uint16)
+        for i, character in enumerate(self.vocab[1:]):
+            index[ord(character)] = i
+        return [(part, index[np.frombuffer(text.encode('utf-32-le'), dtype=np.uint32)]) for part, text in self.texts]
+
+
+class Tokens(Corpus):
+    """Files of tokens, .bin (uint16) or .npy, mapped from disk, in numbers below `size`: tokens:size=1000. `length`: tokens in a context.
+
+    >>> make('tokens:size=100', 'FILE').decode(torch.tensor([1, 100]))
+    '0 99'
+    """
+    needs, endings, separator = 'a .bin (uint16) or .npy file of tokens, or a folder of them', ('.bin', '.npy'), ' '
+
+    def __init__(self, size=50257):
+        self.size = size
+
+    @functools.cached_property
+    def vocab(self):
+        return ['<pad>', *map(str, range(self.size))]
+
+    def read(self):
+        return [(part, self.read_file(path)) for part, path in files_in(self.data, self.needs, self.endings)]
+
+    def read_file(self, path):
+        if path.endswith('.bin'):
+            if os.path.getsize(path) % 2:
+                raise DataError(f'{path} has an odd number of bytes: it does not hold uint16 tokens')
+            return mapped(path, np.uint16)
+        try:
+            array = np.load(path, mmap_mode='r')
+        except ValueError:
+            raise DataError(f'{path} is not {self.needs}') from None
+        if array.ndim != 1 or array.dtype.kind not in 'ui':
+            raise DataError(f'{path} should be one row of whole numbers; it is {array.dtype} of shape {array.shape}')
+        return array
+
+
+class GPT2(Tokens):
+    """GPT-2's byte pairs: token files (nanoGPT's prepare.py writes train.bin and val.bin of OpenWebText), or text, cut up by `tiktoken`, which also shows
+    what they mean. 50,257 tokens and the padding. `length`: tokens in a context.
+    """
+    needs, endings = 'a .bin (uint16), .npy or .txt file, or a folder of them', ('.bin', '.npy', '.txt')
+
+    def __init__(self):
+        super().__init__()
+
+    @functools.cached_property
+    def byte_pairs(self):
+        try:
+            import tiktoken
+            return tiktoken.get_encoding('gpt2')
+        except ImportError:
+            raise DataError('GPT-2\'s byte pairs need tiktoken: pip install tiktoken') from None
+        except Exception as error:                                                      # whatever its download fails with
+            raise DataError(f'tiktoken cannot fetch GPT-2\'s vocabulary ({type(error).__name__}); let it do so once where there is a network') from None
+
+    def read_file(self, path):
+        return np.array(self.byte_pairs.encode_ordinary(read_text(path)), dtype=np.uint16) if path.endswith('.txt') else super().read_file(path)
+
+    def decode(self, row):
+        return self.byte_pairs.decode([i - 1 for i in row.tolist() if i != PAD])
+
+    def encode(self, text):
+        return torch.tensor(self.byte_pairs.encode_ordinary(text), dtype=torch.int64) + 1
+
+
+class JSB(Corpus):
+    """Bach's chorales (PoPE A.1): four voices at every 16th note, one after the other, then the next 16th. 90 symbols: the padding, silence, and the
+    88 pitches of a piano, 21 to 108. `length`: tokens in a context, which begins with the first voice. 229 chorales for training, 76 and 77 held out.
+
+    >>> JSB().decode(JSB().encode('74 70 65 58 - 70 65 58'))
+    '74 70 65 58 - 70 65 58'
+    """
+    needs = 'Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)'
+    vocab = ['<pad>', '-', *map(str, range(21, 109))]
+    separator, stride = ' ', 4
+
+    def read(self):
+        chorales, documents = read_json(self.data, self.needs), []
+        try:
+            for part, name in zip(PARTS, ('train', 'valid', 'test')):
+                for chorale in chorales[name]:
+                    pitches = np.array(chorale)
+                    if pitches.dtype.kind != 'i' or pitches.shape != (len(chorale), 4) or not ((pitches == -1) | (pitches > 20) & (pitches < 109)).all():
+                        raise DataError(f'{self.data}: a chorale of {name} is not rows of four pitches, each -1 or 21 to 108; --data should be {self.needs}')
+                    documents.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise error if isinstance(error, DataError) else DataError(f'{self.data} is not {self.needs}: {type(error).__name__} {error}') from None
+        return documents
+
+    def chorale(self, row):
+        """The pitches [frames, 4] of a row of tokens, -1 for silence."""
+        row = row[row != PAD].view(-1, 4)
+        return torch.where(row == 1, -1, row + 19)
+
+
+class MIDI(Corpus):
+    """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, from BOS to EOS, a .mid file each; in training transposed by -3 to 3 semitones.
+    With PAD, MASK, chords and tempi the vocabulary has 328, as in PoPE A.1, which does not say what they are. `length`: tokens in a context.
+    """
+    needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
+    first, separator = 0, ' '
+
+    @functools.cached_property
+    def remi(self):
+        try:
+            import miditok
+        except ImportError:
+            raise DataError('MIDI files need miditok: pip install miditok') from None
+        return miditok.REMI(miditok.TokenizerConfig(pitch_range=(21, 108), drums_pitch_range=(27, 87), special_tokens=['PAD', 'BOS', 'EOS', 'MASK'], use_chords=True,
+                                                    use_tempos=True, use_time_signatures=False, num_tempos=32, one_token_stream_for_programs=True))
+
+    @functools.cached_property
+    def vocab(self):
+        return sorted(self.remi.vocab, key=self.remi.vocab.get)
+
+    def read(self):
+        documents = []
+        for part, path in files_in(self.data, self.needs, ('.mid', '.midi')):
+            try:
+                tokens = self.remi(path)
+            except Exception as error:
+                raise DataError(f'{path} is no MIDI file that miditok reads: {type(error).__name__} {error}') from None
+            for track in tokens if isinstance(tokens, list) else [tokens]:
+                documents.append((part, np.array([self.remi['BOS_None'], *track.ids, self.remi['EOS_None']], dtype=np.uint16)))
+        return documents
+
+    def augment(self, tokens, targets, draw):
+        """Every context moved by a number of semitones of its own; a pitch that leaves the piano comes back by an octave."""
+        tokens = self.transposed[draw.integers(7, len(tokens), 1).cpu(), tokens]
+        return super().augment(tokens, supervise(tokens, 1), draw)
+
+    @functools.cached_property
+    def transposed(self):
+        """[7, vocabulary]: the token that each becomes."""
+        index, table = {name: i for i, name in enumerate(self.vocab)}, torch.arange(len(self.vocab)).repeat(7, 1)
+        for name in (name for name in self.vocab if name.startswith('Pitch_')):
+            for row, shift in zip(table, range(-3, 4)):
+                pitch = int(name[6:]) + shift
+                row[index[name]] = next(index[f'Pitch_{p}'] for p in (pitch, pitch - 12, pitch + 12) if f'Pitch_{p}' in index)
+        return table
+
+
+class Genome(Corpus):
+    """FASTA files in 6-mers that do not overlap, as the Nucleotide Transformer cuts them: from the left of every stretch without N; what is left over, and
+    each N, is a token by itself; other letters count as N, and case is ignored. 4,107 tokens: 6 special ones, A C G T N, 4,096 6-mers.
+    `length`: tokens in a context. A record is a document.
+
+    >>> Genome().decode(Genome().tokens(b'acgtacgtNNACGTTTA'))
+    'ACGTAC G T N N ACGTTT A'
+    """
+    needs = 'a FASTA file (.fa, .fasta, .fna), or a folder of them'
+    special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
+    vocab = special + [''.join('ACGT'[i >> 2 * k & 3] for k in range(5, -1, -1)) for i in range(4096)]
+    separator, first = ' ', 0
+    letters = np.full(256, 4, dtype=np.uint8)
+    letters[list(b'ACGTacgt')] = [0, 1, 2, 3] * 2
+
+    def tokens(self, sequence):
+        """The tokens of a sequence of bytes."""
+        code, base = self.letters[np.frombuffer(sequence, dtype=np.uint8)], self.special.index('A')
+        known = code < 4
+        edges = np.flatnonzero(np.diff(known, prepend=~known[:1])) if len(code) else []     # where stretches with and without N begin
+        parts = []
+        for stretch in np.split(code, edges[1:]):
+            whole = len(stretch) // 6 * 6 if len(stretch) and stretch[0] < 4 else 0
+            kmers = stretch[:whole].reshape(-1, 6) @ (4 ** np.arange(5, -1, -1))
+            parts += [kmers + len(self.special), stretch[whole:].astype(np.int64) + base]
+        return torch.from_numpy(np.concatenate([*parts, np.zeros(0, dtype=np.int64)]))
+
+    def read(self):
+        return [(part, self.tokens(sequence).numpy().astype(np.uint16)) for part, path in files_in(self.data, self.needs, ('.fa', '.fasta', '.fna'))
+                for sequence in self.records(path)]
+
+    def records(self, path):
+        """The sequences in a FASTA file."""
+        lines = []
+        with open(path, 'rb') as f:
+            if f.read(1) not in (b'>', b''):
+                raise DataError(f'{path} is no FASTA file, whose first line begins with ">"; --data should be {self.needs}')
+            next(f, None)
+            for line in f:
+                if line.startswith(b'>'):
+                    yield b''.join(lines)
+                    lines = []
+                elif line.strip().isalpha():
+                    lines.append(line.strip())
+                elif line.strip():
+                    raise DataError(f'{path} has the line {line.strip()[:20]!r}, which is no sequence of letters')
+        yield b''.join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
          'indirect_indexing': IndirectIndexing(), 'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(), 'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
-         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT()}
+         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
+         'scan': SCAN(), 'scan_simple': SCANSimple(), 'scan_cot': SCANCoT(), 'stdlib': StandardLibrary()}
+FROM_FILES = {'cfq': CFQ(), 'text': Text(), 'characters': TextCharacters(), 'tokens': Tokens(), 'openwebtext': GPT2(), 'jsb': JSB(), 'maestro': MIDI(),
+              'genome': Genome()}
 
 
-def make(name):
-    """The task of that name, its number options behind a colon: 'parity', 'polynomial:p=7'. ValueError says what is wrong."""
+@functools.cache
+def make(name, data=''):
+    """The task of that name, its number options behind a colon: 'parity', 'polynomial:p=7'; data: the files of those that read some. ValueError
+    says what is wrong."""
     base, _, options = name.partition(':')
-    if base not in TASKS:
-        near = difflib.get_close_matches(base, TASKS, 1)
-        raise ValueError(f'unknown task {base!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(TASKS)}')
-    if not options:
-        return TASKS[base]
-    known = list(inspect.signature(type(TASKS[base])).parameters)
+    known = TASKS | FROM_FILES
+    if base not in known:
+        near = difflib.get_close_matches(base, known, 1)
+        raise ValueError(f'unknown task {base!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(known)}')
+    task = known[base]
+    if bool(task.needs) != bool(data):
+        raise DataError(f'{base} reads files: give --data=PATH, {task.needs}' if task.needs else f'{base} reads no files: leave --data={data} out')
+    if not options and not data:
+        return task
+    takes = list(inspect.signature(type(task)).parameters)
     given = dict(re.findall(r'(\w+)=(\d+)', options))
-    if ','.join(f'{k}={v}' for k, v in given.items()) != options or not set(given) <= set(known):
-        raise ValueError(f'task options {options!r} not understood: {base} has {", ".join(known) or "none"}; write e.g. polynomial:p=7')
-    return type(TASKS[base])(**{k: int(v) for k, v in given.items()})
+    if ','.join(f'{k}={v}' for k, v in given.items()) != options or not set(given) <= set(takes):
+        raise ValueError(f'task options {options!r} not understood: {base} has {", ".join(takes) or "none"}; write e.g. polynomial:p=7')
+    task = type(task)(**{k: int(v) for k, v in given.items()})
+    task.data = data
+    return task
 
 
 def example(name, length):
@@ -512,20 +1112,46 @@ def example(name, length):
     return make(name).decode(tokens[0])
 
 
-if __name__ == '__main__':
-    if len(sys.argv) < 2:
-        for name, task in TASKS.items():
+def show_lengths(task):
+    """Print how many tokens the problems of a data set have, in all, before and behind the mark (prism.txt Figures 21 to 23)."""
+    for part in ('train', 'test'):
+        tokens, targets = zip(*((row[row != PAD], target[target != -100]) for rows in task.rows[part].values() for row, target in zip(*rows)))
+        answers = [len(target) for target in targets]
+        for what, sizes in (('in all', [len(row) for row in tokens]), (f'after {task.marks[0]}', answers),
+                            (f'before {task.marks[0]}', [len(row) - n - 1 for row, n in zip(tokens, answers)])):
+            step = max(1, math.ceil((max(sizes) + 1 - min(sizes)) / 16))
+            counts = collections.Counter((size - min(sizes)) // step for size in sizes)
+            print(f'\n{part}, {len(sizes)} problems: tokens {what}, from {min(sizes)} to {max(sizes)}')
+            for i in range(max(counts) + 1):
+                low = min(sizes) + i * step
+                print(f'{low:5} - {low + step - 1:<5} {counts[i]:6} ' + '#' * math.ceil(60 * counts[i] / max(counts.values())))
+
+
+def main(argv):
+    """The program: the list of tasks, examples of one, or the lengths in a data set."""
+    data = [arg.partition('=')[2] for arg in argv if arg.startswith('--data=')]
+    name, *rest = [arg for arg in argv if not arg.startswith('--data=')] or ['']
+    if not name or {'-h', '--help'} & set(argv):
+        for name, task in (TASKS | FROM_FILES).items():
             print(f'{name:18} {type(task).__doc__.splitlines()[0]}')
-        print('\npython tasks.py NAME [LENGTH] prints examples')
-        sys.exit()
-    try:
-        task = make(sys.argv[1])
-        length = int(sys.argv[2]) if len(sys.argv) > 2 else max(5, task.min_length)
-        tokens, targets = task.sample(5, length)
-    except ValueError as error:
-        print(f'tasks.py: {error}', file=sys.stderr)
-        sys.exit(2)
+        return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
+    task = make(name, *data[-1:])
+    if rest == ['lengths'] and isinstance(task, Pairs):
+        return show_lengths(task)
+    if rest and not rest[0].isdigit() or rest[1:]:
+        raise ValueError(f'python tasks.py {name} takes a length' + (' or the word lengths' if isinstance(task, Pairs) else '') + f', not {" ".join(rest)}')
+    length = int(rest[0]) if rest else 64 if task.corpus else max(5, task.min_length)
+    tokens, targets = task.sample(5, length)
     print(inspect.getdoc(type(task)).split('\n\n>>>')[0])
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
-        print(f'{task.decode(row)}\n    predicted: {task.decode(row[1:][target[:-1] != -100])}')
+        print(f'{task.decode(row)}\n    predicted: {"all but the first" if task.corpus else task.decode(row[1:][target[:-1] != -100])}')
+
+
+if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='replace')
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError) as error:
+        print(f'tasks.py: {error}', file=sys.stderr)
+        sys.exit(2)

@@ -4,6 +4,7 @@
     python train.py configs/parity_rope.py --pe=nope,rope,alibi      a comma list sweeps: a run each, one table
     python train.py configs/parity_rope.py --resume                  go on where a run was stopped
     python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
+    python train.py --eval_only --out_dir=out/stdlib_pope --prompt="def "
     python train.py --help                                           every key, its default and its meaning
 
 Config files are plain Python assignments, read in the given order; --key=value comes last. A run's folder holds ckpt.pt, config.json,
@@ -44,6 +45,7 @@ class Config(ModelConfig):
     """Every key that a config file or --key=value may set: these, those of model.ModelConfig and of pe.PEConfig."""
     # data
     task: str = 'parity'                  # what to learn: `python tasks.py` lists the tasks; options as in polynomial:p=7
+    data: str = ''                        # file or folder that the task reads, if it reads any: `python tasks.py TASK` says which
     train_lengths: list = range(1, 17)    # problem lengths trained on, mixed within a batch
     eval_lengths: list = range(1, 49)     # problem lengths evaluated
     length_schedule: list = ()            # curriculum: [(0, 5), (400, 10)] trains lengths <= 5 until step 400, then <= 10
@@ -74,14 +76,17 @@ class Config(ModelConfig):
     graph: bool = None                    # replay the training step from a CUDA graph; None: on CUDA, unless compiled or split over GPUs
     resume: bool = False                  # go on from out_dir's checkpoint (a sweep always does)
     eval_only: bool = False               # train nothing: evaluate out_dir's checkpoint at eval_lengths
+    prompt: str = ''                      # with eval_only: evaluate nothing, continue this text
+    new_tokens: int = 200                 # how many tokens a prompt is continued by, at most
+    temperature: float = 0.8              # of the distribution that they are drawn from; 0: always the likeliest token
     benchmark: bool = False               # train nothing: time the training step for the first 1, 2, 4, ... of the seeds together
     results: str = ''                     # append a JSON line about each finished run to this file
 
     def __post_init__(self):
-        for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test', 'lr', 'accumulate'):
+        for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
-        for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip', 'top_evals'):
+        for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip', 'top_evals', 'temperature'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         for key in ('beta1', 'beta2'):
@@ -95,6 +100,7 @@ class Config(ModelConfig):
             if not value or any(type(x) is not int or not low <= x < 2 ** 28 for x in value):
                 raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; it is {value}')
             setattr(self, key, list(dict.fromkeys(value)) if key == 'seeds' else sorted(set(value)))
+        self.check_data()
         schedule = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else stage for stage in self.length_schedule]
         if any(not isinstance(stage, list) or [type(x) for x in stage] != [int, int] for stage in schedule) or \
                 schedule and schedule[0][0] != 0 or len({step for step, _ in schedule}) < len(schedule) or schedule != sorted(schedule):
@@ -103,18 +109,36 @@ class Config(ModelConfig):
             lengths = lengths_at(self, step)
             if not lengths:
                 raise ValueError(f'length_schedule leaves no length of train_lengths at step {step}')
-            if self.n_train and self.n_train * len(lengths) < self.batch_size:
-                raise ValueError(f'n_train={self.n_train} gives {self.n_train * len(lengths)} problems, fewer than batch_size={self.batch_size}')
+            size = self.n_train * len(lengths) or self.the_task.count(lengths)
+            if size and size < self.batch_size:
+                raise ValueError(f'there are {size} problems to train on at step {step}, fewer than batch_size={self.batch_size}')
         if self.kernel == 'triton' and self.dtype == 'float64':
             raise ValueError('kernel=triton computes in float32 at most: take kernel=reference with dtype=float64')
         if self.accumulate > self.batch_size:
             raise ValueError(f'accumulate={self.accumulate} cuts batch_size={self.batch_size} into more parts than it has sequences')
-        the_task = tasks.make(self.task)
-        total = lambda lengths: max(the_task.sample(1, length, torch.Generator())[0].shape[1] for length in (min(lengths), max(lengths)))
-        self.vocab_size, self.train_len, self.eval_len = len(the_task.vocab), total(self.train_lengths), total(self.eval_lengths)
+        self.vocab_size = len(self.the_task.vocab)
+        self.train_len, self.eval_len = self.the_task.width(self.train_lengths), self.the_task.width(self.eval_lengths)
         self.out_dir = self.out_dir or f'out/{slug(self.task)}_{slug(self.pe)}'
         super().__post_init__()
         encodings.build(self)                                     # says what does not fit before anything is written
+
+    @property
+    def the_task(self):
+        return tasks.make(self.task, self.data)
+
+    def check_data(self):
+        """ValueError if the task has not what the run asks of it; lengths that a data set does not have are left out."""
+        task, fixed = self.the_task, isinstance(self.the_task, (tasks.Pairs, tasks.Corpus))
+        for key, part in (('train_lengths', 'train'), ('eval_lengths', None)):
+            lengths = task.existing(getattr(self, key), part)
+            if not lengths:
+                raise ValueError(f'{self.task} has no problems of the lengths {key}={getattr(self, key)}')
+            setattr(self, key, lengths)
+        if task.corpus:
+            for part in ('val', 'test') if self.eval_only else tasks.PARTS:
+                task.of_part(part)
+        if fixed and self.n_train or task.corpus and self.top_evals:
+            raise ValueError(f'{self.task} has a training set of its own: leave n_train out' if self.n_train else 'top_evals is for exact match, which a corpus has none of')
 
 
 DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.float32, 'float64': torch.float64}     # of the weights
@@ -123,7 +147,7 @@ KEYS = {f.name: f for f in fields(Config) if f.name not in DERIVED}
 # what a checkpoint's weights depend on (s is 1 in training, whatever vipe_s), and what may differ when a run is resumed
 ARCHITECTURE = ['task', 'train_lengths'] + [f.name for f in fields(ModelConfig) if f.name not in (*DERIVED, 'vipe_s', 'kernel', 'prism_alpha_lr')]
 FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval', 'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'top_evals',
-        'results', 'resume', 'eval_only', 'benchmark')
+        'results', 'resume', 'eval_only', 'benchmark', 'prompt', 'new_tokens', 'temperature')
 
 
 class UserError(Exception):
@@ -177,7 +201,7 @@ class Sweep(list):
 def checked(key, value, where):
     """The value, or the Sweep of values, that a key was given."""
     check_key(key, where)
-    if isinstance(value, str) and ',' in value and KEYS[key].type is not list and key not in ('out_dir', 'results'):
+    if isinstance(value, str) and ',' in value and KEYS[key].type is not list and key not in ('out_dir', 'results', 'data', 'prompt'):
         return Sweep(coerce(key, part.strip(), where) for part in value.split(','))
     return coerce(key, value, where)
 
@@ -214,6 +238,8 @@ def read_config(argv):
         values = read_file(path, values)
     values |= flags
     sweeps = any(isinstance(value, Sweep) for value in values.values())
+    if values['prompt'] and not values['eval_only']:
+        raise UserError('--prompt continues a text with a trained model: add --eval_only and --out_dir=RUN')
     if values['eval_only'] and sweeps:
         raise UserError('--eval_only takes one run: name its folder by --out_dir')
     if (values['eval_only'] or values['resume']) and not sweeps:  # the run's own configuration is the base, flags come on top
@@ -294,7 +320,7 @@ class Batches:
     def pool(self, lengths, source):
         """All problems of one seed's epoch: tokens, targets [N, T]."""
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
-        problems = [self.task.sample(per_length, length, source) for length in lengths]
+        problems = [self.task.pool(per_length, length, source) for length in lengths]
         T = max(tokens.shape[1] for tokens, _ in problems)
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32
         pad = lambda rows, value: torch.nn.functional.pad(rows.to(dtype), (0, T - rows.shape[1]), value=value)
@@ -341,7 +367,8 @@ def keep(old, new):
 def held_out(cfg, task, split, device):
     """{length: (tokens, targets)}, the same for every seed and encoding; split: 'eval' or 'test'. No training stream reaches them."""
     n = cfg.n_eval if split == 'eval' else cfg.n_test
-    return {length: tuple(x.to(device) for x in task.sample(n, length, generator('cpu', split, length))) for length in cfg.eval_lengths}
+    problems = task.held_out(split, n, cfg.eval_lengths, lambda length: generator('cpu', split, length))
+    return {length: tuple(x.to(device) for x in pair) for length, pair in problems.items()}
 
 
 @torch.no_grad()
@@ -349,24 +376,34 @@ def evaluate(model, task, sets, precision=contextlib.nullcontext()):
     """{length: {exact, token, last, n}} under teacher forcing, which for exact match equals greedy decoding.
 
     exact: share of sequences with every supervised token right; token: share of supervised tokens; last: of final states, the end
-    token aside; n: sequences.
+    token aside; n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats.
     """
     training = model.training
     model.eval()
     scores = {}
     for length, (tokens, targets) in sets.items():
-        rows = max(1, 2 ** 15 // tokens.shape[1])
-        with precision:
-            right = torch.cat([model(part)[0].argmax(dim=-1) for part in tokens.split(rows)]) == targets       # (n, T)
-        asked = targets != -100
+        rows, right, loss = max(1, min(2 ** 15, 2 ** 25 // len(task.vocab)) // tokens.shape[1]), [], 0
+        for x, y in zip(tokens.split(rows), targets.split(rows)):
+            with precision:
+                logits = model(x)[0]
+            right.append(logits.argmax(dim=-1) == y)
+            if task.corpus:
+                loss = loss + token_losses(logits, y).sum(dtype=torch.float64)
+        right, asked = torch.cat(right), targets != -100                                # (n, T)
         state = asked & (targets != task.end) if task.end is not None else asked
         at = torch.arange(tokens.shape[1], device=tokens.device)
         last = (at * state).argmax(dim=1, keepdim=True)                                 # (n, 1)
         exact = (right | ~asked).all(dim=1)
-        scores[length] = torch.stack([exact.double().mean(), (right & asked).sum() / asked.sum(), right.gather(1, last).double().mean()])
+        scores[length] = torch.stack([exact.double().mean(), (right & asked).sum() / asked.sum(), right.gather(1, last).double().mean(),
+                                      *([loss / asked.sum()] if task.corpus else [])])
     model.train(training)
-    return {length: dict(zip(('exact', 'token', 'last'), map(lambda x: round(x, 6), score.tolist())), n=len(sets[length][0]))
+    return {length: dict(zip(('exact', 'token', 'last', 'loss'), map(lambda x: round(x, 6), score.tolist())), n=len(sets[length][0]))
             for length, score in scores.items()}
+
+
+def token_losses(logits, targets):
+    """Cross-entropy of every token [B, T], 0 where none is asked for."""
+    return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=-100, reduction='none')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,7 +448,7 @@ def read_checkpoint(path):
 
 def check_same(cfg, saved, path, keys):
     """What was trained in one configuration is not to be taken for another's."""
-    for key in keys:
+    for key in [*keys, 'vocab_size']:                                                   # the latter: data have changed
         if saved[key] != getattr(cfg, key):
             raise UserError(f'{path} was trained with {key}={saved[key]}, not {getattr(cfg, key)}: give it the same, or another --out_dir')
 
@@ -442,6 +479,7 @@ def load(run_dir, seed=None):
     path = os.path.join(run_dir, 'ckpt.pt')
     checkpoint = read_checkpoint(path)
     cfg = Config(**{k: v for k, v in checkpoint['config'].items() if k in KEYS})
+    check_same(cfg, checkpoint['config'], path, [])
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
     model.load_state_dict(weights(checkpoint, first_sound(checkpoint) if seed is None else seed, path))
     return model.eval(), cfg
@@ -836,8 +874,9 @@ def train(cfg, task, device, checkpoint, stop, ranks):
 # what a run found, as text and figure
 
 def summary(cfg, scores, metric='exact'):
-    """Means of {length: score} over trained and longer lengths, and the longest length up to which every one is at least 0.95."""
-    mean = lambda lengths: sum(scores[n][metric] for n in lengths) / len(lengths) if lengths else None
+    """Means of {length: score} over the problems of trained and of longer lengths, and the longest length up to which every one is at least 0.95."""
+    size = lambda n: scores[n].get('n', 1)
+    mean = lambda lengths: sum(size(n) * scores[n][metric] for n in lengths) / sum(map(size, lengths)) if lengths else None
     holds = list(itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores)))
     longest = max(cfg.train_lengths)
     return mean([n for n in scores if n in cfg.train_lengths]), mean([n for n in scores if n > longest]), holds[-1] if holds else 0
@@ -848,8 +887,17 @@ def percent(x):
     return '-' if x is None else f'{100 * x:.1f} %'
 
 
+def context_losses(cfg, scores):
+    """Of a corpus, {length: score} -> [(length, loss)] of the longest context trained on and the longest one evaluated."""
+    lengths = sorted(scores)
+    trained = [n for n in lengths if n <= max(cfg.train_lengths)] or lengths
+    return [(n, scores[n]['loss']) for n in sorted({trained[-1], lengths[-1]})]
+
+
 def brief(cfg, scores):
     """summary() as one line."""
+    if cfg.the_task.corpus:
+        return ', '.join(f'loss {loss:.4f} (perplexity {math.exp(loss):.2f}) in contexts of {n}' for n, loss in context_losses(cfg, scores))
     trained, longer, holds = summary(cfg, scores)
     return f'exact match {percent(trained)} on trained lengths, {percent(longer)} beyond; holds to {holds or "none"}'
 
@@ -867,9 +915,10 @@ def evaluations(cfg, checkpoint):
 
 
 def best(cfg, checkpoint):
-    """(step, {length: score}) of the evaluation during training with the highest mean exact match, over lengths and seeds."""
+    """(step, {length: score}) of the evaluation during training with the highest mean exact match, or lowest loss, over lengths and seeds."""
+    value = lambda score: -score['loss'] if cfg.the_task.corpus else score['exact']
     points = [(evals[0]['step'], mean_scores({i: e['lengths'] for i, e in enumerate(evals)})) for evals in zip(*evaluations(cfg, checkpoint).values())]
-    return max(points, key=lambda point: sum(x['exact'] for x in point[1].values())) if points else None
+    return max(points, key=lambda point: sum(map(value, point[1].values()))) if points else None
 
 
 def top(cfg, checkpoint):
@@ -881,6 +930,10 @@ def top(cfg, checkpoint):
 
 def over_seeds(cfg, by_seed):
     """One line on the spread over seeds."""
+    if cfg.the_task.corpus:
+        runs = [dict(context_losses(cfg, scores)) for scores in by_seed.values()]
+        spread = lambda xs: f'{statistics.mean(xs):.4f} +- {statistics.stdev(xs):.4f}'
+        return f'{len(runs)} seeds: ' + ', '.join(f'loss {spread([run[n] for run in runs])} in contexts of {n}' for n in runs[0])
     trained, longer, _ = zip(*(summary(cfg, scores) for scores in by_seed.values()))
 
     def spread(xs):
@@ -912,8 +965,34 @@ def strips(cfg, rows):
     yield f'\n{shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; holds to: the last length before one below 95 %'
 
 
+def perplexities(cfg, rows):
+    """The lines of a corpus's table: perplexity, exp(mean loss), by length of the context for each (label, {length: scores}); at most 12 lengths."""
+    lengths = sorted(rows[0][1])
+    shown = sorted({lengths[round(i * (len(lengths) - 1) / 11)] for i in range(12)}) if len(lengths) > 12 else lengths
+    width, longest = max(len(label) for label, _ in rows) + 2, max(cfg.train_lengths)
+    mark = lambda cells: ''.join(f'{" |" if i and n > longest >= shown[i - 1] else ""}{cell:>9}' for i, (n, cell) in enumerate(zip(shown, cells)))
+    yield f'{"context":{width}}' + mark(shown)
+    for label, scores in rows:
+        yield f'{label:{width}}' + mark(f'{math.exp(scores[n]["loss"]):.3f}' for n in shown)
+
+
+def report_corpus(cfg, by_seed, best):
+    """report() of a corpus."""
+    scores = mean_scores(by_seed)
+    rows = [('perplexity', scores), *((f'seed {seed}', run) for seed, run in by_seed.items() if len(by_seed) > 1)]
+    rows += [(f'best, step {best[0]}', best[1])] if best else []
+    print(f'\n{cfg.task} with {cfg.pe}: the same held-out text in contexts of every length' + (' (| ends the lengths trained on)' if len(scores) > 1 else ''))
+    print('\n'.join(perplexities(cfg, rows)))
+    print(', '.join(f'{loss:.4f} nats, {loss / math.log(2):.4f} bits and {percent(scores[n]["token"])} right per token in contexts of {n}'
+                    for n, loss in context_losses(cfg, scores)))
+    if len(by_seed) > 1:
+        print(over_seeds(cfg, by_seed))
+
+
 def report(cfg, by_seed, best, top):
     """Print the final table of one run, beside the best of its evaluations during training, and `top` if there is one."""
+    if cfg.the_task.corpus:
+        return report_corpus(cfg, by_seed, best)
     scores = mean_scores(by_seed)
     rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
     if len(by_seed) > 1:
@@ -946,8 +1025,17 @@ def figure(path, cfg, rows, swept):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     lengths, longest = sorted(rows[0][1]), max(cfg.train_lengths)
-    fig, ax = plt.subplots(figsize=(8, 1.6 + 0.28 * len(rows) if swept else 4), layout='constrained')
-    if swept:
+    corpus = cfg.the_task.corpus
+    fig, ax = plt.subplots(figsize=(8, 1.6 + 0.28 * len(rows) if swept and not corpus else 4), layout='constrained')
+    if corpus:
+        for label, scores, _ in rows:
+            ax.plot(lengths, [math.exp(scores[n]['loss']) for n in lengths], marker='o', ms=3, label=label)
+        ax.axvline(longest, color='crimson', lw=1)
+        ax.set(ylabel='perplexity of the same held-out text', yscale='log')
+        ax.yaxis.set_minor_formatter('{x:g}')
+        ax.yaxis.set_major_formatter('{x:g}')
+        ax.legend()
+    elif swept:
         cells = ax.pcolormesh(range(len(lengths) + 1), range(len(rows) + 1), [[100 * s[n][m] for n in lengths] for _, s, m in rows],
                               vmin=0, vmax=100, cmap='viridis', edgecolors='white', linewidth=0.5)
         fig.colorbar(cells, label='exact match (%)')
@@ -963,7 +1051,7 @@ def figure(path, cfg, rows, swept):
         ax.set(ylabel='right (%)', ylim=(-3, 103))
         ax.legend()
     ax.set_title(cfg.task if swept else f'{cfg.task} with {cfg.pe}')
-    ax.set_xlabel('problem length' + (f'; trained to {longest} (red line)' if swept else ''))
+    ax.set_xlabel(('length of the context' if corpus else 'problem length') + (f'; trained to {longest} (red line)' if swept or corpus else ''))
     fig.savefig(path, dpi=110)
     plt.close(fig)
     print(f'drew {path}')
@@ -988,7 +1076,8 @@ def keep_log(cfg, checkpoint):
 
 def write_result(cfg, by_seed, checkpoint, command):
     """Append a line about a finished run: what the README's numbers are backed by."""
-    curves = {seed: [[e['step'], *summary(cfg, e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed}
+    of = lambda scores: [loss for _, loss in context_losses(cfg, scores)] if cfg.the_task.corpus else summary(cfg, scores)
+    curves = {seed: [[e['step'], *of(e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed}
     found = dict(lengths=by_seed, curves=curves) | (dict(top=top(cfg, checkpoint)) if cfg.top_evals else {})
     append(cfg.results, json.dumps(made_by(cfg, command) | found) + '\n')
 
@@ -1003,8 +1092,8 @@ def made_by(cfg, command):
 def evaluate_run(cfg):
     """--eval_only: {seed: {length: scores}} of a finished run at cfg.eval_lengths, added to its lengths.json."""
     device, path, table = pick_device(cfg), os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
-    checkpoint, task = read_checkpoint(path), tasks.make(cfg.task)
-    check_same(cfg, checkpoint['config'], path, ARCHITECTURE)
+    checkpoint, task = read_checkpoint(path), cfg.the_task
+    check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * task.own_vocab)
     model, sets, by_seed = Transformer(cfg).to(device, DTYPES[cfg.dtype]), held_out(cfg, task, 'test', device), {}
     failed = {seed: checkpoint['seeds'][seed]['failed'] for seed in cfg.seeds if 'failed' in checkpoint['seeds'].get(seed, {})}
     if len(failed) < len(cfg.seeds):                                                    # a failed one is evaluated only if asked for alone
@@ -1018,12 +1107,24 @@ def evaluate_run(cfg):
     return by_seed
 
 
+def continuation(cfg):
+    """cfg.prompt and how the first of the run's seeds goes on: drawn at cfg.temperature, to the end token or cfg.new_tokens."""
+    checkpoint, path = read_checkpoint(os.path.join(cfg.out_dir, 'ckpt.pt')), os.path.join(cfg.out_dir, 'ckpt.pt')
+    task, device = cfg.the_task, pick_device(cfg)
+    check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * task.own_vocab)
+    model = Transformer(cfg).to(device, DTYPES[cfg.dtype]).eval()
+    model.load_state_dict(weights(checkpoint, cfg.seeds[0], path))
+    torch.manual_seed(cfg.seeds[0])
+    with precision(cfg, device):
+        return task.decode(model.generate(task.encode(cfg.prompt)[None].to(device), cfg.new_tokens, cfg.temperature, task.end)[0].cpu())
+
+
 def benchmark(cfg, rounds=5):
     """Time the training step for 1, 2, 4, ... seeds together, in rounds that take turns: [{what, seeds, ms, ratio}], medians over the rounds.
 
     ms: per step of all these seeds; ratio: that over as many seeds trained one after the other.
     """
-    device, task, rows = pick_device(cfg), tasks.make(cfg.task), []
+    device, task, rows = pick_device(cfg), cfg.the_task, []
     first = lambda n, **kw: Seeds(replace(cfg, seeds=cfg.seeds[:n], **kw), task, device)
     runs = {f'{n} together': first(n) for n in (2 ** i for i in range(len(cfg.seeds).bit_length()))}
     if device.type == 'cuda' or cfg.compile:
@@ -1061,7 +1162,7 @@ def show_benchmark(label, rows):
 
 def run(cfg, stop, command, ranks):
     """Train the seeds of one configuration; returns the checkpoint and {seed: {length: scores}}, None instead if it was asked to stop."""
-    device, task = pick_device(cfg), tasks.make(cfg.task)
+    device, task = pick_device(cfg), cfg.the_task
     check_parallel(cfg, device, ranks)
     path, table = os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
     checkpoint = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
@@ -1137,7 +1238,7 @@ def main(argv):
             raise UserError('--eval_only and --benchmark take a single process: leave torchrun out')
         for label, cfg in points:
             if cfg.eval_only:
-                show(cfg, evaluate_run(cfg))
+                print(continuation(cfg)) if cfg.prompt else show(cfg, evaluate_run(cfg))
                 continue
             if cfg.results:
                 append(cfg.results, '')                                                 # fails now rather than after the timing
@@ -1161,8 +1262,9 @@ def main(argv):
         done, failed = {k: v for part, _ in parts for k, v in part.items()}, [line for _, lines in parts for line in lines]
         rows = [(label, mean_scores(done[label]), 'exact') for label, _ in points if label in done]
         if rows and ranks.rank == 0:
-            print('\nexact match by length, ' + ' x '.join(swept))
-            print('\n'.join(strips(points[0][1], rows)))
+            corpus, first = points[0][1].the_task.corpus, points[0][1]
+            print(f'\n{"perplexity by length of the context" if corpus else "exact match by length"}, ' + ' x '.join(swept))
+            print('\n'.join(perplexities(first, [row[:2] for row in rows]) if corpus else strips(first, rows)))
             figure(os.path.join(values['out_dir'], 'lengths.png'), points[0][1], rows, swept)
     elif ranks.rank == 0:
         show(cfg, done, best(cfg, checkpoint), top(cfg, checkpoint) if cfg.top_evals else None)
@@ -1197,6 +1299,8 @@ def show(cfg, by_seed, best=None, top=None):
     report(cfg, by_seed, best, top)
     scores = mean_scores(by_seed)
     rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'), ('last state', scores, 'last')]
+    if cfg.the_task.corpus:
+        rows = [(f'seed {seed}', run, 'loss') for seed, run in by_seed.items()]
     if top:
         rows.append((f'exact match, mean of top {cfg.top_evals}', mean_scores(top), 'exact'))
     figure(os.path.join(cfg.out_dir, 'lengths.png'), cfg, rows, swept=False)
@@ -1209,7 +1313,7 @@ if __name__ == '__main__':
     except BrokenPipeError:                                                             # ... | head
         status = 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (UserError, OSError) as error:
+    except (UserError, OSError, tasks.DataError) as error:
         if int(os.environ.get('RANK', 0)):                                              # what all of them meet, the first one tells
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)

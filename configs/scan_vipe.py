@@ -1,0 +1,15 @@
+# ViPE on SCAN's length split, at its paper's size (Exp. 8: 4 heads, 6 layers, d = 256; 15.0 % there, NoPE 13.2, RoPE 2.1, APE 0.0). For a GPU; on a CPU
+# --d_model=64 --n_layer=3 --batch_size=64 takes half an hour. Compare: --pe=vipe,nope,rope,ape; the random split: --task=scan_simple
+task = 'scan'
+pe = 'vipe'
+d_model = 256
+n_layer = 6
+n_head = 4
+train_lengths = range(1, 23)
+eval_lengths = range(1, 49)     # those that there are; up to 22 these are the commands trained on
+batch_size = 256
+max_steps = 20000
+lr = 5e-4
+warmup_steps = 1000
+n_eval = 16
+n_test = 10000                  # all

@@ -1,0 +1,18 @@
+# PoPE on the source of Python's standard library, byte by byte, in contexts of 128; evaluated in contexts of up to ten times that (PoPE Figure 2).
+# A few minutes on 2 CPU cores. Compare: --pe=rope,pope,alibi,nope; write with it: --eval_only --out_dir=out/stdlib_pope --prompt="def "
+task = 'stdlib'
+pe = 'pope'
+norm = 'rmsnorm'
+d_model = 64
+n_layer = 3
+n_head = 4
+train_lengths = [128]
+eval_lengths = range(128, 1281, 128)
+batch_size = 16
+max_steps = 3000
+lr = 2e-3
+min_lr = 2e-4
+beta2 = 0.99
+eval_interval = 500
+n_eval = 8                      # stretches of 1,280 bytes
+n_test = 64

@@ -1,0 +1,18 @@
+# RoPE on the source of Python's standard library: what configs/stdlib_pope.py is compared with.
+# Compare: --pe=rope,pope
+task = 'stdlib'
+pe = 'rope'
+norm = 'rmsnorm'
+d_model = 64
+n_layer = 3
+n_head = 4
+train_lengths = [128]
+eval_lengths = range(128, 1281, 128)
+batch_size = 16
+max_steps = 3000
+lr = 2e-3
+min_lr = 2e-4
+beta2 = 0.99
+eval_interval = 500
+n_eval = 8                      # stretches of 1,280 bytes
+n_test = 64
