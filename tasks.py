@@ -533,7 +533,7 @@ PARTS = ('train', 'val', 'test')
 
 
 class Pairs(Task):
-    """A fixed data set. A subclass gives texts(part), [(length, text)]; where a part of it is missing, another stands in (see rows)."""
+    """A fixed data set in parts. A subclass gives texts(part), [(length, text)]; held_out() says what stands in for a part with nothing in it."""
     marks = ('EoI', 'EoS')
 
     @functools.cached_property

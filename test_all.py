@@ -1,5 +1,6 @@
 """Contracts, not snapshots. `python -m pytest test_all.py` runs all of it on a CPU in a few minutes."""
 import cmath
+import concurrent.futures
 import doctest
 import itertools
 import json
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import pe
@@ -1175,6 +1177,19 @@ def test_a_corpus_run_its_table_prompt_and_probe(tmp_path, capsys):
     assert refused.returncode == 2 and refused.stderr.count('\n') == 1 and 'was trained with vocab_size=' in refused.stderr
 
 
+def test_flops_are_those_that_pytorch_counts(capsys):
+    cfg = train.make_config(train.read_config(flags(task='stdlib', pe='nope', train_lengths=64, eval_lengths=64, d_model=64, n_layer=3, batch_size=4)))
+    model, (tokens, targets) = Transformer(cfg).train(), cfg.the_task.sample(4, 64, torch.Generator())
+    for block in model.blocks:
+        block.attn.tap_logits.register_forward_hook(lambda *_: None)                    # attention as products that the counter sees
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets)[1].backward()
+    assert abs(counter.get_total_flops() / (tokens.numel() * train.flops_per_token(cfg, model)) - 1) < 0.02
+    train.main([*flags(task='stdlib', train_lengths=64, eval_lengths=64, batch_size=4), '--benchmark'])
+    row = re.search(r'^1 together +([\d.]+) .* ([\d,]+) +[\d.]+$', capsys.readouterr().out, re.M)
+    assert abs(float(row[1]) * int(row[2].replace(',', '')) / (1e3 * 4 * 64) - 1) < 0.01
+
+
 def test_probe_loss_is_the_loss_of_the_run(tmp_path):
     train.main(flags(task='stdlib', out_dir=tmp_path, train_lengths=16, eval_lengths='16,64', n_test=6))
     model, cfg = train.load(tmp_path)
@@ -1524,6 +1539,12 @@ def flags(**kw):
 
 def python(*argv, **kw):
     return subprocess.run([sys.executable, *argv], cwd=HERE, capture_output=True, text=True, **kw)
+
+
+def pythons(*argvs):
+    """python() of each at the same time, two by two."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda argv: python(*argv), argvs))
 
 
 def weights(folder, seed=0):
@@ -1948,12 +1969,11 @@ def test_bad_config_files(tmp_path):
 
 
 def test_exit_code_2_without_a_traceback(tmp_path):
-    for argv in (['--lr=fast'], [*flags(out_dir=tmp_path / 'r', n_train=1)], ['configs/none.py']):
-        run = python('train.py', *argv)
-        assert run.returncode == 2 and run.stderr.startswith('train.py: ') and run.stderr.count('\n') == 1
-    for argv in (['tasks.py', 'pairty'], ['model.py', '--pe=rop'], ['model.py', '--d_mode=4'], ['model.py', 'none.py'], ['model.py', '--n_layer=x']):
-        run = python(*argv)
-        assert run.returncode == 2 and run.stderr.count('\n') == 1, run.stderr
+    argvs = [['train.py', '--lr=fast'], ['train.py', *flags(out_dir=tmp_path / 'r', n_train=1)], ['train.py', '--task=jsb', f'--data={tmp_path}'],
+             ['tasks.py', 'pairty'], ['tasks.py', 'jsb'], ['tasks.py', 'parity', 'x'], ['model.py', '--pe=rop'], ['model.py', '--d_mode=4'],
+             ['model.py', 'none.py'], ['model.py', '--n_layer=x']]
+    for argv, run in zip(argvs, pythons(*argvs)):
+        assert run.returncode == 2 and run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
 
 
 def test_checkpoints_that_do_not_fit(tmp_path):
@@ -2003,10 +2023,11 @@ def test_configs_are_valid(name, cfq, request):
 
 
 def test_every_file_runs():
-    assert 'parameters: delta [4, 16]' in python('pe.py').stdout and python('tasks.py').stdout.count('\n') > len(tasks.TASKS)
-    assert 'predicted: ' in python('tasks.py', 'parity', '3').stdout
-    out = python('model.py', 'configs/parity_rope.py', '--d_model=128').stdout
-    assert re.search(r'embedding.weight +\[\d+, 128\]', out) and 'total' in out
+    zoo, known, examples, lengths, shapes = (run.stdout for run in pythons(['pe.py'], ['tasks.py'], ['tasks.py', 'parity', '3'], ['tasks.py', 'scan', 'lengths'],
+                                                                            ['model.py', 'configs/parity_rope.py', '--d_model=128']))
+    assert 'parameters: delta [4, 16]' in zoo and known.count('\n') > len(tasks.TASKS | tasks.FROM_FILES) and 'predicted: ' in examples
+    assert 'train, 16990 problems: tokens in all, from 5 to 34' in lengths and 'test, 3920 problems: tokens after EoI, from 25 to 49' in lengths
+    assert re.search(r'embedding.weight +\[\d+, 128\]', shapes) and 'total' in shapes
 
 
 @pytest.mark.parametrize('name', sorted(os.listdir(os.path.join(HERE, 'results'))))

@@ -1148,16 +1148,33 @@ def benchmark(cfg, rounds=5):
             times[name].append(seconds(seeds, steps[name], 6) / steps[name])
     for name, seeds in runs.items():
         ratio = statistics.median(t / one for t, one in zip(times[name], times['1 together'])) / len(seeds.models)
-        rows.append(dict(what=name, seeds=len(seeds.models), ms=round(1e3 * statistics.median(times[name]), 3), ratio=round(ratio, 3)))
+        took, tokens = statistics.median(times[name]), len(seeds.models) * cfg.batch_size * cfg.train_len
+        rows.append(dict(what=name, seeds=len(seeds.models), ms=round(1e3 * took, 3), ratio=round(ratio, 3), tokens_per_s=round(tokens / took),
+                         tflops=round(1e-12 * tokens / took * flops_per_token(cfg, seeds.first), 3)))
     return rows
+
+
+def flops_per_token(cfg, model):
+    """What training on a token takes, forward and backward, as PaLM's model FLOP utilization counts it: 6 N + 12 n_layer d_model T. N leaves out
+    the token embedding, unless it is the output matrix as well; T is the length of the sequence.
+    """
+    N = sum(p.numel() for p in model.parameters()) - (0 if cfg.tie else model.embedding.weight.numel())
+    return 6 * N + 12 * cfg.n_layer * cfg.d_model * cfg.train_len
+
+
+PEAK = {'H200': 989, 'H100': 989, 'A100': 312}                    # TFLOP/s in bfloat16
 
 
 def show_benchmark(label, rows):
     """Print what benchmark() found."""
-    print(f'\n{label}\n{"seeds":<34}{"ms/step":>10}{"steps/s":>10}{"seeds x steps/s":>17}{"over one by one":>17}')
+    print(f'\n{label}\n{"seeds":<34}{"ms/step":>10}{"steps/s":>10}{"seeds x steps/s":>17}{"over one by one":>17}{"tokens/s":>12}{"TFLOP/s":>9}')
     for row in rows:
         rate = 1e3 / row['ms']
-        print(f'{row["what"]:<34}{row["ms"]:10.2f}{rate:10.2f}{row["seeds"] * rate:17.2f}{row["ratio"]:17.2f}')
+        print(f'{row["what"]:<34}{row["ms"]:10.2f}{rate:10.2f}{row["seeds"] * rate:17.2f}{row["ratio"]:17.2f}{row["tokens_per_s"]:12,}{row["tflops"]:9.3f}')
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ''
+    for name, peak in PEAK.items():
+        if name in gpu:
+            print(f'model FLOP utilization {100 * max(row["tflops"] for row in rows) / peak:.1f} % of the {peak} TFLOP/s of an {name} in bfloat16')
 
 
 def run(cfg, stop, command, ranks):
