@@ -786,7 +786,8 @@ class Corpus(Task):
 
     def held_out(self, split, n, lengths, generator):
         """The same text for every length: n stretches of max(lengths) tokens, drawn from the held-out documents (shorter ones only if there are no more of
-        that size), each cut into contexts of `length` tokens that overlap by one, so that every token but a stretch's first is predicted once.
+        that size), each cut into contexts of `length` tokens that overlap by one, so that every token but a stretch's first is predicted once. The
+        last context may be short: lengths compare best where they cut the longest into about equal parts.
         """
         longest = max(lengths)
         documents = self.of_part('val' if split == 'eval' else 'test')

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 import warnings
 
 import numpy as np
@@ -2034,6 +2035,11 @@ def test_every_file_runs():
 def test_readme_numbers_are_those_of_results(name):
     readme, alone = open(os.path.join(HERE, 'README.md')).read(), {}
     for run in map(json.loads, open(os.path.join(HERE, 'results', name))):
+        if (tasks.TASKS | tasks.FROM_FILES)[run['config']['task']].corpus:
+            (scores,), shown = run['lengths'].values(), types.SimpleNamespace(**run['config'])
+            row = list(train.perplexities(shown, [(shown.pe, {int(n): x for n, x in scores.items()})]))[1].split()
+            assert re.search(r'^' + r' +'.join(map(re.escape, row)) + '$', readme, re.M) and run['command'] in ' '.join(readme.split()), row
+            continue
         cfg = train.make_config({key: value for key, value in run['config'].items() if key in train.KEYS})
         assert 'python train.py' in run['command'] and run['torch'] and run['hardware'] and f'results/{name}' in readme
         if cfg.compile:                                                                 # --benchmark --compile
