@@ -194,10 +194,10 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
         if other.the_task is not task:
             raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: their losses do not compare')
         curves[path if other.pe in curves else other.pe] = losses_by_position(net, tokens, targets)[:-1]
-    parts = torch.arange(length - 1).tensor_split(16)
+    parts = torch.arange(tokens.shape[1] - 1).tensor_split(16)
     rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **{name: round(curve[part].nanmean().item(), 4) for name, curve in curves.items()})
             for part in parts if len(part)]
-    trained = max(cfg.train_lengths)
+    trained = cfg.train_len
     mean = lambda curve: round(curve.nanmean().item(), 4) if len(curve) else None
     summary = dict(length=length) | {f'{name}, {where}': mean(curve[cut]) for name, curve in curves.items()
                                      for where, cut in (('trained positions', slice(0, trained - 1)), ('beyond', slice(trained - 1, None)))}

@@ -478,7 +478,7 @@ def load(run_dir, seed=None):
     """(model, config) of a run, the model in evaluation mode on the CPU; seed: which of its models, the first that did not fail if None."""
     path = os.path.join(run_dir, 'ckpt.pt')
     checkpoint = read_checkpoint(path)
-    cfg = Config(**{k: v for k, v in checkpoint['config'].items() if k in KEYS})
+    cfg = make_config({k: v for k, v in checkpoint['config'].items() if k in KEYS})
     check_same(cfg, checkpoint['config'], path, [])
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
     model.load_state_dict(weights(checkpoint, first_sound(checkpoint) if seed is None else seed, path))
@@ -1247,6 +1247,9 @@ def main(argv):
         if swept:
             here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
         points.append((' '.join(map(str, point)), make_config(here)))
+    first = points[0][1]
+    if any((cfg.eval_lengths, cfg.the_task.corpus) != (first.eval_lengths, first.the_task.corpus) for _, cfg in points):
+        raise UserError('a sweep makes one table: these tasks differ in what is scored or in the eval_lengths that they have; run them one by one')
     ranks = Ranks.of_torchrun()
     shown = ', '.join(f'{key}={value}' for key, value in values.items())
     print('\n'.join(textwrap.wrap(shown, 120)), end='\n\n')
@@ -1279,10 +1282,10 @@ def main(argv):
         done, failed = {k: v for part, _ in parts for k, v in part.items()}, [line for _, lines in parts for line in lines]
         rows = [(label, mean_scores(done[label]), 'exact') for label, _ in points if label in done]
         if rows and ranks.rank == 0:
-            corpus, first = points[0][1].the_task.corpus, points[0][1]
+            corpus = first.the_task.corpus
             print(f'\n{"perplexity by length of the context" if corpus else "exact match by length"}, ' + ' x '.join(swept))
             print('\n'.join(perplexities(first, [row[:2] for row in rows]) if corpus else strips(first, rows)))
-            figure(os.path.join(values['out_dir'], 'lengths.png'), points[0][1], rows, swept)
+            figure(os.path.join(values['out_dir'], 'lengths.png'), first, rows, swept)
     elif ranks.rank == 0:
         show(cfg, done, best(cfg, checkpoint), top(cfg, checkpoint) if cfg.top_evals else None)
     if failed:
