@@ -1947,7 +1947,7 @@ BAD = {
     'a point of a sweep': (['--d_model=32,33'], 'even'), 'nested lengths': (['--eval_lengths=[[1, 2]]'], 'eval_lengths'),
     'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'), 'modulus': (['--task=polynomial:p=0'], 'modulus'), 'yarn': (['--pe=yarn', '--yarn_beta_fast=0'], 'yarn_beta_fast'),
     'base': (['--rope_base=1'], 'rope_base'), 'unsorted': (['--length_schedule=[(0, 1), (9, 2), (5, 3)]'], 'in order'),
-    'two tables': (['--task=copy,scan'], 'a sweep makes one table'), 'two scores': (['--task=parity,stdlib', '--eval_lengths=4'], 'a sweep makes one table'),
+    'two tables': (['--task=copy,scan', '--eval_lengths=22-24'], 'a sweep makes one table'), 'two scores': (['--task=parity,stdlib', '--eval_lengths=4'], 'a sweep makes one table'),
     'no data': (['--task=jsb'], 'give --data=PATH'), 'data for none': (['--data=x'], 'reads no files'), 'untrained prompt': (['--prompt=x'], 'add --eval_only'),
     'no such length': (['--task=scan', '--train_lengths=23'], 'no problems of the lengths train_lengths'), 'cut data set': (['--task=scan', '--n_train=9'], 'leave n_train out'),
     'small data set': (['--task=scan', '--train_lengths=1', '--batch_size=7'], 'there are 6 problems'), 'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one run')}
