@@ -1134,6 +1134,20 @@ def test_byte_pairs_say_what_is_missing(tmp_path, monkeypatch):
             tasks.make(name, f'{tmp_path}/{path}').parts
 
 
+def test_byte_pairs_and_token_files_go_together(tmp_path, monkeypatch):
+    """Text cut up by tiktoken (here: by something as simple as bytes) and files of the same tokens are the same corpus."""
+    pairs = types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()), decode=lambda tokens: bytes(tokens).decode())
+    monkeypatch.setitem(sys.modules, 'tiktoken', types.SimpleNamespace(get_encoding={'gpt2': pairs}.get))
+    text = 'byte pairs, ' * 9
+    (tmp_path / 'train.txt').write_text(text)
+    token_file(tmp_path, np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16), 'val.npy')
+    (tmp_path / 'test.bin').write_bytes(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16).tobytes())
+    task = tasks.make('openwebtext', str(tmp_path))
+    assert all(np.array_equal(task.parts[part][0], task.parts['train'][0]) for part in tasks.PARTS) and len(task.vocab) == 50258
+    tokens, _ = task.sample(3, 20, torch.Generator().manual_seed(0))
+    assert all(task.decode(row) in text and torch.equal(task.encode(task.decode(row)), row) for row in tokens)
+
+
 def test_perplexity_of_known_distributions(tmp_path):
     """Trained on uniform bytes, and on a Markov chain whose entropy follows from its transitions: right to 1 %, at every length of the context."""
     source = np.random.default_rng(0)
