@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import pe
@@ -1193,6 +1192,7 @@ def test_a_corpus_run_its_table_prompt_and_probe(tmp_path, capsys):
 
 
 def test_flops_are_those_that_pytorch_counts(capsys):
+    from torch.utils.flop_counter import FlopCounterMode                                # imports Triton, which kernels.py has to do first
     cfg = train.make_config(train.read_config(flags(task='stdlib', pe='nope', train_lengths=64, eval_lengths=64, d_model=64, n_layer=3, batch_size=4)))
     model, (tokens, targets) = Transformer(cfg).train(), cfg.the_task.sample(4, 64, torch.Generator())
     for block in model.blocks:
