@@ -187,6 +187,8 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
     """
     length = length or max(cfg.eval_lengths)
+    if not task.existing([length], None):
+        raise train.UserError(f'{cfg.task} has no problems of length {length}: take one of eval_lengths, {cfg.eval_lengths}')
     tokens, targets = task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
     curves = {cfg.pe: losses_by_position(model, tokens, targets)[:-1]}
     for path in filter(None, beside.split(',')):
@@ -194,11 +196,11 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
         if other.the_task is not task:
             raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: their losses do not compare')
         curves[path if other.pe in curves else other.pe] = losses_by_position(net, tokens, targets)[:-1]
+    mean = lambda curve: None if curve.isnan().all() else round(curve.nanmean().item(), 4)
     parts = torch.arange(tokens.shape[1] - 1).tensor_split(16)
-    rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **{name: round(curve[part].nanmean().item(), 4) for name, curve in curves.items()})
+    rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **{name: mean(curve[part]) for name, curve in curves.items()})
             for part in parts if len(part)]
     trained = cfg.train_len
-    mean = lambda curve: round(curve.nanmean().item(), 4) if len(curve) else None
     summary = dict(length=length) | {f'{name}, {where}': mean(curve[cut]) for name, curve in curves.items()
                                      for where, cut in (('trained positions', slice(0, trained - 1)), ('beyond', slice(trained - 1, None)))}
     return rows, summary, lambda plt: loss_figure(plt, curves, trained, cfg.task)

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import string
 import sys
 import sysconfig
@@ -75,7 +76,7 @@ class Task:
         """The token indices of a text [T]. DataError if it has what is not in the vocabulary."""
         words = text.split() if self.separator else list(text)
         if unknown := sorted(set(words) - set(self.vocab[1:])):
-            raise DataError(f'{" ".join(unknown)!r} is not in the vocabulary of this task, which has {" ".join(self.vocab[1:33])}' + ' ...' * (len(self.vocab) > 33))
+            raise DataError(f'{" ".join(unknown)!r} is not in the vocabulary of this task, which has {" ".join(self.vocab[1:33])!r}' + ' ...' * (len(self.vocab) > 33))
         return torch.tensor([self.vocab.index(word) for word in words], dtype=torch.int64)
 
 
@@ -709,8 +710,9 @@ class CFQ(Pairs):
         name = f'mcd{self.mcd}' if self.mcd else 'random_split'
         split, entries = (read_json(os.path.join(self.data, *path), self.needs) for path in (('splits', name + '.json'), ('dataset.json',)))
         try:
+            entries = dict(enumerate(entries))
             return {part: [self.text(entries[i]) for i in split[key]] for part, key in zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs'))}
-        except (KeyError, IndexError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise DataError(f'{self.data} is not CFQ: {type(error).__name__} {error} in dataset.json or splits/{name}.json; it should be {self.needs}') from None
 
     def texts(self, part):
@@ -765,9 +767,9 @@ class Corpus(Task):
         tokens = np.zeros((len(pieces), length), dtype=np.int64)
         for row, piece in zip(tokens, pieces):
             row[:len(piece)] = piece
+            if row.min() < 0 or row.max() >= len(self.vocab) - self.first:
+                raise DataError(f'{self.data} holds the symbol {row.min() if row.min() < 0 else row.max()}; the vocabulary has 0 to {len(self.vocab) - 1 - self.first}')
             row[:len(piece)] += self.first
-        if tokens.max() >= len(self.vocab):
-            raise DataError(f'{self.data} holds the symbol {tokens.max() - self.first}, but the vocabulary ends at {len(self.vocab) - 1 - self.first}')
         tokens = torch.from_numpy(tokens)
         return tokens, supervise(tokens, 1)
 
@@ -787,14 +789,18 @@ class Corpus(Task):
     def held_out(self, split, n, lengths, generator):
         """The same text for every length: n stretches of max(lengths) tokens, drawn from the held-out documents (shorter ones only if there are no more of
         that size), each cut into contexts of `length` tokens that overlap by one, so that every token but a stretch's first is predicted once. The
-        last context may be short: lengths compare best where they cut the longest into about equal parts.
+        last context may be short: lengths compare best where they cut the longest into about equal parts. Where contexts begin at multiples
+        of the stride, they are up to a stride shorter.
         """
-        longest = max(lengths)
-        documents = self.of_part('val' if split == 'eval' else 'test')
-        stretches = [document[i:i + longest] for document in documents for i in range(0, len(document) - 1, longest - 1)]
-        order = torch.randperm(len(stretches), generator=generator(longest)).tolist()
-        chosen = [stretches[i] for i in sorted(order, key=lambda i: len(stretches[i]) < longest)[:n]]
-        return {length: self.lay_out([s[i:i + length] for s in chosen for i in range(0, len(s) - 1, length - 1)], length) for length in lengths}
+        documents, step = self.of_part('val' if split == 'eval' else 'test'), lambda length: (length - 1) // self.stride * self.stride
+        longest = step(max(lengths))                                                    # predictions in a whole stretch
+        starts = [np.arange(0, len(document) - 1, longest) for document in documents]
+        which, starts = np.repeat(np.arange(len(documents)), list(map(len, starts))), np.concatenate(starts)
+        order = torch.randperm(len(starts), generator=generator(max(lengths))).numpy()
+        short = np.array([len(document) for document in documents])[which[order]] - starts[order] <= longest
+        chosen = order[np.argsort(short, kind='stable')][:n]
+        stretches = [documents[which[k]][starts[k]:starts[k] + longest + 1] for k in chosen]
+        return {length: self.lay_out([s[i:i + step(length) + 1] for s in stretches for i in range(0, len(s) - 1, step(length))], length) for length in lengths}
 
     def existing(self, lengths, part):
         return [n for n in lengths if n >= self.min_length]
@@ -805,10 +811,13 @@ class Corpus(Task):
 
 def files_in(data, needs, endings=None):
     """[(part, path)] of a file, or of all files below a folder with one of the endings, hidden ones aside; the part that a name says, or None."""
+    def refuse(error):
+        raise error                                                                     # a folder that may not be read
+
     if os.path.isfile(data):
         return [(None, data)]
     found, alias = [], {'valid': 'val', 'validation': 'val', 'dev': 'val'} | {part: part for part in PARTS}
-    for folder, folders, names in os.walk(data):
+    for folder, folders, names in os.walk(data, onerror=refuse if os.path.isdir(data) else None):
         folders[:] = sorted(name for name in folders if not name.startswith('.'))
         for name in sorted(names):
             path = os.path.join(folder, name)
@@ -905,14 +914,16 @@ class Tokens(Corpus):
         return [(part, self.read_file(path)) for part, path in files_in(self.data, self.needs, self.endings)]
 
     def read_file(self, path):
-        if path.endswith('.bin'):
+        if path.lower().endswith('.bin'):
             if os.path.getsize(path) % 2:
                 raise DataError(f'{path} has an odd number of bytes: it does not hold uint16 tokens')
             return mapped(path, np.uint16)
         try:
             array = np.load(path, mmap_mode='r')
-        except ValueError:
-            raise DataError(f'{path} is not {self.needs}') from None
+        except (ValueError, EOFError):
+            array = None
+        if not isinstance(array, np.ndarray):
+            raise DataError(f'{path} is not {self.needs}')
         if array.ndim != 1 or array.dtype.kind not in 'ui':
             raise DataError(f'{path} should be one row of whole numbers; it is {array.dtype} of shape {array.shape}')
         return array
@@ -938,7 +949,7 @@ class GPT2(Tokens):
             raise DataError(f'tiktoken cannot fetch GPT-2\'s vocabulary ({type(error).__name__}); let it do so once where there is a network') from None
 
     def read_file(self, path):
-        return np.array(self.byte_pairs.encode_ordinary(read_text(path)), dtype=np.uint16) if path.endswith('.txt') else super().read_file(path)
+        return np.array(self.byte_pairs.encode_ordinary(read_text(path)), dtype=np.uint16) if path.lower().endswith('.txt') else super().read_file(path)
 
     def decode(self, row):
         return self.byte_pairs.decode([i - 1 for i in row.tolist() if i != PAD])
@@ -956,7 +967,7 @@ class JSB(Corpus):
     """
     needs = 'Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)'
     vocab = ['<pad>', '-', *map(str, range(21, 109))]
-    separator, stride = ' ', 4
+    separator, stride, min_length = ' ', 4, 5
 
     def read(self):
         chorales, documents = read_json(self.data, self.needs), []
@@ -998,14 +1009,14 @@ class MIDI(Corpus):
         return sorted(self.remi.vocab, key=self.remi.vocab.get)
 
     def read(self):
-        documents = []
+        documents, remi = [], self.remi
         for part, path in files_in(self.data, self.needs, ('.mid', '.midi')):
             try:
-                tokens = self.remi(path)
+                tokens = remi(path)
             except Exception as error:
                 raise DataError(f'{path} is no MIDI file that miditok reads: {type(error).__name__} {error}') from None
             for track in tokens if isinstance(tokens, list) else [tokens]:
-                documents.append((part, np.array([self.remi['BOS_None'], *track.ids, self.remi['EOS_None']], dtype=np.uint16)))
+                documents.append((part, np.array([remi['BOS_None'], *track.ids, remi['EOS_None']], dtype=np.uint16)))
         return documents
 
     def augment(self, tokens, targets, draw):
@@ -1032,7 +1043,7 @@ class Genome(Corpus):
     >>> Genome().decode(Genome().tokens(b'acgtacgtNNACGTTTA'))
     'ACGTAC G T N N ACGTTT A'
     """
-    needs = 'a FASTA file (.fa, .fasta, .fna), or a folder of them'
+    needs = 'a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them'
     special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
     vocab = special + [''.join('ACGT'[i >> 2 * k & 3] for k in range(5, -1, -1)) for i in range(4096)]
     separator, first = ' ', 0
@@ -1059,18 +1070,21 @@ class Genome(Corpus):
         """The sequences in a FASTA file."""
         lines = []
         with open(path, 'rb') as f:
-            if f.read(1) not in (b'>', b''):
+            filled = filter(None, map(bytes.strip, f))
+            if not next(filled, b'>').startswith(b'>'):
                 raise DataError(f'{path} is no FASTA file, whose first line begins with ">"; --data should be {self.needs}')
-            next(f, None)
-            for line in f:
+            for line in filled:
                 if line.startswith(b'>'):
                     yield b''.join(lines)
                     lines = []
-                elif line.strip().isalpha():
-                    lines.append(line.strip())
-                elif line.strip():
-                    raise DataError(f'{path} has the line {line.strip()[:20]!r}, which is no sequence of letters')
+                elif not line.translate(None, b'-*').isalpha() and line.strip(b'-*'):
+                    raise DataError(f'{path} has the line {line[:20]!r}, which is no sequence of letters')
+                else:
+                    lines.append(line)
         yield b''.join(lines)
+
+    def encode(self, text):
+        return self.tokens(text.replace(' ', '').encode())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1151,6 +1165,7 @@ def main(argv):
 
 if __name__ == '__main__':
     sys.stdout.reconfigure(errors='replace')
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)                                       # ... | head
     try:
         main(sys.argv[1:])
     except (OSError, ValueError) as error:

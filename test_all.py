@@ -1030,12 +1030,15 @@ def test_text_comes_back(tmp_path):
 
 @pytest.mark.parametrize('name, data, says', [
     ('text', b'', 'nothing to read'), ('text', b'x', 'nothing to read'), ('text', None, 'does not exist'), ('characters', b'', 'nothing to read'), ('tokens', b'123', 'is not a .bin'),
-    ('tokens:size=9', 'wide.npy', 'one row of whole numbers'), ('tokens:size=9', 'big.npy', 'vocabulary ends at 8'), ('tokens:size=9', 'odd.bin', 'odd number of bytes'),
+    ('tokens:size=9', 'wide.npy', 'one row of whole numbers'), ('tokens:size=9', 'big.npy', 'the vocabulary has 0 to 8'),
+    ('tokens:size=9', 'minus.npy', 'the symbol -1'), ('tokens', b'', 'is not a .bin'), ('tokens', 'many.npz', 'is not a .bin'), ('tokens:size=9', 'odd.bin', 'odd number of bytes'),
     ('jsb', b'{"train": 3}', 'is not Jsb16th'), ('jsb', b'{"train": [[[1, 2, 3, 4]]], "valid": [], "test": []}', 'each -1 or 21 to 108'),
-    ('jsb', b'{"train": [[[60, 60, 60]]], "valid": [], "test": []}', 'rows of four'), ('jsb', b'not json', 'not JSON'), ('genome', b'ACGT', 'no FASTA'), ('genome', b'>x\nAC1\n', "b'AC1'"),
+    ('jsb', b'{"train": [[[60, 60, 60]]], "valid": [], "test": []}', 'rows of four'), ('jsb', b'not json', 'not JSON'), ('genome', b'ACGT', 'no FASTA'), ('genome', b'>x\nAC1\n', "b'AC1'"), ('jsb', b'{"train": [], "valid": [], "test": []}', 'nothing to read'),
     ('genome', b'', 'nothing to read'), ('openwebtext', 'odd.bin', 'odd number'), ('text', 'folder', 'has no such files')])
 def test_data_that_do_not_fit(name, data, says, tmp_path):
     np.save(tmp_path / 'wide.npy', np.ones((3, 3)))
+    np.save(tmp_path / 'minus.npy', np.full(99, -1))
+    np.savez(tmp_path / 'many.npz', np.ones(9))
     np.save(tmp_path / 'big.npy', np.full(99, 9, dtype=np.uint16))
     (tmp_path / 'odd.bin').write_bytes(b'123')
     (tmp_path / 'folder').mkdir()
@@ -1043,7 +1046,7 @@ def test_data_that_do_not_fit(name, data, says, tmp_path):
     if isinstance(data, bytes):
         path.write_bytes(data)
     with pytest.raises(tasks.DataError, match=re.escape(says)) as error:
-        tasks.make(name, str(path)).sample(2, 4)
+        tasks.make(name, str(path)).sample(2, 8)
     assert '\n' not in str(error.value)
 
 
@@ -1075,20 +1078,27 @@ def test_jsb_chorales_come_back(tmp_path):
     tokens, _ = task.sample(200, 16, torch.Generator().manual_seed(0))
     frames = {tuple(task.encode(' '.join('-' if p == -1 else str(p) for p in frame)).tolist()) for chorale in chorales['train'] for frame in chorale}
     assert all(tuple(frame) in frames for frame in tokens.view(-1, 4).tolist())          # contexts begin with the first voice
+    whole = [task.lay_out([document], len(document))[0][0].tolist() for document in task.parts['train']]
+    task.parts['test'], said = task.parts['train'], {}
+    for length, (tokens, targets) in task.held_out('test', 99, [5, 16, 60], lambda n: torch.Generator().manual_seed(n)).items():
+        said[length] = (targets != -100).sum()
+        for row in ([token for token in row if token] for row in tokens.tolist()):
+            assert any(row == document[i:i + len(row)] for document in whole for i in range(0, len(document), 4))
+    assert set(map(int, said.values())) == {sum(map(len, whole)) - 2}
 
 
 def test_genomes_are_cut_into_6_mers(tmp_path):
     chance, records = random.Random(0), []
-    for size in (1, 5, 6, 7, 600, 1201):
+    for size in (2, 5, 6, 7, 600, 1201):
         records.append(''.join(chance.choice('ACGT' * 20 + 'acgtNNNNrY') for _ in range(size)))
-    (tmp_path / 'g.fa').write_bytes(b''.join(b'>chr\r\n' + '\r\n'.join(re.findall('.{1,60}', x)).encode() + b'\r\n\r\n' for x in records))
+    (tmp_path / 'g.fa').write_bytes(b'\n' + b''.join(b'>chr\r\n' + '\r\n'.join(re.findall('.{1,60}', x)).encode() + b'\r\n\r\n' for x in records))
     task = tasks.make('genome', str(tmp_path / 'g.fa'))
     assert len(task.vocab) == 4107 == len(set(task.vocab))
     documents = [document for _, document in task.read()]
     assert len(documents) == len(records)
     for document, record in zip(documents, records):
         plain = re.sub('[^ACGT]', 'N', record.upper())
-        expected = [piece for stretch in re.findall('[ACGT]+|N', plain) for piece in re.findall('[ACGT]{6}|.', stretch)]
+        assert task.decode(task.encode(record)).split() == (expected := [piece for stretch in re.findall('[ACGT]+|N', plain) for piece in re.findall('[ACGT]{6}|.', stretch)])
         assert task.decode(torch.from_numpy(document.astype(int))).split() == expected and ''.join(expected) == plain
 
 
@@ -1176,17 +1186,21 @@ def test_a_corpus_run_its_table_prompt_and_probe(tmp_path, capsys):
     assert all(scores[0][n].keys() == {'exact', 'token', 'last', 'n', 'loss'} for n in (16, 32, 64)) and '2 seeds: loss ' in out
     result = json.loads(open(tmp_path / 'r.jsonl').readlines()[1])
     assert result['lengths']['1']['64']['loss'] == scores[1][64]['loss'] and len(result['curves']['0'][0]) == 3
+    (tmp_path / 'other').write_text('def f1(x): return 0\n' * 99)
     train.main([f'--out_dir={run}', '--eval_only', '--eval_lengths=64', '--seeds=1'])
-    assert train.read_lengths(run / 'lengths.json')[1][64] == scores[1][64] and f'{math.exp(scores[1][64]["loss"]):.3f}' in capsys.readouterr().out
+    assert train.read_lengths(run / 'eval.json') == {1: {64: scores[1][64]}} and f'{math.exp(scores[1][64]["loss"]):.3f}' in capsys.readouterr().out
+    assert train.read_lengths(run / 'lengths.json') == scores                           # which is of the run's own text alone
+    train.main(flags(out_dir=tmp_path / 'sweep', pe='nope,alibi', seeds='0,1', **kw))
+    assert capsys.readouterr().out.count('finished earlier') == 2
     told = []
     for more in ([], [], ['--temperature=0'], ['--new_tokens=7']):
         train.main([f'--out_dir={run}', '--eval_only', '--prompt=def f', *more])
         told.append(capsys.readouterr().out.partition('\n\n')[2])
     assert told[0] == told[1] != told[2] and all(text.startswith('def f') for text in told) and len(told[3]) == 5 + 7 + 1 and len(told[0]) == 206
-    for argv, says in ((['--prompt=é'], 'not in the vocabulary'), ([f'--data={tmp_path}/text2'], 'does not exist'), (['--prompt=x', '--seeds=7'], 'no model of seed 7')):
+    for argv, says in ((['--prompt=é'], 'not in the vocabulary'), (['--eval_lengths=1'], 'no problems of the lengths'), ([f'--data={tmp_path}/text2'], 'does not exist'), (['--prompt=x', '--seeds=7'], 'no model of seed 7')):
         with pytest.raises((train.UserError, tasks.DataError), match=says):
             train.main([f'--out_dir={run}', '--eval_only', *argv])
-    (tmp_path / 'text').write_text('other' * 99)
+    (tmp_path / 'text').write_text('fewer letters' * 99)
     refused = python('train.py', f'--out_dir={run}', '--eval_only')
     assert refused.returncode == 2 and refused.stderr.count('\n') == 1 and 'was trained with vocab_size=' in refused.stderr
 

@@ -915,7 +915,11 @@ def evaluations(cfg, checkpoint):
 
 
 def best(cfg, checkpoint):
-    """(step, {length: score}) of the evaluation during training with the highest mean exact match, or lowest loss, over lengths and seeds."""
+    """(step, {length: score}) of the evaluation during training with the highest mean exact match, or lowest loss, over lengths and seeds. None
+    where those evaluations were of the test problems, by which nothing is to be chosen.
+    """
+    if isinstance(cfg.the_task, tasks.Pairs) and not cfg.the_task.rows['val']:
+        return None
     value = lambda score: -score['loss'] if cfg.the_task.corpus else score['exact']
     points = [(evals[0]['step'], mean_scores({i: e['lengths'] for i, e in enumerate(evals)})) for evals in zip(*evaluations(cfg, checkpoint).values())]
     return max(points, key=lambda point: sum(map(value, point[1].values()))) if points else None
@@ -985,6 +989,9 @@ def report_corpus(cfg, by_seed, best):
     print('\n'.join(perplexities(cfg, rows)))
     print(', '.join(f'{loss:.4f} nats, {loss / math.log(2):.4f} bits and {percent(scores[n]["token"])} right per token in contexts of {n}'
                     for n, loss in context_losses(cfg, scores)))
+    size = max(map(len, cfg.the_task.of_part('test')))
+    if size < max(cfg.eval_lengths):
+        print(f'no held-out document is longer than {size} tokens: longer contexts are cut there')
     if len(by_seed) > 1:
         print(over_seeds(cfg, by_seed))
 
@@ -1090,8 +1097,10 @@ def made_by(cfg, command):
 
 
 def evaluate_run(cfg):
-    """--eval_only: {seed: {length: scores}} of a finished run at cfg.eval_lengths, added to its lengths.json."""
-    device, path, table = pick_device(cfg), os.path.join(cfg.out_dir, 'ckpt.pt'), os.path.join(cfg.out_dir, 'lengths.json')
+    """--eval_only: {seed: {length: scores}} of a finished run at cfg.eval_lengths, added to its lengths.json; for a corpus, where other lengths and data
+    are other text, instead of what its eval.json had.
+    """
+    device, path = pick_device(cfg), os.path.join(cfg.out_dir, 'ckpt.pt')
     checkpoint, task = read_checkpoint(path), cfg.the_task
     check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * task.own_vocab)
     model, sets, by_seed = Transformer(cfg).to(device, DTYPES[cfg.dtype]), held_out(cfg, task, 'test', device), {}
@@ -1102,7 +1111,8 @@ def evaluate_run(cfg):
     for seed in cfg.seeds:
         model.load_state_dict(weights(checkpoint, seed, path))
         by_seed[seed] = evaluate(model, task, sets, precision(cfg, device))
-    known = read_lengths(table) if os.path.exists(table) else {}
+    table = os.path.join(cfg.out_dir, 'eval.json' if task.corpus else 'lengths.json')
+    known = read_lengths(table) if os.path.exists(table) and not task.corpus else {}
     write(table, json.dumps({seed: dict(sorted({**known.get(seed, {}), **by_seed.get(seed, {})}.items())) for seed in {**known, **by_seed}}))
     return by_seed
 
@@ -1114,9 +1124,12 @@ def continuation(cfg):
     check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * task.own_vocab)
     model = Transformer(cfg).to(device, DTYPES[cfg.dtype]).eval()
     model.load_state_dict(weights(checkpoint, cfg.seeds[0], path))
+    prompt = task.encode(cfg.prompt)[None].to(device)
+    if not prompt.numel():
+        raise UserError(f'--prompt={cfg.prompt!r} has no token of this task in it')
     torch.manual_seed(cfg.seeds[0])
     with precision(cfg, device):
-        return task.decode(model.generate(task.encode(cfg.prompt)[None].to(device), cfg.new_tokens, cfg.temperature, task.end)[0].cpu())
+        return task.decode(model.generate(prompt, cfg.new_tokens, cfg.temperature, task.end)[0].cpu())
 
 
 def benchmark(cfg, rounds=5):
@@ -1188,6 +1201,8 @@ def run(cfg, stop, command, ranks):
         check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
         checkpoint['config'] = asdict(cfg)
     ranks.to_all(None)                                                                  # all have read before the first writes
+    if task.corpus:
+        held_out(cfg, task, 'test', 'cpu')                                              # fails now if it cannot be read
     if ranks.rank == 0:
         begin_files(cfg, checkpoint, path, table)
     by_seed = train(cfg, task, device, checkpoint, stop, ranks)
@@ -1221,8 +1236,10 @@ def finished(cfg):
     if os.path.exists(table) and os.path.exists(path):
         checkpoint, scores = read_checkpoint(path), read_lengths(table)
         check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
+        known = lambda seed: scores.get(seed, {}).keys()
+        has = lambda seed: known(seed) == set(cfg.eval_lengths) if cfg.the_task.corpus else known(seed) >= set(cfg.eval_lengths)
         sound = [seed for seed in cfg.seeds if 'failed' not in checkpoint['seeds'][seed]]
-        if checkpoint['step'] == cfg.max_steps and all(set(cfg.eval_lengths) <= scores.get(seed, {}).keys() for seed in sound):
+        if checkpoint['step'] == cfg.max_steps and all(map(has, sound)):
             return checkpoint, {seed: {n: scores[seed][n] for n in cfg.eval_lengths} for seed in sound}
     return None, None
 
@@ -1323,7 +1340,7 @@ def show(cfg, by_seed, best=None, top=None):
         rows = [(f'seed {seed}', run, 'loss') for seed, run in by_seed.items()]
     if top:
         rows.append((f'exact match, mean of top {cfg.top_evals}', mean_scores(top), 'exact'))
-    figure(os.path.join(cfg.out_dir, 'lengths.png'), cfg, rows, swept=False)
+    figure(os.path.join(cfg.out_dir, 'eval.png' if cfg.eval_only and cfg.the_task.corpus else 'lengths.png'), cfg, rows, swept=False)
 
 
 if __name__ == '__main__':
