@@ -3,6 +3,7 @@
     python probe.py                                       lists the probes
     python probe.py cursor out/string_copy_prism          prints a table, writes probe_cursor.json and, with matplotlib, probe_cursor.png into the run
     python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
+    python probe.py attention by_hand:parity              of a Transformer whose weights are set by hand (iteration_head)
 
 A probe is one function, NAME(model, task, cfg, ...) -> (rows, summary, figure): rows are dictionaries, a line of the table each, summary is a
 dictionary, figure a function that draws with the matplotlib.pyplot it is given. Its further arguments are flags of the command line. probe_NAME.json
@@ -168,6 +169,142 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# vipe.txt
+
+ITERATIVE = ('copy', 'parity', 'polynomial', 'reverse')             # tasks with one correct key for each state
+COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
+
+
+def iteration_head(name):
+    """(model, cfg) of a two-layer Transformer with weights set by hand: the circuit of vipe.txt Figure 1b and A.2, right at every length up to 1,000.
+
+    Layer 1 measures distances to the anchors: every token attends to EoI, those that cannot see it and EoI itself to BoS, and ViPE's value channel
+    (eq. 8) hands over the distance D, so D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized vector (D, c) has its
+    largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up. Neighbouring distances differ by 1e-7 in that product: float64.
+    """
+    rules = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2, 'polynomial': lambda s, x: (s * x + 1) % 5}
+    if name not in rules:
+        raise train.UserError(f'by_hand:{name}: weights are set by hand for {", ".join(rules)} only')
+    V = len(train.Config(task=name).the_task.vocab)
+    BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
+    table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, x + 4, rules[name](s, x) + 4) for s in symbols for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]
+    one, dist, read, write, C = V, V + 1, V + 2, 2 * V + 2, 3 * V + 2                   # the residual stream: token, 1, D, token read, next token
+    cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=1, n_layer=2, d_ff=len(table),
+                       norm='rmsnorm', dtype='float64', out_dir=f'out/by_hand_{name}')
+    model, tokens, unit = Transformer(cfg).double().eval(), torch.arange(V), 1e-3       # D is kept in thousands
+    with torch.no_grad():
+        for p_name, p in model.named_parameters():
+            p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)                             # norms: x / |x|; all else 0
+        model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0
+        anchor, match = model.blocks
+        q, k, v = anchor.attn.qkv.weight.view(3, C, C)                                  # each (to, from)
+        q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3                                # to BoS; rather to EoI, except from EoI
+        k[0, BoS], k[1, EoI] = 1.0, 1.0
+        anchor.attn.pe.W_p.fill_(unit)
+        anchor.attn.proj.weight[dist, C] = 1.0                                          # D from the channel behind the values
+        q, k, v = match.attn.qkv.weight.view(3, C, C)
+        q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0                              # <(D_2 + 1, c), (D_1, c)>: c^2 = 2, as the token and the
+        q[1, one], k[1, one] = 2.0, 1.0                                                 # constant add 1 each to the length of the vector
+        q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0                             # EoI asks for the smallest D but BoS's: for x_1
+        q *= 1e9 * C ** 0.5
+        v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
+        for i, (s, x, new) in enumerate(table):                                         # unit i: how strongly x was read, if the token is s
+            match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3], dtype=torch.float64)
+            match.mlp[2].weight[write + new, i] = 1e-3
+        model.head.weight[tokens, write + tokens] = 100.0
+    return model, cfg
+
+
+def problems(task, lengths, n, split='test'):
+    """{length: (tokens, targets)}, up to n held-out problems of each."""
+    if missing := sorted(set(lengths) - set(task.existing(lengths, None))):
+        raise train.UserError(f'the task has no problems of length {missing[0]}')
+    return task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length))
+
+
+def ladder(cfg, length):
+    """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) stand, and the input that each needs for the next state: x_t for s_(t-1), D_1 = D_2 + 1."""
+    name, t = cfg.task.partition(':')[0], torch.arange(1, length + 1)
+    if name not in ITERATIVE:
+        raise train.UserError(f'{cfg.task} has not one correct key for each state: train copy, parity, polynomial or reverse')
+    return length + t, length + 1 - t if name == 'reverse' else t
+
+
+def masses(maps, queries, keys):
+    """Attention weights [B, H, T, T] of every layer -> the weight of each query's own key [layers, B, H, L]."""
+    return torch.stack([weights[:, :, queries, keys] for weights in maps])
+
+
+def heads_of(maps):
+    """'layer.head' of every head, in the order of the layers."""
+    return [f'{layer}.{head}' for layer, weights in enumerate(maps, 1) for head in range(1, weights.shape[1] + 1)]
+
+
+def attention(model, task, cfg, length=0, n=16):
+    """Where does every head look, at the trained length and at a longer one (vipe.txt Figures 1, 2, 6-8, 10, 11)?
+
+    length: the longer one, 0: 2.5 times the trained one (the paper's 39 after 16), at most the longest of eval_lengths; n: problems averaged over.
+    Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI and these to the one input
+    that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary: of the best head. Figure: the first problem.
+    """
+    trained = max(cfg.train_lengths)
+    length, rows, shown = length or min(max(cfg.eval_lengths), 5 * trained // 2), [], {}
+    for L, (tokens, targets) in problems(task, sorted({trained, length}), n).items():
+        maps, asked = attention_maps(model, tokens), targets != -100
+        shown[L] = tokens[0][tokens[0] != 0], [weights[0] for weights in maps]
+        for layer, weights in enumerate(maps, 1):
+            means = means_of(weights, tokens, asked, task)
+            if cfg.task.partition(':')[0] in ITERATIVE:
+                means['s_to_x_t'] = masses([weights], *ladder(cfg, L)).mean(dim=(0, 1, 3))
+            rows += [dict(length=L, layer=layer, head=h + 1, **{name: round(mean[h].item(), 3) for name, mean in means.items()}) for h in range(weights.shape[1])]
+    summary = dict(trained=trained, length=length)
+    for name in [name for name in rows[0] if name in ('x_to_BoS', 's_to_EoI', 's_to_x_t', 'largest')]:
+        summary |= {f'{name}, length {L}': max(row[name] for row in rows if row['length'] == L) for L in shown}          # of the best head
+    return rows, summary, lambda plt: attention_figure(plt, shown, task, f'{cfg.task} with {cfg.pe}, trained to {trained}')
+
+
+def means_of(weights, tokens, asked, task):
+    """Means [H] over the queries of attention weights [B, H, T, T]; asked [B, T]: the queries whose next token is part of the answer."""
+    of = lambda mass, queries: mass.transpose(1, 2)[queries].mean(dim=0)                # mass [B, H, T]
+    is_a = {name: tokens == task.vocab.index(name) for name in ('BoS', 'EoI') if name in task.vocab}
+    to = {name: (weights * is_it[:, None, None]).sum(dim=-1) for name, is_it in is_a.items()}
+    means = {'x_to_BoS': of(to['BoS'], (asked.cumsum(dim=1) == 0) & ~is_a['BoS'])} if 'BoS' in to else {}
+    means |= {f's_to_{name}': of(mass, asked & ~is_a['EoI']) for name, mass in to.items() if 'EoI' in to}
+    return means | dict(largest=of(weights.amax(dim=-1), asked), entropy=of(torch.special.entr(weights).sum(dim=-1), asked))
+
+
+def attention_figure(plt, shown, task, title):
+    """The figure of `attention`: a map for every layer (row), head and length (columns)."""
+    first = next(iter(shown.values()))[1]
+    H, size = first[0].shape[0], 4 if len(first) * len(first[0]) < 5 else 2.4
+    fig, axes = plt.subplots(len(first), H * len(shown), figsize=(size * H * len(shown) + 0.8, size * len(first) + 0.4), squeeze=False, layout='constrained')
+    for n, (length, (tokens, maps)) in enumerate(shown.items()):
+        words, T = [task.vocab[i] for i in tokens.tolist()], len(tokens)
+        for layer, weights in enumerate(maps):
+            for head in range(H):
+                ax = axes[layer][n * H + head]
+                image = ax.imshow(weights[head, :T, :T].numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest')
+                ax.set_title(f'head {layer + 1}.{head + 1}, length {length}', fontsize=9)
+                for axis in (ax.xaxis, ax.yaxis):
+                    label_sequence(axis, words, size)
+    fig.supxlabel('key', fontsize=9)
+    fig.supylabel('query', fontsize=9)
+    fig.colorbar(image, ax=axes, label='attention weight', shrink=0.6)
+    fig.suptitle(title)
+    return fig
+
+
+def label_sequence(axis, words, inches):
+    """Write the tokens along an axis so many inches long; only BoS, EoI, EoS and a few numbers where the tokens would run into each other."""
+    if len(words) <= 10 * inches:
+        return axis.set_ticks(range(len(words)), words, fontsize=6)
+    marks = {i: word for i, word in enumerate(words) if word in ('BoS', 'EoI', 'EoS')}
+    apart = max(1, len(words) // 8)
+    marks |= {i: str(i) for i in range(0, len(words), apart) if all(abs(i - j) > apart / 2 for j in marks)}
+    axis.set_ticks(list(marks), marks.values(), fontsize=6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # pope.txt, Figure 2, place by place
 
 @torch.no_grad()
@@ -217,7 +354,11 @@ def loss_figure(plt, curves, trained, name):
     return fig
 
 
-PROBES = {'cursor': cursor, 'loss': loss}
+PROBES = {
+    'cursor': cursor,
+    'attention': attention,
+    'loss': loss,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,6 +393,16 @@ def read_flags(argv, function):
     return values.pop('seed', None), values.pop('out_dir', ''), values
 
 
+def load(run, seed=None):
+    """(model, cfg) of a run, or of by_hand:TASK; cfg.seeds is the one seed and cfg.out_dir the folder."""
+    if run.startswith('by_hand:'):
+        return iteration_head(run.partition(':')[2])
+    seed = train.first_sound(train.read_checkpoint(os.path.join(run, 'ckpt.pt'))) if seed is None else seed
+    model, cfg = train.load(run, seed)
+    cfg.seeds, cfg.out_dir = [seed], run
+    return model, cfg
+
+
 def main(argv):
     """The program: the list of probes, or one probe on one run."""
     if not argv or {'--help', '-h'} & set(argv):
@@ -266,9 +417,8 @@ def main(argv):
         raise train.UserError(f'python probe.py {argv[0]} RUN: which run? For example out/string_copy_prism')
     name, run_dir, function = argv[0], argv[1], PROBES[argv[0]]
     seed, out_dir, values = read_flags(argv[2:], function)
-    seed = train.first_sound(train.read_checkpoint(os.path.join(run_dir, 'ckpt.pt'))) if seed is None else seed
-    model, cfg = train.load(run_dir, seed)
-    cfg.seeds, out_dir = [seed], out_dir or run_dir
+    model, cfg = load(run_dir, seed)
+    out_dir = out_dir or cfg.out_dir
     train.make_folder(out_dir)
     try:
         rows, summary, figure = function(model, cfg.the_task, cfg, **values)
