@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 
+import numpy as np
 import torch
 
 import pe as encodings
@@ -296,12 +297,222 @@ def attention_figure(plt, shown, task, title):
 
 def label_sequence(axis, words, inches):
     """Write the tokens along an axis so many inches long; only BoS, EoI, EoS and a few numbers where the tokens would run into each other."""
+    axis.set_tick_params(labelrotation=90 if axis.axis_name == 'x' and len(words) <= 10 * inches else 0)
     if len(words) <= 10 * inches:
         return axis.set_ticks(range(len(words)), words, fontsize=6)
     marks = {i: word for i, word in enumerate(words) if word in ('BoS', 'EoI', 'EoS')}
     apart = max(1, len(words) // 8)
     marks |= {i: str(i) for i in range(0, len(words), apart) if all(abs(i - j) > apart / 2 for j in marks)}
     axis.set_ticks(list(marks), marks.values(), fontsize=6)
+
+
+@torch.no_grad()
+def ridge(x, y, penalty=1e-6):
+    """Linear regression of y [N] on x [N, C], features scaled to variance 1, with `penalty` times the squared weights -> (w [C], b): y ~ x w + b."""
+    x, y = x.double(), y.double()
+    mean, std = x.mean(dim=0), x.std(dim=0, correction=0)
+    z = (x - mean) / (std := std.clamp(min=1e-9 * std.max() + 1e-30))                   # (N, C)
+    w = torch.linalg.solve(z.T @ z / len(z) + penalty * torch.eye(z.shape[1], dtype=z.dtype), z.T @ (y - y.mean()) / len(z)) / std
+    return w, y.mean() - mean @ w
+
+
+def ranks(x):
+    """Ranks of x [N] from 1, equal numbers sharing the average of theirs."""
+    _, group, count = x.unique(return_inverse=True, return_counts=True)
+    return (count.cumsum(dim=0) - (count - 1) / 2)[group].double()
+
+
+def agreement(y, y_hat):
+    """How well y_hat [N] predicts y [N]: RMSE and MAE in y's units, R2 = 1 - squared error / variance, Pearson's and Spearman's correlation."""
+    y, y_hat = y.double(), y_hat.double()
+    pearson = lambda a, b: torch.corrcoef(torch.stack([a, b]))[0, 1].item()
+    error = y_hat - y
+    return dict(rmse=error.square().mean().sqrt().item(), mae=error.abs().mean().item(), r2=1 - (error.square().mean() / y.var(correction=0)).item(),
+                pearson=pearson(y, y_hat), spearman=pearson(ranks(y), ranks(y_hat)))
+
+
+def hidden_states(model, task, lengths, n, split):
+    """Every token of n problems of these lengths: residual streams [N, C] after the embedding and each layer; its position; its distance to EoI, 0 before."""
+    found = []
+    for tokens, _ in problems(task, lengths, n, split).values():
+        with listening(model.tap_resid, *(block.tap_resid for block in model.blocks)) as heard, torch.no_grad():
+            model(tokens)
+        position = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        EoI = (tokens == task.vocab.index('EoI')).int().argmax(dim=1, keepdim=True) if 'EoI' in task.vocab else tokens.shape[1]
+        real = tokens != 0
+        found.append((position[real], (position - EoI).clamp(min=0)[real], *(x[real] for _, _, x in heard)))
+    position, distance, *streams = map(torch.cat, zip(*found))
+    return streams, {'position': position, 'distance': distance}
+
+
+def linear(model, task, cfg, n=32):
+    """How exactly do hidden states hold the position, and the distance to EoI (vipe.txt Figure 5, Tables 1, 4, 5)?
+
+    A ridge regression of each from the residual stream after each layer (0: the embedding), fitted on n held-out problems of every trained length,
+    scored on other problems of the trained lengths and on the longer ones of eval_lengths. rmse, mae in tokens. The distance is that of the
+    tokens behind EoI. The paper reports position from layer 1 and distance from layer 2 of 3: for NoPE R2 0.975 and 0.891, then 0.864 and
+    0.814 on longer problems; RoPE 0.943 and 0.869, then 0.542 and 0.667; APE 1.000 and 0.891, then 0.721 and 0.614.
+    """
+    longer = [length for length in cfg.eval_lengths if length > max(cfg.train_lengths)]
+    if not longer:
+        raise train.UserError(f'linear compares the trained lengths with longer ones, and eval_lengths={cfg.eval_lengths} has none: evaluate longer ones')
+    fit = hidden_states(model, task, cfg.train_lengths, n, 'eval')
+    parts = {'trained': hidden_states(model, task, cfg.train_lengths, n, 'test'), 'longer': hidden_states(model, task, longer, n, 'test')}
+    rows, errors = [], {}
+    for target, first in (('position', 0), ('distance', 1)) if 'EoI' in task.vocab else (('position', 0),):
+        asked = lambda hidden, layer: (hidden[0][layer][hidden[1][target] >= first], hidden[1][target][hidden[1][target] >= first])
+        for layer in range(len(fit[0])):
+            w, b = ridge(*asked(fit, layer))
+            for part, hidden in parts.items():
+                x, y = asked(hidden, layer)
+                y_hat = x.double() @ w + b
+                rows.append(dict(target=target, layer=layer, lengths=part, **{key: round(value, 4) for key, value in agreement(y, y_hat).items()}))
+                errors[target, layer, part] = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()
+    summary = {f'{row["target"]} from layer {row["layer"]}, r2 {row["lengths"]}': row['r2'] for row in rows
+               if row['layer'] == min(len(model.blocks), 1 + (row['target'] == 'distance'))}
+    return rows, summary, lambda plt: linear_figure(plt, errors, cfg)
+
+
+def linear_figure(plt, errors, cfg):
+    """The figure of `linear`: error by position and by distance to EoI, a line for each layer, dashed on the trained lengths."""
+    targets = list(dict.fromkeys(target for target, _, _ in errors))
+    fig, axes = plt.subplots(1, len(targets), figsize=(5 * len(targets), 4), squeeze=False, layout='constrained')
+    for ax, target in zip(axes[0], targets):
+        for (of, layer, part), error in errors.items():
+            if of == target:
+                ax.plot(error.numpy(), '--' if part == 'trained' else '-', color=COLOURS[layer % 6], lw=1 + (part == 'longer'),
+                        label=f'layer {layer}' if part == 'longer' else None)
+        ax.plot([], 'k--', lw=1, label='trained lengths')
+        seen = len(errors[target, 0, 'trained']) - 1
+        ax.axvline(seen, color='crimson', lw=1)
+        ax.set(ylim=(0, None), ylabel='root mean squared error (tokens)', title='absolute position' if target == 'position' else 'distance to EoI',
+               xlabel=f'{"position" if target == "position" else "distance to EoI"} (tokens); trained to {seen} (red line)')
+    axes[0][0].legend(fontsize=8)
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: linear probes')
+    return fig
+
+
+def alignment(model, task, cfg, length=0, n=32):
+    """Does attention still find the one correct key x_t for s_(t-1), D_1 = D_2 + 1, at the lengths where the answers break (vipe.txt section 3.1, A.3)?
+
+    length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Rows: exact match; accuracy of the states, of those that are
+    predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the correct key;
+    peak: share of the best head's queries whose largest weight is on it. Summary: the longest length up to which 90 % of the states are right
+    (right_to), and up to which the best head has half its weight on the correct key (aligned_to); A.3's two notions apart: accuracy in longer
+    problems at seen positions (longer context only) and at unseen ones; accuracy there where the peak is on the correct key, and where not.
+    """
+    trained = max(cfg.train_lengths)
+    length, found = length or max(cfg.eval_lengths), {}
+    lengths = sorted({*(min(x, length) for x in (trained, trained + 1)), *np.linspace(1, length, 24).round().astype(int).tolist()})
+    for L, (tokens, targets) in problems(task, lengths, n).items():
+        queries, keys = ladder(cfg, L)
+        some = slice(max(1, min(n, 2 ** 24 // (cfg.heads * tokens.shape[1] ** 2))))
+        tokens, targets = tokens[some], targets[some]
+        maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
+        peaks = torch.stack([weights[:, :, queries].argmax(dim=-1) == keys for weights in maps])
+        found[L] = dict(mass=masses(maps, queries, keys).transpose(1, 2).flatten(0, 1), peak=peaks.transpose(1, 2).flatten(0, 1),   # (heads, B, L)
+                        right=right[:, queries], exact=(right | (targets == -100)).all(dim=1), seen=queries + 1 < cfg.train_len)
+    names = heads_of(maps)
+    best = sum(f['mass'].mean(dim=(1, 2)) for L, f in found.items() if L <= trained).argmax().item()
+    mean = lambda x: round(x.double().mean().item(), 4) if x.numel() else ''
+    rows = [dict(length=L, exact=mean(f['exact']), states=mean(f['right']), seen=mean(f['right'][:, f['seen']]), unseen=mean(f['right'][:, ~f['seen']]),
+                 **{name: mean(mass) for name, mass in zip(names, f['mass'])}, peak=mean(f['peak'][best])) for L, f in found.items()]
+    holds_to = lambda key, least: max((L for i, L in enumerate(found) if all(row[key] >= least for row in rows[:i + 1])), default=0)
+    beyond = [f for L, f in found.items() if L > trained]
+    over = lambda of: mean(torch.cat([of(f).flatten() for f in beyond])) if beyond else ''
+    summary = dict(head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5),
+                   **{'accuracy in longer problems, seen positions': over(lambda f: f['right'][:, f['seen']]),
+                      'unseen positions': over(lambda f: f['right'][:, ~f['seen']]), 'peak on the correct key': over(lambda f: f['right'][f['peak'][best]]),
+                      'peak elsewhere': over(lambda f: f['right'][~f['peak'][best]])})
+    return rows, summary, lambda plt: alignment_figure(plt, rows, found, names, best, cfg)
+
+
+@torch.no_grad()
+def answers_right(model, tokens, targets):
+    """Which of the answer's tokens [B, T] are predicted right, all before them given."""
+    return torch.cat([model(x)[0].argmax(dim=-1) for x in tokens.split(max(1, 2 ** 15 // tokens.shape[1]))]) == targets
+
+
+def alignment_figure(plt, rows, found, names, best, cfg):
+    """The figure of `alignment`: every head's weight on the correct key beside accuracy; seen and unseen positions; the best head, state by state."""
+    trained, longest = max(cfg.train_lengths), max(found)
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
+    draw = lambda ax, key, *style, **kw: ax.plot(*zip(*((row['length'], row[key]) for row in rows if row[key] != '')), *style, **kw)
+    for i, name in enumerate(names):
+        draw(axes[0], name, color=COLOURS[0] if i == best else '0.7', lw=2 if i == best else 1, label=f'weight of head {name}' if i == best else None)
+    if len(names) > 1:
+        axes[0].plot([], color='0.7', lw=1, label='weight of the other heads')
+    draw(axes[0], 'states', 'k--', label='accuracy of the states')
+    draw(axes[0], 'exact', 'k:', label='exact match')
+    axes[0].set(title='attention to the correct key', ylabel='attention weight, accuracy')
+    draw(axes[1], 'seen', 'o-', ms=3, color=COLOURS[2], label='seen positions: only the context is longer')
+    draw(axes[1], 'unseen', 'o-', ms=3, color=COLOURS[1], label='unseen positions')
+    axes[1].set(title='where the states are predicted', ylabel='accuracy')
+    for ax in axes[:2]:
+        ax.axvline(trained, color='crimson', lw=1)
+        ax.set(ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
+        ax.legend(fontsize=8)
+    grid = torch.full((longest, len(found)), float('nan'))
+    for i, (L, f) in enumerate(found.items()):
+        grid[:L, i] = f['mass'][best].mean(dim=0)
+    edges = [0.5, *((a + b) / 2 for a, b in zip(list(found), list(found)[1:])), longest + 0.5]
+    image = axes[2].pcolormesh(edges, np.arange(longest + 1) + 0.5, grid.numpy(), vmin=0, vmax=1, cmap='viridis')
+    axes[2].axvline(trained, color='crimson', lw=1)
+    t = np.array([(cfg.train_len - 1 - L, L) for L in range(trained, longest + 1) if cfg.train_len - 1 > L]).T          # t = train_len - 1 - L at the last
+    if t.size:
+        axes[2].plot(t[1], t[0], color='white', lw=1)                                                                   # position that was trained
+    axes[2].set(title=f'head {names[best]}: weight on the key for s_t (white: last seen position)', xlabel='input length', ylabel='t')
+    fig.colorbar(image, ax=axes[2], label='attention weight')
+    fig.suptitle(f'{cfg.task} with {cfg.pe}')
+    return fig
+
+
+def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
+    """How long do the first states stay right while the input grows, at positions that were trained (vipe.txt Figure 4)?
+
+    distances: of s_(t-1) from EoI, a comma list; n: problems of each length; beside: further runs, a comma list. Rows: accuracy of the next state
+    predicted there, at every input length at which this is still within the trained total length. Only the context is longer than in training.
+    """
+    runs = {cfg.pe: (model, cfg)}
+    for path in filter(None, beside.split(',')):
+        net, other = load(path)
+        if other.task != cfg.task or other.train_len != cfg.train_len:
+            raise train.UserError(f'{path} was trained on {other.task} to {other.train_len} tokens, this run on {cfg.task} to {cfg.train_len}')
+        runs[path if other.pe in runs else other.pe] = net, other
+    try:
+        wanted = sorted({int(d) for d in distances.split(',')})
+    except ValueError:
+        raise train.UserError(f'--distances={distances}: whole numbers, as in 1,3,7') from None
+    last = cfg.train_len - 3 - wanted[0]                                                # query L + 1 + d, target behind it, within train_len tokens
+    if wanted[0] < 0 or last < wanted[0] + 1:
+        raise train.UserError(f'--distances={distances}: from 0 on, and some within the trained {cfg.train_len} tokens')
+    rows = []
+    for L, (tokens, targets) in problems(task, range(1, last + 1), n).items():
+        ladder(cfg, L)                                                                  # an iterative task, or a UserError
+        rows.append({'length': L})
+        right = {name: answers_right(net, tokens, targets).double().mean(dim=0) for name, (net, _) in runs.items()}
+        rows[-1] |= {f'{name} d={d}': round(right[name][L + 1 + d].item(), 4) for d in wanted for name in runs if d < L and L + d + 2 < cfg.train_len}
+    trained = max(cfg.train_lengths)
+    mean = lambda key, lengths: round(float(np.mean(found)), 4) if (found := [row[key] for row in rows if row['length'] in lengths and key in row]) else None
+    summary = {f'{name} d={d}, {where}': mean(f'{name} d={d}', lengths) for d in wanted for name in runs
+               for where, lengths in (('trained lengths', range(trained + 1)), ('longer', range(trained + 1, last + 1)))}
+    return rows, summary, lambda plt: steps_figure(plt, rows, wanted, list(runs), trained, cfg)
+
+
+def steps_figure(plt, rows, distances, names, trained, cfg):
+    """The figure of `steps`: a panel for each distance, a line for each run."""
+    fig, axes = plt.subplots(1, len(distances), figsize=(4 * len(distances), 3.6), sharex=True, sharey=True, squeeze=False, layout='constrained')
+    for ax, d in zip(axes[0], distances):
+        for i, name in enumerate(names):
+            found = [(row['length'], row[f'{name} d={d}']) for row in rows if f'{name} d={d}' in row]
+            if found:
+                ax.plot(*zip(*found), 'o-', ms=3, color=COLOURS[i % 6], label=name)
+        ax.axvline(trained, color='crimson', lw=1)
+        ax.set(title=f'{d} tokens behind EoI', ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
+    axes[0][0].set_ylabel('accuracy of the next state')
+    axes[0][0].legend(fontsize=8)
+    fig.suptitle(f'{cfg.task}: states at trained positions in longer contexts')
+    return fig
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,6 +568,9 @@ def loss_figure(plt, curves, trained, name):
 PROBES = {
     'cursor': cursor,
     'attention': attention,
+    'alignment': alignment,
+    'linear': linear,
+    'steps': steps,
     'loss': loss,
 }
 
