@@ -397,9 +397,9 @@ def alignment(model, task, cfg, length=0, n=32):
 
     length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Rows: exact match; accuracy of the states, of those that are
     predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the correct key;
-    peak: share of the best head's queries whose largest weight is on it. Summary: the longest length up to which 90 % of the states are right
-    (right_to), and up to which the best head has half its weight on the correct key (aligned_to); A.3's two notions apart: accuracy in longer
-    problems at seen positions (longer context only) and at unseen ones; accuracy there where the peak is on the correct key, and where not.
+    peak: share of the best head's queries whose largest weight is on it. Summary: the length to which, from the longest trained one on, 90 % of the
+    states are right (right_to) and the best head has half its weight on the correct key (aligned_to), 0: not even there; A.3's two notions
+    apart: accuracy in longer problems at seen positions (longer context only) and at unseen ones; accuracy where the peak is on the correct key, and where not.
     """
     trained = max(cfg.train_lengths)
     length, found = length or max(cfg.eval_lengths), {}
@@ -417,7 +417,8 @@ def alignment(model, task, cfg, length=0, n=32):
     mean = lambda x: round(x.double().mean().item(), 4) if x.numel() else ''
     rows = [dict(length=L, exact=mean(f['exact']), states=mean(f['right']), seen=mean(f['right'][:, f['seen']]), unseen=mean(f['right'][:, ~f['seen']]),
                  **{name: mean(mass) for name, mass in zip(names, f['mass'])}, peak=mean(f['peak'][best])) for L, f in found.items()]
-    holds_to = lambda key, least: max((L for i, L in enumerate(found) if all(row[key] >= least for row in rows[:i + 1])), default=0)
+    tail = [row for row in rows if row['length'] >= trained]
+    holds_to = lambda key, least: max((row['length'] for i, row in enumerate(tail) if all(r[key] >= least for r in tail[:i + 1])), default=0)
     beyond = [f for L, f in found.items() if L > trained]
     over = lambda of: mean(torch.cat([of(f).flatten() for f in beyond])) if beyond else ''
     summary = dict(head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5),
@@ -458,10 +459,11 @@ def alignment_figure(plt, rows, found, names, best, cfg):
     edges = [0.5, *((a + b) / 2 for a, b in zip(list(found), list(found)[1:])), longest + 0.5]
     image = axes[2].pcolormesh(edges, np.arange(longest + 1) + 0.5, grid.numpy(), vmin=0, vmax=1, cmap='viridis')
     axes[2].axvline(trained, color='crimson', lw=1)
-    t = np.array([(cfg.train_len - 1 - L, L) for L in range(trained, longest + 1) if cfg.train_len - 1 > L]).T          # t = train_len - 1 - L at the last
-    if t.size:
-        axes[2].plot(t[1], t[0], color='white', lw=1)                                                                   # position that was trained
-    axes[2].set(title=f'head {names[best]}: weight on the key for s_t (white: last seen position)', xlabel='input length', ylabel='t')
+    last = [(L, cfg.train_len - 1.5 - L) for L in range(trained, min(longest + 1, cfg.train_len - 1))]                  # query L + t, train_len - 2 at most
+    if last:
+        axes[2].plot(*zip(*last), color='white', lw=1, label='last seen position')
+        axes[2].legend(fontsize=8, loc='upper left', facecolor='0.6')
+    axes[2].set(title=f'head {names[best]}, weight on the correct key', xlabel='input length', ylabel='t of the state $s_t$')
     fig.colorbar(image, ax=axes[2], label='attention weight')
     fig.suptitle(f'{cfg.task} with {cfg.pe}')
     return fig
@@ -501,17 +503,215 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
 
 def steps_figure(plt, rows, distances, names, trained, cfg):
     """The figure of `steps`: a panel for each distance, a line for each run."""
-    fig, axes = plt.subplots(1, len(distances), figsize=(4 * len(distances), 3.6), sharex=True, sharey=True, squeeze=False, layout='constrained')
+    fig, axes = plt.subplots(1, len(distances), figsize=(4.4 * len(distances), 3.6), sharex=True, sharey=True, squeeze=False, layout='constrained')
     for ax, d in zip(axes[0], distances):
         for i, name in enumerate(names):
             found = [(row['length'], row[f'{name} d={d}']) for row in rows if f'{name} d={d}' in row]
             if found:
                 ax.plot(*zip(*found), 'o-', ms=3, color=COLOURS[i % 6], label=name)
         ax.axvline(trained, color='crimson', lw=1)
-        ax.set(title=f'{d} tokens behind EoI', ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
+        ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
     axes[0][0].set_ylabel('accuracy of the next state')
     axes[0][0].legend(fontsize=8)
     fig.suptitle(f'{cfg.task}: states at trained positions in longer contexts')
+    return fig
+
+
+@torch.no_grad()
+def first_attention(model, tokens, cfg):
+    """The first attention layer: weights [B, H, T, T], values v [B, H, T, D], averages z = weights @ v [B, H, T, D]."""
+    block = model.blocks[0]
+    with listening(block.norm_1, block.attn.tap_logits, block.attn.tap_head_out) as heard:
+        model(tokens)
+    (_, _, x), (_, _, logits), (_, _, z) = heard
+    v = block.attn.qkv_of(x)[2].unflatten(-1, (cfg.heads, -1)).transpose(1, 2)
+    if not torch.equal(block.attn.pe.value(v, torch.arange(tokens.shape[1]), None), v):
+        raise train.UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take a run with another encoding')
+    return logits.softmax(dim=-1), v, z[..., :v.shape[-1]]                              # ViPE's distance code stands behind the values
+
+
+def coordinate_statistics(z):
+    """Over the coordinates of z [.., T, d] (eq. 3): mean [.., T], variance [.., T], mean of z_(n+1) - z_n [.., T - 1]."""
+    return z.mean(dim=-1), z.var(dim=-1, correction=0), z.mean(dim=-1).diff(dim=-1)
+
+
+def proposition_1(n, mu, var, mu_2, var_2):
+    """Eq. 4: the statistics of z_n under uniform weights, values of mean mu and variance var but mu_2, var_2 at BoS, independent between positions."""
+    return mu + (mu_2 - mu) / n, (var_2 + (n - 1) * var) / n ** 2, -(mu_2 - mu) / (n * (n + 1))
+
+
+def stats(model, task, cfg, length=0, n=64):
+    """Do hidden-state statistics tell the position, as Proposition 1 says of NoPE (vipe.txt eq. 2-4, Figure 16)?
+
+    Mean and variance over the coordinates of the first attention layer's output z_n (all heads), and mean of z_(n+1) - z_n: measured; with this
+    model's values under uniform weights 1/n (eq. 2); and by eq. 4, whose mu, sigma, mu_2, sigma_2 are those of the values, at BoS for the latter
+    two. Averages over n problems of `length` (0: the longest trained), n counted from 1. Eq. 4 takes values for independent between positions: those
+    of few symbols repeat, so their average keeps a variance that does not decay. Summary: mean absolute errors of eq. 4.
+    """
+    if 'BoS' not in task.vocab:
+        raise train.UserError(f'Proposition 1 is about sequences that begin with BoS, and those of {cfg.task} do not')
+    length = length or max(cfg.train_lengths)
+    tokens = problems(task, [length], n)[length][0]
+    v, z = (x.transpose(1, 2).flatten(2).double() for x in first_attention(model, tokens, cfg)[1:])                     # (B, T, H D)
+    place = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)                   # (T,)
+    mu, var, mu_2, var_2 = v[:, 1:].mean(), v[:, 1:].var(correction=0), v[:, 0].mean(), v[:, 0].var(correction=0)
+    curves = {'measured': coordinate_statistics(z), 'uniform': coordinate_statistics(v.cumsum(dim=1) / place[:, None])}
+    curves = {name: [x.mean(dim=0) for x in found] for name, found in curves.items()}
+    curves['eq. 4'] = proposition_1(place, mu, var, mu_2, var_2)
+    labels = ('mean', 'variance', 'difference')
+    rows = [dict(n=i + 1, token=task.vocab[tokens[0, i]]) | {f'{label}, {name}': float(f'{found[part][i].item():.3g}') for part, label in enumerate(labels)
+                                                             for name, found in curves.items() if i < len(found[part])}
+            for i in np.linspace(0, tokens.shape[1] - 1, min(48, tokens.shape[1])).round().astype(int).tolist()]
+    summary = dict(length=length, mu=mu.item(), sigma=var.sqrt().item(), mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
+    summary |= {f'error of eq. 4, {label}, {name}': (curves[name][part] - curves['eq. 4'][part][:len(curves[name][part])]).abs().mean().item()
+                for part, label in enumerate(labels) for name in ('measured', 'uniform')}
+    anchor = (tokens[0] == task.vocab.index('EoI')).int().argmax().item() + 1 if 'EoI' in task.vocab else None
+    return rows, {key: float(f'{x:.4g}') for key, x in summary.items()}, lambda plt: stats_figure(plt, curves, labels, anchor, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def stats_figure(plt, curves, labels, anchor, title):
+    """The figure of `stats`: mean, variance and difference by position."""
+    fig, axes = plt.subplots(1, 3, figsize=(13, 4), layout='constrained')
+    names = {'measured': 'measured', 'uniform': 'its values under uniform weights', 'eq. 4': 'Proposition 1 (eq. 4)'}
+    for part, (ax, label) in enumerate(zip(axes, labels)):
+        for (name, found), colour, style in zip(curves.items(), COLOURS, ('-', '-', 'k--')):
+            y = found[part][:len(curves['measured'][part])]
+            ax.plot(np.arange(1, len(y) + 1), y.numpy(), style, label=names[name], **({} if style == 'k--' else dict(color=colour)))
+        if anchor:
+            ax.axvline(anchor, color='crimson', lw=1)
+        ax.set(title={'mean': 'mean of $z_n$', 'variance': 'variance of $z_n$', 'difference': 'mean of $z_{n+1} - z_n$'}[label],
+               xlabel='position n' + (' (red line: EoI)' if anchor else ''), ylabel=f'{label} over the coordinates')
+    axes[0].legend(fontsize=8)
+    fig.suptitle(title)
+    return fig
+
+
+def prefix(model, task, cfg, length=0, n=16):
+    """Is the first layer's output a picture of what stands in the prefix, and nothing else: z_n = V beta_n (vipe.txt Proposition 2, appendix D.1)?
+
+    beta_n: the attention that position n pays to each token of the vocabulary, V: the tokens' values. Rows: for each head the largest
+    |z_n - V beta_n| over n problems of `length` (0: the longest trained), relative to the largest |z_n|; then D.1's cases: how far two
+    prefixes are apart in their shares of tokens (beta_uniform), in this model's beta, and in z, relative to the larger. NoPE cannot tell
+    apart what has equal shares; with RoPE, ALiBi and others that act on the weights z = V beta still holds, but beta depends on the order.
+    """
+    length = length or max(cfg.train_lengths)
+    tokens, block, C = problems(task, [length], n)[length][0], model.blocks[0], len(task.vocab)
+    with torch.no_grad():
+        V = block.attn.qkv_of(block.norm_1(model.embedding.weight))[2].unflatten(-1, (cfg.heads, -1)).transpose(0, 1)     # (H, C, D)
+    gap = lambda a, b: ((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-30)).item()
+
+    def betas(tokens):
+        weights, v, z = first_attention(model, tokens, cfg)
+        if gap(V[:, tokens].transpose(0, 1), v) > 1e-4:
+            raise train.UserError(f'Proposition 2 needs values that depend on the token alone, and {cfg.pe} adds positions to the embeddings: take a run without')
+        return weights @ torch.nn.functional.one_hot(tokens, C).to(weights.dtype)[:, None], z                             # (B, H, T, C), (B, H, T, D)
+
+    beta, z = betas(tokens)
+    rows = [dict(case=f'z = V beta, head {h + 1}', z=gap(z[:, h], beta[:, h] @ V[h])) for h in range(cfg.heads)]
+    summary = dict(error=max(row['z'] for row in rows))
+    for first, m, second, k in cases_of_D_1(task):
+        one, other = (torch.tensor([[task.vocab.index(word) for word in words]]) for words in (first, second))
+        shares = [torch.nn.functional.one_hot(x[0, :i], C).double().mean(dim=0) for x, i in ((one, m), (other, k))]
+        (beta, z), (beta_, z_) = betas(one), betas(other)
+        rows.append(dict(case=' '.join(first[:m]) + '  |  ' + ' '.join(second[:k]), beta_uniform=gap(*shares), beta=gap(beta[0, :, m - 1], beta_[0, :, k - 1]),
+                         z=gap(z[0, :, m - 1], z_[0, :, k - 1])))
+    return [{key: float(f'{x:.3g}') if type(x) is float else x for key, x in row.items()} for row in rows], summary, lambda plt: prefix_figure(plt, rows, cfg)
+
+
+def cases_of_D_1(task):
+    """Appendix D.1's sequences, of this task's symbols: (tokens, m, other tokens, k), is position m of the one like position k of the other?"""
+    words = [word for word in task.vocab[1:] if word not in ('BoS', 'EoI', 'EoS')][:4]  # '1 2 3 4', or fewer
+    a, b, *rest = words
+    n, swapped = len(words), rest or [a]
+    cases = [([a] * 4, 1, [a] * 4, 4), (words * 2, n, words * 2, 2 * n)]
+    if 'BoS' in task.vocab:
+        cases += [(['BoS', *first], m + 1, ['BoS', *second], k + 1) for first, m, second, k in cases]
+        cases += [(['BoS', a, b, *swapped], 3 + len(swapped), ['BoS', b, a, *swapped], 3 + len(swapped))]
+    return cases
+
+
+def prefix_figure(plt, rows, cfg):
+    """The figure of `prefix`: D.1's cases."""
+    cases = [row for row in rows if 'beta' in row]
+    fig, ax = plt.subplots(figsize=(9, 0.6 * len(cases) + 1.5), layout='constrained')
+    for i, key in enumerate(('beta_uniform', 'beta', 'z')):
+        label = {'beta_uniform': 'shares of tokens', 'beta': 'beta: attention to each token', 'z': 'z: output of layer 1'}[key]
+        ax.barh(np.arange(len(cases)) + 0.25 * (i - 1), [row[key] for row in cases], 0.22, color=COLOURS[i], label=label)
+    ax.set_yticks(range(len(cases)), [row['case'] for row in cases], fontsize=8)
+    ax.invert_yaxis()
+    ax.set(xlabel='how far the two prefixes are apart, relative to the larger', title=f'{cfg.task} with {cfg.pe}: which prefixes layer 1 can tell apart (D.1)')
+    ax.legend(fontsize=8)
+    return fig
+
+
+@contextlib.contextmanager
+def moved_from_first(model, offset):
+    """Within, every token but the first stands at a position `offset` further from the first one: the order and the causal mask stay."""
+    def moved(pos):
+        pos = torch.cat([pos[:1] - offset, pos[1:]])
+        return pos - pos.min().clamp(max=0)
+    enc = model.blocks[0].attn.pe
+    embed = enc.embed
+    hooks = [block.register_forward_pre_hook(lambda block, inputs: (inputs[0], moved(inputs[1]), *inputs[2:])) for block in model.blocks]
+    enc.embed = lambda x, pos: embed(x, moved(pos))
+    try:
+        yield
+    finally:
+        del enc.embed
+        for hook in hooks:
+            hook.remove()
+
+
+def shift(model, task, cfg, length=0, offsets='0,-2,-4,-6', n=32):
+    """Does attention to x_t move when every token moves away from BoS, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
+
+    offsets: places added to every token's distance from BoS, a comma list; the positions of all others among themselves stay. length: 0: the longest
+    trained; n: problems. Rows: accuracy of the states; for every head the mean weight on the correct key x_t; on x_(t - offset), where D_1 = D_2 + 1
+    now; peak: mean number of inputs by which the largest weight among the inputs lies to the right of x_t. All over the states that have both.
+    """
+    length = length or max(cfg.train_lengths)
+    queries, keys = (x[1:] for x in ladder(cfg, length))                                # of s_1, s_2, ..; EoI itself has no D_2 to compare
+    if set(cfg.pe.split('+')) <= {'nope', 'prism'} and not cfg.prism_absolute:
+        raise train.UserError(f'{cfg.pe} sees no positions, so there is nothing to shift: take a run with rope or another encoding')
+    try:
+        offsets = [int(offset) for offset in offsets.split(',')]
+    except ValueError:
+        raise train.UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
+    if max(map(abs, offsets)) >= length:
+        raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones, or a larger --length')
+    tokens, targets = problems(task, [length], n)[length]
+    rows, shown = [], {}
+    for offset in offsets:
+        with moved_from_first(model, offset):
+            maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
+        both = (keys - offset >= 1) & (keys - offset <= length)
+        q, k = queries[both], keys[both]
+        shown[offset] = [weights[0] for weights in maps]
+        for name, on, to in zip(heads_of(maps), masses(maps, q, k).transpose(1, 2).flatten(0, 1), masses(maps, q, k - offset).transpose(1, 2).flatten(0, 1)):
+            layer, head = map(int, name.split('.'))
+            peak = maps[layer - 1][:, head - 1, q, 1:length + 1].argmax(dim=-1) + 1 - k
+            rows.append(dict(offset=offset, head=name, states=right[:, queries].double().mean().item(), on_x_t=on.mean().item(), on_moved=to.mean().item(),
+                             peak=peak.double().mean().item()))
+    still = min(offsets, key=abs)
+    best = max((row for row in rows if row['offset'] == still), key=lambda row: row['on_moved'])['head']
+    rows = [{key: round(x, 4) if type(x) is float else x for key, x in row.items()} for row in rows]
+    summary = dict(length=length, head=best, **{f'peak at {row["offset"]}': row['peak'] for row in rows if row['head'] == best})
+    return rows, summary, lambda plt: shift_figure(plt, shown, [task.vocab[i] for i in tokens[0].tolist()], length, best, cfg)
+
+
+def shift_figure(plt, shown, words, length, best, cfg):
+    """The figure of `shift`: the best head's attention from the states to the input at every offset."""
+    fig, axes = plt.subplots(1, len(shown), figsize=(3.6 * len(shown) + 0.8, 4), squeeze=False, layout='constrained')
+    layer, head = map(int, best.split('.'))
+    for ax, (offset, maps) in zip(axes[0], shown.items()):
+        image = ax.imshow(maps[layer - 1][head - 1, length + 1:-1, :length + 2].numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest')
+        ax.plot(np.arange(1, length + 1), np.arange(length) if not cfg.task.startswith('reverse') else np.arange(length)[::-1], '.', color='crimson', ms=3)
+        label_sequence(ax.xaxis, words[:length + 2], 3)
+        label_sequence(ax.yaxis, words[length + 1:-1], 3)
+        ax.set(title=f'distance to BoS {offset:+d}', xlabel='key')
+    axes[0][0].set_ylabel('query')
+    fig.colorbar(image, ax=axes, label='attention weight', shrink=0.8)
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: head {best}; dots: the correct keys')
     return fig
 
 
@@ -571,6 +771,9 @@ PROBES = {
     'alignment': alignment,
     'linear': linear,
     'steps': steps,
+    'stats': stats,
+    'prefix': prefix,
+    'shift': shift,
     'loss': loss,
 }
 
