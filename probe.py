@@ -403,6 +403,7 @@ def alignment(model, task, cfg, length=0, n=32):
     """
     trained = max(cfg.train_lengths)
     length, found = length or max(cfg.eval_lengths), {}
+    ladder(cfg, length)                                                                 # a task with correct keys, or a UserError
     lengths = sorted({*(min(x, length) for x in (trained, trained + 1)), *np.linspace(1, length, 24).round().astype(int).tolist()})
     for L, (tokens, targets) in problems(task, lengths, n).items():
         queries, keys = ladder(cfg, L)
@@ -488,12 +489,11 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     last = cfg.train_len - 3 - wanted[0]                                                # query L + 1 + d, target behind it, within train_len tokens
     if wanted[0] < 0 or last < wanted[0] + 1:
         raise train.UserError(f'--distances={distances}: from 0 on, and some within the trained {cfg.train_len} tokens')
+    ladder(cfg, last)                                                                   # a task with a state for every input, or a UserError
     rows = []
     for L, (tokens, targets) in problems(task, range(1, last + 1), n).items():
-        ladder(cfg, L)                                                                  # an iterative task, or a UserError
-        rows.append({'length': L})
         right = {name: answers_right(net, tokens, targets).double().mean(dim=0) for name, (net, _) in runs.items()}
-        rows[-1] |= {f'{name} d={d}': round(right[name][L + 1 + d].item(), 4) for d in wanted for name in runs if d < L and L + d + 2 < cfg.train_len}
+        rows.append({'length': L} | {f'{name} d={d}': round(right[name][L + 1 + d].item(), 4) for d in wanted for name in runs if d < L and L + d + 2 < cfg.train_len})
     trained = max(cfg.train_lengths)
     mean = lambda key, lengths: round(float(np.mean(found)), 4) if (found := [row[key] for row in rows if row['length'] in lengths and key in row]) else None
     summary = {f'{name} d={d}, {where}': mean(f'{name} d={d}', lengths) for d in wanted for name in runs
