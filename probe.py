@@ -182,13 +182,15 @@ def iteration_head(name):
     Layer 1 measures distances to the anchors: every token attends to EoI, those that cannot see it and EoI itself to BoS, and ViPE's value channel
     (eq. 8) hands over the distance D, so D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized vector (D, c) has its
     largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up. Neighbouring distances differ by 1e-7 in that product: float64.
+    cfg calls lengths to 16 trained, as the paper's are.
     """
     rules = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2, 'polynomial': lambda s, x: (s * x + 1) % 5}
     if name not in rules:
         raise train.UserError(f'by_hand:{name}: weights are set by hand for {", ".join(rules)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
-    table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, x + 4, rules[name](s, x) + 4) for s in symbols for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]
+    table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]                                # (state, input, next state)
+    table += [(s + 4, x + 4, rules[name](s, x) + 4) for s in symbols for x in symbols]
     one, dist, read, write, C = V, V + 1, V + 2, 2 * V + 2, 3 * V + 2                   # the residual stream: token, 1, D, token read, next token
     cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=1, n_layer=2, d_ff=len(table),
                        norm='rmsnorm', dtype='float64', out_dir=f'out/by_hand_{name}')
@@ -223,6 +225,12 @@ def problems(task, lengths, n, split='test'):
     return task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length))
 
 
+def fewer(cfg, *pair):
+    """As many of the problems (tokens [n, T], ...) as all their attention maps have at most 2^26 numbers, at least one."""
+    n = max(1, 2 ** 26 // (cfg.n_layer * cfg.heads * pair[0].shape[1] ** 2))
+    return [x[:n] for x in pair]
+
+
 def ladder(cfg, length):
     """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) stand, and the input that each needs for the next state: x_t for s_(t-1), D_1 = D_2 + 1."""
     name, t = cfg.task.partition(':')[0], torch.arange(1, length + 1)
@@ -231,14 +239,14 @@ def ladder(cfg, length):
     return length + t, length + 1 - t if name == 'reverse' else t
 
 
+def by_head(layers):
+    """[B, H, L] of every layer -> [layers * H, B, L]."""
+    return torch.cat(list(layers), dim=1).transpose(0, 1)
+
+
 def masses(maps, queries, keys):
-    """Attention weights [B, H, T, T] of every layer -> the weight of each query's own key [layers, B, H, L]."""
-    return torch.stack([weights[:, :, queries, keys] for weights in maps])
-
-
-def heads_of(maps):
-    """'layer.head' of every head, in the order of the layers."""
-    return [f'{layer}.{head}' for layer, weights in enumerate(maps, 1) for head in range(1, weights.shape[1] + 1)]
+    """Attention weights [B, H, T, T] of every layer -> every head's weight from each of L queries to its own key [layers * H, B, L]."""
+    return by_head(weights[:, :, queries, keys] for weights in maps)
 
 
 def attention(model, task, cfg, length=0, n=16):
@@ -251,16 +259,18 @@ def attention(model, task, cfg, length=0, n=16):
     trained = max(cfg.train_lengths)
     length, rows, shown = length or min(max(cfg.eval_lengths), 5 * trained // 2), [], {}
     for L, (tokens, targets) in problems(task, sorted({trained, length}), n).items():
+        tokens, targets = fewer(cfg, tokens, targets)
         maps, asked = attention_maps(model, tokens), targets != -100
         shown[L] = tokens[0][tokens[0] != 0], [weights[0] for weights in maps]
         for layer, weights in enumerate(maps, 1):
             means = means_of(weights, tokens, asked, task)
             if cfg.task.partition(':')[0] in ITERATIVE:
-                means['s_to_x_t'] = masses([weights], *ladder(cfg, L)).mean(dim=(0, 1, 3))
-            rows += [dict(length=L, layer=layer, head=h + 1, **{name: round(mean[h].item(), 3) for name, mean in means.items()}) for h in range(weights.shape[1])]
+                means['s_to_x_t'] = masses([weights], *ladder(cfg, L)).mean(dim=(1, 2))
+            rows += [dict(length=L, layer=layer, head=h + 1, **{name: round(mean[h].item(), 3) for name, mean in means.items()})
+                     for h in range(weights.shape[1])]
     summary = dict(trained=trained, length=length)
     for name in [name for name in rows[0] if name in ('x_to_BoS', 's_to_EoI', 's_to_x_t', 'largest')]:
-        summary |= {f'{name}, length {L}': max(row[name] for row in rows if row['length'] == L) for L in shown}          # of the best head
+        summary |= {f'{name}, length {L}': max(row[name] for row in rows if row['length'] == L) for L in shown}
     return rows, summary, lambda plt: attention_figure(plt, shown, task, f'{cfg.task} with {cfg.pe}, trained to {trained}')
 
 
@@ -399,34 +409,41 @@ def alignment(model, task, cfg, length=0, n=32):
     predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the correct key;
     peak: share of the best head's queries whose largest weight is on it. Summary: the length to which, from the longest trained one on, 90 % of the
     states are right (right_to) and the best head has half its weight on the correct key (aligned_to), 0: not even there; A.3's two notions
-    apart: accuracy in longer problems at seen positions (longer context only) and at unseen ones; accuracy where the peak is on the correct key, and where not.
+    apart: accuracy in longer problems at seen positions (longer context only) and at unseen ones; and where the peak is on x_t, and where not.
     """
     trained = max(cfg.train_lengths)
     length, found = length or max(cfg.eval_lengths), {}
     ladder(cfg, length)                                                                 # a task with correct keys, or a UserError
     lengths = sorted({*(min(x, length) for x in (trained, trained + 1)), *np.linspace(1, length, 24).round().astype(int).tolist()})
-    for L, (tokens, targets) in problems(task, lengths, n).items():
-        queries, keys = ladder(cfg, L)
-        some = slice(max(1, min(n, 2 ** 24 // (cfg.heads * tokens.shape[1] ** 2))))
-        tokens, targets = tokens[some], targets[some]
-        maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
-        peaks = torch.stack([weights[:, :, queries].argmax(dim=-1) == keys for weights in maps])
-        found[L] = dict(mass=masses(maps, queries, keys).transpose(1, 2).flatten(0, 1), peak=peaks.transpose(1, 2).flatten(0, 1),   # (heads, B, L)
-                        right=right[:, queries], exact=(right | (targets == -100)).all(dim=1), seen=queries + 1 < cfg.train_len)
-    names = heads_of(maps)
+    for L, pair in problems(task, lengths, n).items():
+        found[L] = on_the_ladder(model, cfg, L, *fewer(cfg, *pair))
+    names = [f'{layer}.{head}' for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
     best = sum(f['mass'].mean(dim=(1, 2)) for L, f in found.items() if L <= trained).argmax().item()
-    mean = lambda x: round(x.double().mean().item(), 4) if x.numel() else ''
-    rows = [dict(length=L, exact=mean(f['exact']), states=mean(f['right']), seen=mean(f['right'][:, f['seen']]), unseen=mean(f['right'][:, ~f['seen']]),
-                 **{name: mean(mass) for name, mass in zip(names, f['mass'])}, peak=mean(f['peak'][best])) for L, f in found.items()]
+    mean = lambda x: round(x.double().mean().item(), 4) if x.numel() else None
+    rows = []
+    for L, f in found.items():
+        row = dict(length=L, exact=mean(f['exact']), states=mean(f['right']), seen=mean(f['right'][f['seen']]), unseen=mean(f['right'][~f['seen']]),
+                   **{name: mean(mass) for name, mass in zip(names, f['mass'])}, peak=mean(f['peak'][best]))
+        rows.append({key: value for key, value in row.items() if value is not None})
     tail = [row for row in rows if row['length'] >= trained]
     holds_to = lambda key, least: max((row['length'] for i, row in enumerate(tail) if all(r[key] >= least for r in tail[:i + 1])), default=0)
-    beyond = [f for L, f in found.items() if L > trained]
-    over = lambda of: mean(torch.cat([of(f).flatten() for f in beyond])) if beyond else ''
-    summary = dict(head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5),
-                   **{'accuracy in longer problems, seen positions': over(lambda f: f['right'][:, f['seen']]),
-                      'unseen positions': over(lambda f: f['right'][:, ~f['seen']]), 'peak on the correct key': over(lambda f: f['right'][f['peak'][best]]),
-                      'peak elsewhere': over(lambda f: f['right'][~f['peak'][best]])})
+    over = lambda part: mean(torch.cat([f['right'][part(f)] for L, f in found.items() if L > trained] or [torch.empty(0)]))
+    summary = dict(head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5))
+    summary |= {f'accuracy beyond, {where}': over(part) for where, part in {
+        'seen positions': lambda f: f['seen'], 'unseen positions': lambda f: ~f['seen'],
+        'peak on x_t': lambda f: f['peak'][best], 'peak elsewhere': lambda f: ~f['peak'][best]}.items()}
     return rows, summary, lambda plt: alignment_figure(plt, rows, found, names, best, cfg)
+
+
+def on_the_ladder(model, cfg, L, tokens, targets):
+    """For the states of problems [B, T] of length L: every head's weight on the correct key [heads, B, L]; is it the largest; is the state right [B, L];
+    is its position one of those trained [B, L]; and is the whole answer right [B].
+    """
+    queries, keys = ladder(cfg, L)
+    maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
+    peak = by_head(weights[:, :, queries].argmax(dim=-1) == keys for weights in maps)
+    return dict(mass=masses(maps, queries, keys), peak=peak, right=right[:, queries], seen=(queries + 1 < cfg.train_len).expand(len(tokens), L),
+                exact=(right | (targets == -100)).all(dim=1))
 
 
 @torch.no_grad()
@@ -439,7 +456,7 @@ def alignment_figure(plt, rows, found, names, best, cfg):
     """The figure of `alignment`: every head's weight on the correct key beside accuracy; seen and unseen positions; the best head, state by state."""
     trained, longest = max(cfg.train_lengths), max(found)
     fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
-    draw = lambda ax, key, *style, **kw: ax.plot(*zip(*((row['length'], row[key]) for row in rows if row[key] != '')), *style, **kw)
+    draw = lambda ax, key, *style, **kw: ax.plot(*zip(*((row['length'], row[key]) for row in rows if key in row)), *style, **kw)
     for i, name in enumerate(names):
         draw(axes[0], name, color=COLOURS[0] if i == best else '0.7', lw=2 if i == best else 1, label=f'weight of head {name}' if i == best else None)
     if len(names) > 1:
@@ -551,7 +568,7 @@ def stats(model, task, cfg, length=0, n=64):
     if 'BoS' not in task.vocab:
         raise train.UserError(f'Proposition 1 is about sequences that begin with BoS, and those of {cfg.task} do not')
     length = length or max(cfg.train_lengths)
-    tokens = problems(task, [length], n)[length][0]
+    tokens, = fewer(cfg, problems(task, [length], n)[length][0])
     v, z = (x.transpose(1, 2).flatten(2).double() for x in first_attention(model, tokens, cfg)[1:])                     # (B, T, H D)
     place = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)                   # (T,)
     mu, var, mu_2, var_2 = v[:, 1:].mean(), v[:, 1:].var(correction=0), v[:, 0].mean(), v[:, 0].var(correction=0)
@@ -595,7 +612,7 @@ def prefix(model, task, cfg, length=0, n=16):
     apart what has equal shares; with RoPE, ALiBi and others that act on the weights z = V beta still holds, but beta depends on the order.
     """
     length = length or max(cfg.train_lengths)
-    tokens, block, C = problems(task, [length], n)[length][0], model.blocks[0], len(task.vocab)
+    (tokens,), block, C = fewer(cfg, problems(task, [length], n)[length][0]), model.blocks[0], len(task.vocab)
     with torch.no_grad():
         V = block.attn.qkv_of(block.norm_1(model.embedding.weight))[2].unflatten(-1, (cfg.heads, -1)).transpose(0, 1)     # (H, C, D)
     gap = lambda a, b: ((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-30)).item()
@@ -666,8 +683,9 @@ def shift(model, task, cfg, length=0, offsets='0,-2,-4,-6', n=32):
     """Does attention to x_t move when every token moves away from BoS, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
 
     offsets: places added to every token's distance from BoS, a comma list; the positions of all others among themselves stay. length: 0: the longest
-    trained; n: problems. Rows: accuracy of the states; for every head the mean weight on the correct key x_t; on x_(t - offset), where D_1 = D_2 + 1
-    now; peak: mean number of inputs by which the largest weight among the inputs lies to the right of x_t. All over the states that have both.
+    trained; n: problems. Rows: for every head and offset its mean weight on the correct key (x_t); on x_(t - offset), where D_1 = D_2 + 1 now (moved);
+    how many inputs to the right of x_t its largest weight among the inputs lies (peak); all over the states that have both keys. The summary names
+    the head that looks at x_t most, and says how many states are right.
     """
     length = length or max(cfg.train_lengths)
     queries, keys = (x[1:] for x in ladder(cfg, length))                                # of s_1, s_2, ..; EoI itself has no D_2 to compare
@@ -679,23 +697,22 @@ def shift(model, task, cfg, length=0, offsets='0,-2,-4,-6', n=32):
         raise train.UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
     if max(map(abs, offsets)) >= length:
         raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones, or a larger --length')
-    tokens, targets = problems(task, [length], n)[length]
-    rows, shown = [], {}
+    tokens, targets = fewer(cfg, *problems(task, [length], n)[length])
+    rows = [dict(head=f'{layer}.{head}') for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
+    summary, shown = dict(length=length), {}
     for offset in offsets:
         with moved_from_first(model, offset):
             maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
         both = (keys - offset >= 1) & (keys - offset <= length)
         q, k = queries[both], keys[both]
-        shown[offset] = [weights[0] for weights in maps]
-        for name, on, to in zip(heads_of(maps), masses(maps, q, k).transpose(1, 2).flatten(0, 1), masses(maps, q, k - offset).transpose(1, 2).flatten(0, 1)):
-            layer, head = map(int, name.split('.'))
-            peak = maps[layer - 1][:, head - 1, q, 1:length + 1].argmax(dim=-1) + 1 - k
-            rows.append(dict(offset=offset, head=name, states=right[:, queries].double().mean().item(), on_x_t=on.mean().item(), on_moved=to.mean().item(),
-                             peak=peak.double().mean().item()))
-    still = min(offsets, key=abs)
-    best = max((row for row in rows if row['offset'] == still), key=lambda row: row['on_moved'])['head']
-    rows = [{key: round(x, 4) if type(x) is float else x for key, x in row.items()} for row in rows]
-    summary = dict(length=length, head=best, **{f'peak at {row["offset"]}': row['peak'] for row in rows if row['head'] == best})
+        on_x_t, on_moved = masses(maps, q, k), masses(maps, q, k - offset)              # (heads, B, L)
+        peak = by_head(weights[:, :, q, 1:length + 1].argmax(dim=-1) + 1 - k for weights in maps)
+        for i, row in enumerate(rows):
+            row |= {f'{name} {offset:+d}': round(x[i].double().mean().item(), 4) for name, x in (('x_t', on_x_t), ('moved', on_moved), ('peak', peak))}
+        summary[f'states right {offset:+d}'], shown[offset] = round(right[:, queries].double().mean().item(), 4), [weights[0] for weights in maps]
+    best = max(rows, key=lambda row: row[f'moved {min(offsets, key=abs):+d}'])
+    summary |= dict(head=best['head']) | {key: value for key, value in best.items() if key.startswith('peak')}
+    best = best['head']
     return rows, summary, lambda plt: shift_figure(plt, shown, [task.vocab[i] for i in tokens[0].tolist()], length, best, cfg)
 
 
