@@ -254,7 +254,7 @@ def attention(model, task, cfg, length=0, n=16):
 
     length: the longer one, 0: 2.5 times the trained one (the paper's 39 after 16), at most the longest of eval_lengths; n: problems averaged over.
     Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI and these to the one input
-    that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary: of the best head. Figure: the first problem.
+    that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary: the best head's. Figure: one problem.
     """
     trained = max(cfg.train_lengths)
     length, rows, shown = length or min(max(cfg.eval_lengths), 5 * trained // 2), [], {}
@@ -288,7 +288,8 @@ def attention_figure(plt, shown, task, title):
     """The figure of `attention`: a map for every layer (row), head and length (columns)."""
     first = next(iter(shown.values()))[1]
     H, size = first[0].shape[0], 4 if len(first) * len(first[0]) < 5 else 2.4
-    fig, axes = plt.subplots(len(first), H * len(shown), figsize=(size * H * len(shown) + 0.8, size * len(first) + 0.4), squeeze=False, layout='constrained')
+    rows, columns = len(first), H * len(shown)
+    fig, axes = plt.subplots(rows, columns, figsize=(size * columns + 0.8, size * rows + 0.4), squeeze=False, layout='constrained')
     for n, (length, (tokens, maps)) in enumerate(shown.items()):
         words, T = [task.vocab[i] for i in tokens.tolist()], len(tokens)
         for layer, weights in enumerate(maps):
@@ -342,7 +343,7 @@ def agreement(y, y_hat):
 
 
 def hidden_states(model, task, lengths, n, split):
-    """Every token of n problems of these lengths: residual streams [N, C] after the embedding and each layer; its position; its distance to EoI, 0 before."""
+    """Every token of n problems of these lengths: its vectors [N, C] after the embedding and each layer; its position and distance to EoI [N], 0 before."""
     found = []
     for tokens, _ in problems(task, lengths, n, split).values():
         with listening(model.tap_resid, *(block.tap_resid for block in model.blocks)) as heard, torch.no_grad():
@@ -365,7 +366,7 @@ def linear(model, task, cfg, n=32):
     """
     longer = [length for length in cfg.eval_lengths if length > max(cfg.train_lengths)]
     if not longer:
-        raise train.UserError(f'linear compares the trained lengths with longer ones, and eval_lengths={cfg.eval_lengths} has none: evaluate longer ones')
+        raise train.UserError(f'linear compares the trained lengths with longer ones, and eval_lengths={cfg.eval_lengths} has none: train with longer ones')
     fit = hidden_states(model, task, cfg.train_lengths, n, 'eval')
     parts = {'trained': hidden_states(model, task, cfg.train_lengths, n, 'test'), 'longer': hidden_states(model, task, longer, n, 'test')}
     rows, errors = [], {}
@@ -510,11 +511,14 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     rows = []
     for L, (tokens, targets) in problems(task, range(1, last + 1), n).items():
         right = {name: answers_right(net, tokens, targets).double().mean(dim=0) for name, (net, _) in runs.items()}
-        rows.append({'length': L} | {f'{name} d={d}': round(right[name][L + 1 + d].item(), 4) for d in wanted for name in runs if d < L and L + d + 2 < cfg.train_len})
+        within = [d for d in wanted if d < L and L + d + 2 < cfg.train_len]
+        rows.append({'length': L} | {f'{name} d={d}': round(right[name][L + 1 + d].item(), 4) for d in within for name in runs})
     trained = max(cfg.train_lengths)
-    mean = lambda key, lengths: round(float(np.mean(found)), 4) if (found := [row[key] for row in rows if row['length'] in lengths and key in row]) else None
-    summary = {f'{name} d={d}, {where}': mean(f'{name} d={d}', lengths) for d in wanted for name in runs
-               for where, lengths in (('trained lengths', range(trained + 1)), ('longer', range(trained + 1, last + 1)))}
+    summary = {}
+    for key in [f'{name} d={d}' for d in wanted for name in runs]:
+        for where, lengths in (('trained lengths', range(trained + 1)), ('longer', range(trained + 1, last + 1))):
+            found = [row[key] for row in rows if row['length'] in lengths and key in row]
+            summary[f'{key}, {where}'] = round(sum(found) / len(found), 4) if found else None
     return rows, summary, lambda plt: steps_figure(plt, rows, wanted, list(runs), trained, cfg)
 
 
@@ -576,14 +580,20 @@ def stats(model, task, cfg, length=0, n=64):
     curves = {name: [x.mean(dim=0) for x in found] for name, found in curves.items()}
     curves['eq. 4'] = proposition_1(place, mu, var, mu_2, var_2)
     labels = ('mean', 'variance', 'difference')
-    rows = [dict(n=i + 1, token=task.vocab[tokens[0, i]]) | {f'{label}, {name}': float(f'{found[part][i].item():.3g}') for part, label in enumerate(labels)
-                                                             for name, found in curves.items() if i < len(found[part])}
-            for i in np.linspace(0, tokens.shape[1] - 1, min(48, tokens.shape[1])).round().astype(int).tolist()]
+    rows = []
+    for i in np.linspace(0, tokens.shape[1] - 1, min(48, tokens.shape[1])).round().astype(int).tolist():
+        values = {f'{label}, {name}': found[part][i].item() for part, label in enumerate(labels) for name, found in curves.items() if i < len(found[part])}
+        rows.append(dict(n=i + 1, token=task.vocab[tokens[0, i]]) | short(values))
     summary = dict(length=length, mu=mu.item(), sigma=var.sqrt().item(), mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
     summary |= {f'error of eq. 4, {label}, {name}': (curves[name][part] - curves['eq. 4'][part][:len(curves[name][part])]).abs().mean().item()
                 for part, label in enumerate(labels) for name in ('measured', 'uniform')}
     anchor = (tokens[0] == task.vocab.index('EoI')).int().argmax().item() + 1 if 'EoI' in task.vocab else None
-    return rows, {key: float(f'{x:.4g}') for key, x in summary.items()}, lambda plt: stats_figure(plt, curves, labels, anchor, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows, short(summary), lambda plt: stats_figure(plt, curves, labels, anchor, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def short(row):
+    """The floats of a row, to four digits."""
+    return {key: float(f'{x:.4g}') if type(x) is float else x for key, x in row.items()}
 
 
 def stats_figure(plt, curves, labels, anchor, title):
@@ -620,7 +630,7 @@ def prefix(model, task, cfg, length=0, n=16):
     def betas(tokens):
         weights, v, z = first_attention(model, tokens, cfg)
         if gap(V[:, tokens].transpose(0, 1), v) > 1e-4:
-            raise train.UserError(f'Proposition 2 needs values that depend on the token alone, and {cfg.pe} adds positions to the embeddings: take a run without')
+            raise train.UserError(f'Proposition 2 needs values that depend on the token alone; {cfg.pe} adds positions to the embeddings: take another run')
         return weights @ torch.nn.functional.one_hot(tokens, C).to(weights.dtype)[:, None], z                             # (B, H, T, C), (B, H, T, D)
 
     beta, z = betas(tokens)
@@ -630,9 +640,9 @@ def prefix(model, task, cfg, length=0, n=16):
         one, other = (torch.tensor([[task.vocab.index(word) for word in words]]) for words in (first, second))
         shares = [torch.nn.functional.one_hot(x[0, :i], C).double().mean(dim=0) for x, i in ((one, m), (other, k))]
         (beta, z), (beta_, z_) = betas(one), betas(other)
-        rows.append(dict(case=' '.join(first[:m]) + '  |  ' + ' '.join(second[:k]), beta_uniform=gap(*shares), beta=gap(beta[0, :, m - 1], beta_[0, :, k - 1]),
-                         z=gap(z[0, :, m - 1], z_[0, :, k - 1])))
-    return [{key: float(f'{x:.3g}') if type(x) is float else x for key, x in row.items()} for row in rows], summary, lambda plt: prefix_figure(plt, rows, cfg)
+        rows.append(dict(case=' '.join(first[:m]) + '  |  ' + ' '.join(second[:k]), beta_uniform=gap(*shares),
+                         beta=gap(beta[0, :, m - 1], beta_[0, :, k - 1]), z=gap(z[0, :, m - 1], z_[0, :, k - 1])))
+    return [short(row) for row in rows], summary, lambda plt: prefix_figure(plt, rows, cfg)
 
 
 def cases_of_D_1(task):
@@ -656,7 +666,7 @@ def prefix_figure(plt, rows, cfg):
         ax.barh(np.arange(len(cases)) + 0.25 * (i - 1), [row[key] for row in cases], 0.22, color=COLOURS[i], label=label)
     ax.set_yticks(range(len(cases)), [row['case'] for row in cases], fontsize=8)
     ax.invert_yaxis()
-    ax.set(xlabel='how far the two prefixes are apart, relative to the larger', title=f'{cfg.task} with {cfg.pe}: which prefixes layer 1 can tell apart (D.1)')
+    ax.set(xlabel='how far apart the two prefixes are, relative to the larger', title=f'{cfg.task} with {cfg.pe}: which prefixes layer 1 can tell apart')
     ax.legend(fontsize=8)
     return fig
 
@@ -722,7 +732,8 @@ def shift_figure(plt, shown, words, length, best, cfg):
     layer, head = map(int, best.split('.'))
     for ax, (offset, maps) in zip(axes[0], shown.items()):
         image = ax.imshow(maps[layer - 1][head - 1, length + 1:-1, :length + 2].numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest')
-        ax.plot(np.arange(1, length + 1), np.arange(length) if not cfg.task.startswith('reverse') else np.arange(length)[::-1], '.', color='crimson', ms=3)
+        queries, keys = ladder(cfg, length)
+        ax.plot(keys.numpy(), queries.numpy() - length - 1, '.', color='crimson', ms=3)
         label_sequence(ax.xaxis, words[:length + 2], 3)
         label_sequence(ax.yaxis, words[length + 1:-1], 3)
         ax.set(title=f'distance to BoS {offset:+d}', xlabel='key')

@@ -2214,7 +2214,7 @@ def test_probe_linear_reads_the_iteration_heads_distances():
     model, cfg = nano('string_copy', pe='ape', d_model=32)
     rows, _, _ = probe.linear(model, cfg.the_task, cfg, n=8)
     assert {row['target'] for row in rows} == {'position'} and rows[0]['r2'] > 0.9                                        # sinusoids hold the position
-    with pytest.raises(train.UserError, match='evaluate longer ones'):
+    with pytest.raises(train.UserError, match='train with longer ones'):
         probe.linear(model, cfg.the_task, train.Config(task='copy', train_lengths=[4], eval_lengths=[4]))
 
 
