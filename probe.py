@@ -690,7 +690,7 @@ def moved_from_first(model, offset):
 
 
 def shift(model, task, cfg, length=0, offsets='0,-2,-4,-6', n=32):
-    """Does attention to x_t move when every token moves away from BoS, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
+    """Does attention to x_t move when every token stands nearer to BoS, or further, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
 
     offsets: places added to every token's distance from BoS, a comma list; the positions of all others among themselves stay. length: 0: the longest
     trained; n: problems. Rows: for every head and offset its mean weight on the correct key (x_t); on x_(t - offset), where D_1 = D_2 + 1 now (moved);
