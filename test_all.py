@@ -2150,3 +2150,216 @@ def test_mean_of_the_best_evaluations(tmp_path):
             assert abs(value - sum(sorted(e['lengths'][int(n)][key] for e in evals)[1:]) / 2) < 1e-5
     checkpoint = {'seeds': {0: {'evals': [{'step': 1, 'lengths': {1: dict(exact=1.0, token=1.0, last=1.0)}}]}}}
     assert train.top(train.Config(eval_lengths=[1, 2], top_evals=2), checkpoint) == {}
+
+
+def nano(task='copy', dtype=torch.float64, longest=8, **kw):
+    """(model, cfg) with random weights, as a run's would be loaded."""
+    torch.manual_seed(0)
+    cfg = train.Config(**{**dict(task=task, d_model=16, n_layer=2, dtype='float64', train_lengths=range(1, longest + 1), eval_lengths=range(1, longest + 5)), **kw})
+    return Transformer(cfg).to(dtype).eval(), cfg
+
+
+def untouched(model, cfg, look):
+    """look(), after which the model gives bitwise the same output as before, and no hook is left."""
+    tokens, _ = cfg.the_task.sample(2, 5, torch.Generator())
+    before = model(tokens)[0]
+    found = look()
+    assert torch.equal(model(tokens)[0], before) and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return found
+
+
+def test_iteration_head_is_right_at_every_length():
+    """Weights set by hand: every token of the answer right, with confidence; what has no rule is refused."""
+    for name, lengths in (('copy', (1, 2, 3, 48, 1000)), ('parity', (1, 2, 3, 48, 999)), ('polynomial', (1, 2, 3, 300))):
+        model, cfg = probe.iteration_head(name)
+        for length in lengths:
+            tokens, targets = cfg.the_task.sample(2, length, torch.Generator().manual_seed(length))
+            with torch.no_grad():
+                assert model(tokens, targets)[1] < 1e-6, (name, length)
+    with pytest.raises(train.UserError, match='set by hand for copy, parity, polynomial only'):
+        probe.load('by_hand:mode')
+
+
+def test_probes_attention_and_alignment_see_the_iteration_head(tmp_path):
+    """Layer 1 looks at the anchors, layer 2 at x_t, at every length: weights 1, accuracy 1; a blunter head loses x_t and the answer."""
+    probe.main(['attention', 'by_hand:parity', '--length=30', '--n=2', f'--out_dir={tmp_path}'])
+    found = json.loads((tmp_path / 'probe_attention.json').read_text())
+    assert [row['length'] for row in found['rows']] == [16, 16, 30, 30]
+    for first, second in zip(found['rows'][::2], found['rows'][1::2]):
+        assert first['x_to_BoS'] == first['s_to_EoI'] == second['s_to_x_t'] == 1 and first['s_to_BoS'] == first['s_to_x_t'] == second['x_to_BoS'] == 0
+    model, cfg = probe.iteration_head('copy')
+    rows, summary, _ = untouched(model, cfg, lambda: probe.alignment(model, cfg.the_task, cfg, length=120, n=2))
+    assert all(row['2.1'] == row['peak'] == row['exact'] == row['states'] == 1 and row['1.1'] == 0 for row in rows)
+    assert summary['head'] == '2.1' and summary['right_to'] == summary['aligned_to'] == 120 and summary['accuracy beyond, peak elsewhere'] is None
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
+    rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=40, n=2)
+    assert all(0 < row['2.1'] < 0.4 for row in rows if row['length'] > 4) and summary['aligned_to'] == 0
+
+
+def test_probes_attention_and_alignment_against_loops():
+    """Each mean over queries, on random weights, in a task where the correct key runs backwards; tasks without one are refused."""
+    model, cfg = nano('reverse', pe='rope', n_head=2)
+    rows, _, _ = untouched(model, cfg, lambda: probe.attention(model, cfg.the_task, cfg, length=6, n=3))
+    others, _, _ = probe.alignment(model, cfg.the_task, cfg, length=6, n=3)
+    tokens, targets = probe.problems(cfg.the_task, [6], 3)[6]
+    predicted = model(tokens)[0].argmax(dim=-1)
+    for layer, head in itertools.product((0, 1), (0, 1)):
+        a = probe.attention_maps(model, tokens)[layer][:, head].tolist()
+        row = next(row for row in rows if (row['length'], row['layer'], row['head']) == (6, layer + 1, head + 1))
+        mean = lambda weight, queries: statistics.mean(weight(a[b], t) for b in range(3) for t in queries)
+        assert row['x_to_BoS'] == pytest.approx(mean(lambda a, t: a[t][0], range(1, 7)), abs=6e-4)
+        assert row['s_to_EoI'] == pytest.approx(mean(lambda a, t: a[t][7], range(8, 14)), abs=6e-4)
+        assert row['largest'] == pytest.approx(mean(lambda a, t: max(a[t]), range(7, 14)), abs=6e-4)
+        assert row['entropy'] == pytest.approx(mean(lambda a, t: -sum(x * math.log(x) for x in a[t] if x), range(7, 14)), abs=6e-4)
+        assert row['s_to_x_t'] == pytest.approx(mean(lambda a, t: a[t][13 - t], range(7, 13)), abs=6e-4)
+        assert others[-1][f'{layer + 1}.{head + 1}'] == pytest.approx(mean(lambda a, t: a[t][13 - t], range(7, 13)), abs=6e-5)
+    assert others[-1]['states'] == pytest.approx((predicted == targets)[:, 7:13].double().mean().item(), abs=6e-5)
+    long, _, _ = probe.alignment(model, cfg.the_task, cfg, length=12, n=3)                # trained 8: total 19, so queries 13..16 are seen at 12
+    tokens, targets = probe.problems(cfg.the_task, [12], 3)[12]
+    right = (model(tokens)[0].argmax(dim=-1) == targets).double()
+    assert [long[-1]['seen'], long[-1]['unseen']] == pytest.approx([right[:, 13:18].mean().item(), right[:, 18:25].mean().item()], abs=6e-5)
+    for name in ('alignment', 'steps', 'shift'):
+        with pytest.raises(train.UserError, match='has not one correct key'):
+            probe.PROBES[name](model, tasks.make('mode'), train.Config(task='mode', train_lengths=[8], eval_lengths=[8]))
+
+
+def test_ridge_and_agreement():
+    """Against the normal equations, and scipy's answers where ranks tie."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 5, generator=g, dtype=torch.float64) * torch.tensor([1, 10, 0.1, 1e-3, 0]) + 3
+    y = x @ torch.tensor([1.0, -2, 3, 100, 0], dtype=torch.float64) + 7
+    w, b = probe.ridge(x, y, penalty=1e-12)
+    assert torch.allclose(w[:4], torch.tensor([1.0, -2, 3, 100], dtype=torch.float64)) and torch.allclose(x @ w + b, y)
+    z = (x - x.mean(0))[:, :4] / x[:, :4].std(0, correction=0)
+    noisy = y + torch.randn(200, generator=g, dtype=torch.float64)
+    w, b = probe.ridge(x[:, :4], noisy, penalty=0.3)
+    direct = torch.linalg.inv(z.T @ z + 200 * 0.3 * torch.eye(4)) @ z.T @ (noisy - noisy.mean())
+    close(x[:, :4] @ w + b, z @ direct + noisy.mean())
+    assert probe.ranks(torch.tensor([3.0, 1, 3, 3, 2])).tolist() == [4, 1, 4, 4, 2]
+    found = probe.agreement(torch.tensor([1, 2, 2, 4, 5]), torch.tensor([1.0, 3, 2, 2, 7]))
+    assert found == pytest.approx(dict(rmse=math.sqrt(9 / 5), mae=1.0, r2=1 - 9 / 10.8, pearson=12 / math.sqrt(10.8 * 22), spearman=7.25 / 9.5), abs=1e-12)
+
+
+def test_probe_linear_reads_the_iteration_heads_distances():
+    """Layer 1 writes the distance to EoI into the stream: exact on lengths never fitted; the embedding does not hold it."""
+    model, cfg = probe.iteration_head('copy')
+    rows, summary, _ = untouched(model, cfg, lambda: probe.linear(model, cfg.the_task, cfg, n=4))
+    r2 = {(row['target'], row['layer'], row['lengths']): row['r2'] for row in rows}
+    assert all(r2['distance', layer, lengths] == 1 for layer in (1, 2) for lengths in ('trained', 'longer')) and r2['distance', 0, 'longer'] < 0.5
+    assert summary['distance from layer 2, r2 longer'] == 1 and len(rows) == 12
+    model, cfg = nano('string_copy', pe='ape', d_model=32)
+    rows, _, _ = probe.linear(model, cfg.the_task, cfg, n=8)
+    assert {row['target'] for row in rows} == {'position'} and rows[0]['r2'] > 0.9                                        # sinusoids hold the position
+    with pytest.raises(train.UserError, match='train with longer ones'):
+        probe.linear(model, cfg.the_task, train.Config(task='copy', train_lengths=[4], eval_lengths=[4]))
+
+
+def test_probe_steps():
+    """Every cell is the accuracy at query L + 1 + d, and only what is within the trained total length is there."""
+    model, cfg = nano('parity', pe='nope', longest=5)                                                                     # total length 13
+    rows, _, _ = untouched(model, cfg, lambda: probe.steps(model, cfg.the_task, cfg, n=20, distances='0,2'))
+    assert [list(row) for row in rows] == [['length', *(f'nope d={d}' for d in (0, 2) if d < L and L + d + 2 < 13)] for L in range(1, 11)]
+    tokens, targets = probe.problems(cfg.the_task, [7], 20)[7]
+    right = (model(tokens)[0].argmax(dim=-1) == targets).double().mean(dim=0)
+    assert [rows[6]['nope d=0'], rows[6]['nope d=2']] == pytest.approx([right[8].item(), right[10].item()], abs=6e-5)
+    model, cfg = probe.iteration_head('parity')
+    rows, summary, _ = probe.steps(model, cfg.the_task, cfg, n=4, beside='by_hand:parity')
+    assert len(rows) == 31 and all(value == 1 for row in rows for key, value in row.items() if key != 'length')
+    assert summary['by_hand:parity d=7, longer'] == 1
+    for flag, says in (('x', 'whole numbers'), ('40', 'within the trained 35 tokens')):
+        with pytest.raises(train.UserError, match=says):
+            probe.steps(model, cfg.the_task, cfg, distances=flag)
+    with pytest.raises(train.UserError, match='by_hand:copy was trained on copy'):
+        probe.steps(model, cfg.the_task, cfg, beside='by_hand:copy')
+
+
+def test_proposition_1():
+    """Independent Gaussian values under uniform weights follow eq. 4; in a model without queries measured is uniform; few symbols keep their variance."""
+    g, d = torch.Generator().manual_seed(0), 200_000
+    v = torch.cat([2 + 3 * torch.randn(1, d, generator=g), 0.5 + 1.5 * torch.randn(19, d, generator=g)])
+    n = torch.arange(1, 21, dtype=torch.float64)
+    for found, curve in zip(probe.coordinate_statistics(v.cumsum(0) / n[:, None]), probe.proposition_1(n, 0.5, 1.5 ** 2, 2, 3 ** 2)):
+        assert torch.allclose(found, curve[:len(found)], rtol=0.02, atol=0.005)
+    model, cfg = nano('parity', pe='vipe', vipe_d_p=3)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[:16] = 0
+    rows, summary, _ = untouched(model, cfg, lambda: probe.stats(model, cfg.the_task, cfg, n=4))
+    assert len(rows) == 19 and rows[0]['token'] == 'BoS' and rows[9]['token'] == 'EoI'
+    for row in rows:
+        assert all(row[f'{part}, measured'] == row[f'{part}, uniform'] for part in ('mean', 'variance', 'difference') if f'{part}, measured' in row)
+    assert rows[-1]['variance, measured'] > 2 * rows[-1]['variance, eq. 4']
+    assert rows[0]['variance, measured'] == rows[0]['variance, eq. 4'] == pytest.approx(summary['sigma_2'] ** 2, rel=0.01)
+    for kw, says in ((dict(pe='vrope'), 'turns the values'), (dict(task='string_copy', pe='nope'), 'begin with BoS')):
+        model, cfg = nano(**kw)
+        with pytest.raises(train.UserError, match=says):
+            probe.stats(model, cfg.the_task, cfg)
+
+
+def test_proposition_2():
+    """z = V beta to rounding where values hang on the token alone; D.1: NoPE takes equal shares for the same prefix, RoPE does not; ALiBi sees a
+    repeated prefix as the same, since e^(-md) of both differ by one factor."""
+    told_apart = {}
+    for name in ('nope', 'rope', 'vipe', 'alibi'):
+        model, cfg = nano('polynomial', pe=name, n_head=2)
+        rows, summary, _ = untouched(model, cfg, lambda: probe.prefix(model, cfg.the_task, cfg, n=4))
+        assert summary['error'] < 1e-12 and len(rows) == 7
+        told_apart[name] = [row['z'] > 1e-9 for row in rows[2:]]
+        assert [row['beta_uniform'] > 1e-9 for row in rows[2:]] == [False, False, True, True, False]
+    assert [row['case'] for row in rows[2:]] == ['0  |  0 0 0 0', '0 1 2 3  |  0 1 2 3 0 1 2 3', 'BoS 0  |  BoS 0 0 0 0', 'BoS 0 1 2 3  |  BoS 0 1 2 3 0 1 2 3',
+                                                 'BoS 0 1 2 3  |  BoS 1 0 2 3']
+    assert told_apart['nope'] == [False, False, True, True, False] and told_apart['rope'] == [False, True, True, True, True]
+    assert told_apart['alibi'] == [False, False, True, True, True]
+    for name, says in (('ape', 'adds positions to the embeddings'), ('vrope', 'turns the values')):
+        model, cfg = nano('polynomial', pe=name)
+        with pytest.raises(train.UserError, match=says):
+            probe.prefix(model, cfg.the_task, cfg)
+
+
+def test_probe_shift():
+    """The iteration head follows the count from BoS, place by place; RoPE's logits change towards BoS alone; APE's embedding moves too."""
+    model, cfg = probe.iteration_head('copy')
+    rows, summary, _ = untouched(model, cfg, lambda: probe.shift(model, cfg.the_task, cfg, offsets='0,-3,2', n=4))
+    assert [row['head'] for row in rows] == ['1.1', '2.1'] and summary['head'] == '2.1'
+    assert [summary[f'peak {offset}'] for offset in ('+0', '-3', '+2')] == [0, 3, -2] and [rows[1][f'moved {offset}'] for offset in ('+0', '-3', '+2')] == [1, 1, 1]
+    assert rows[1]['x_t -3'] == 0 and summary['states right +0'] == 1 and summary['states right -3'] < 0.9
+    model, cfg = nano(pe='rope')
+    tokens = cfg.the_task.sample(2, 6, torch.Generator())[0]
+    plain = probe.attention_maps(model, tokens)[0].log()
+    with probe.moved_from_first(model, -2):
+        moved = probe.attention_maps(model, tokens)[0].log()
+    with probe.listening(model.blocks[0].attn.tap_q, model.blocks[0].attn.tap_k) as heard, torch.no_grad():
+        model(tokens)
+    pos = torch.tensor([2, *range(1, tokens.shape[1])])
+    close(moved.exp(), model.blocks[0].attn.pe.logits(heard[0][2], heard[1][2], pos).softmax(dim=-1))
+    change = (moved - plain)[:, :, 1:]                                                    # all but BoS change by the normalization alone
+    close(change[..., 5:, 1:6], change[..., 5:, 1:2].expand(-1, -1, -1, 5))
+    model, cfg = nano(pe='ape')
+    with probe.listening(model.tap_resid) as heard, torch.no_grad():
+        model(tokens)
+        with probe.moved_from_first(model, 3):
+            model(tokens)
+    (_, _, x), (_, _, y) = heard
+    place = model.blocks[0].attn.pe.embed(torch.zeros(1, 20, 16, dtype=torch.float64), torch.arange(20))[0]
+    close(y - x, torch.stack([place[n + 3] - place[n] if n else place[0] * 0 for n in range(tokens.shape[1])]).expand_as(x))
+    for kw, says in ((dict(pe='nope'), 'sees no positions'), (dict(pe='prism'), 'sees no positions')):
+        model, cfg = nano(**kw)
+        with pytest.raises(train.UserError, match=says):
+            probe.shift(model, cfg.the_task, cfg)
+    with pytest.raises(train.UserError, match='go beyond the 3 inputs'):
+        probe.shift(*probe_args(nano(pe='rope')), length=3)
+
+
+def probe_args(pair):
+    model, cfg = pair
+    return model, cfg.the_task, cfg
+
+
+def test_figures_of_the_iterative_probes(tmp_path):
+    """Every figure draws, of one head and of several."""
+    plt = pytest.importorskip('matplotlib.pyplot')
+    model, cfg = nano('polynomial', pe='rope', n_head=2, n_layer=1, longest=4)
+    for name in ('attention', 'alignment', 'linear', 'steps', 'stats', 'prefix', 'shift'):
+        flags = dict(n=2) | (dict(offsets='0,-2') if name == 'shift' else {})
+        probe.PROBES[name](model, cfg.the_task, cfg, **flags)[2](plt).savefig(tmp_path / f'{name}.png', dpi=30)
+        plt.close('all')
