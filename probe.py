@@ -168,6 +168,105 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# toeplitz.txt
+
+@contextlib.contextmanager
+def changing(module, change):
+    """The output of this module is change(output) within."""
+    hook = module.register_forward_hook(lambda m, inputs, output: change(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def held_out_problems(task, cfg, length, n):
+    """(length, tokens [n, T], targets [n, T]) of up to n held-out problems; length 0: the longest one trained on."""
+    length = length or max(cfg.train_lengths)
+    if not task.existing([length], None):
+        raise train.UserError(f'{cfg.task} has no problems of length {length}: take one of the trained ones, --length={max(cfg.train_lengths)}')
+    return length, *task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
+
+
+def per_head(columns):
+    """Rows of {name: [L, H] tensor}: one for every head, or where these were too many for a table, for every layer, with the mean over its heads."""
+    L, H = next(iter(columns.values())).shape
+    value = lambda x: round(x.item(), 4)
+    if L * H > 60:
+        return [dict(layer=layer + 1, head='mean', **{name: value(x[layer].mean()) for name, x in columns.items()}) for layer in range(L)]
+    return [dict(layer=layer + 1, head=head + 1, **{name: value(x[layer, head]) for name, x in columns.items()}) for layer in range(L) for head in range(H)]
+
+
+def concentration(drops):
+    """How unevenly drops [.., H] fall on the heads, those below 0 taken as 0: a dictionary of tensors [..], nan where there is no drop at all.
+
+    share: of the largest one in their sum; gini: mean difference of two of them over twice their mean, from 0 to 1 - 1/H; effective: (sum d)^2 / sum d^2,
+    from 1, all on one head, to H.
+    """
+    d = drops.clamp(min=0)
+    total, H = d.sum(dim=-1), d.shape[-1]
+    gini = (d[..., :, None] - d[..., None, :]).abs().sum(dim=(-2, -1)) / (2 * H * total)
+    return dict(share=d.amax(dim=-1) / total, gini=gini, effective=total ** 2 / (d ** 2).sum(dim=-1))
+
+
+def heads(model, task, cfg, length=0, n=512):
+    """Which heads does the answer hang on, and is it a single one? Zeroes one head's output at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
+
+    length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match without that head,
+    in points (of a corpus: rise of the loss, in nats); `share`: of the largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`,
+    the number of heads that carry it: share near 1 with a large drop is the single-head deposit. Drops below 0 count as 0 there; where none is
+    above 0, they are empty. Summary: the same over all heads.
+    """
+    L, H = len(model.blocks), model.blocks[0].attn.heads
+    if H == 1:
+        raise train.UserError('heads compares the heads of a layer, and this run has one: train it with more, --n_head=4')
+    length, *problems = held_out_problems(task, cfg, length, n)
+    metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
+    score = lambda: train.evaluate(model, task, {length: problems})[length][metric] * scale
+    base, scores = score(), torch.zeros(L, H)
+    for layer, block in enumerate(model.blocks):
+        for head in range(H):
+            with changing(block.attn.tap_head_out, lambda y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0)):       # (B, H, T, out_dim)
+                scores[layer, head] = score()
+    drops = base - scores
+    number = lambda x: round(x.item(), 3) if x.isfinite() else None
+    rows = [dict(layer=layer + 1, **{f'drop {head + 1}': round(x, 3) for head, x in enumerate(drops[layer].tolist())},
+                 **{key: number(x[layer]) for key, x in concentration(drops).items()}) for layer in range(L)]
+    worst = drops.argmax().item()
+    unit = 'nats' if task.corpus else '% exact match'
+    summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1, largest=number(drops.max()),
+                   second=number(drops.flatten().sort().values[-2]), **{key: number(x) for key, x in concentration(drops.flatten()).items()})
+    label = 'loss (nats)' if task.corpus else 'exact match (%)'
+    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), label, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def heads_figure(plt, scores, base, label, title):
+    """The figure of `heads`: a violin per layer (Figure 4), and under it a curve over the heads of each layer (Figure 9). scores [L, H], base: no head off."""
+    L, H = scores.shape
+    columns = min(L, 4)
+    fig = plt.figure(figsize=(max(7, 2.6 * columns), 3.4 + 2.2 * -(-L // columns)), layout='constrained')
+    top, bottom = fig.subfigures(2, 1, height_ratios=(3.2, 2.2 * -(-L // columns)))
+    ax = top.subplots()
+    violins = ax.violinplot(scores.T, positions=range(1, L + 1), showextrema=False, widths=0.7)
+    for body in violins['bodies']:
+        body.set(facecolor='#56b4e9', alpha=0.6)
+    ax.plot([layer + 1 for layer in range(L) for _ in range(H)], scores.flatten(), 'o', color=QUERY, ms=4, label='one head off')
+    ax.axhline(base, color='#d55e00', lw=1, label='no head off')
+    ax.set(xlabel='layer of the head that is off', ylabel=label, xticks=range(1, L + 1), title=title)
+    ax.legend(fontsize=8)
+    for layer, ax in enumerate(bottom.subplots(-(-L // columns), columns, sharey=True, squeeze=False).flat):
+        if layer >= L:
+            ax.axis('off')
+            continue
+        ax.plot(range(1, H + 1), scores[layer], 'o-', color=QUERY, ms=4)
+        ax.axhline(base, color='#d55e00', lw=1)
+        ax.set(title=f'layer {layer + 1}', xlabel='head that is off', xticks=range(1, H + 1, 1 + H // 9))
+        if layer % columns == 0:
+            ax.set_ylabel(label)
+    return fig
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # pope.txt, Figure 2, place by place
 
 @torch.no_grad()
@@ -217,7 +316,7 @@ def loss_figure(plt, curves, trained, name):
     return fig
 
 
-PROBES = {'cursor': cursor, 'loss': loss}
+PROBES = {'cursor': cursor, 'loss': loss, 'heads': heads}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
