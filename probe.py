@@ -10,6 +10,7 @@ holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model an
 """
 import ast
 import contextlib
+import copy
 import difflib
 import inspect
 import json
@@ -266,6 +267,242 @@ def heads_figure(plt, scores, base, label, title):
     return fig
 
 
+def diagonal_means(L):
+    """Mean a_d [.., T] of L [.., T, T] along its diagonals i - j = d, d = 0..T-1; what is above the main one does not count."""
+    T = L.shape[-1]
+    i, j = torch.tril_indices(T, T, device=L.device)
+    return torch.zeros(*L.shape[:-1], dtype=L.dtype, device=L.device).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1, device=L.device)
+
+
+def toeplitz_matrix(a):
+    """T_ij = a_(i-j) [.., T, T] on and below the main diagonal, 0 above, of a [.., T]."""
+    return a[..., encodings.distance(torch.arange(a.shape[-1], device=a.device))].tril()
+
+
+def variance_share(part, L):
+    """Share of the variance of L [.., T, T] over i >= j that a part of it accounts for [..]: cov(part, L) / var(L). Shares of parts that add up to L add up to 1."""
+    i, j = torch.tril_indices(*L.shape[-2:], device=L.device)
+    part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
+    return (part * L).mean(dim=-1) / (L ** 2).mean(dim=-1)
+
+
+def grams(q, k, turn):
+    """Eq. 2's parts for queries and keys [B, H, T, D] whose pairs (2m, 2m+1) are taken as complex numbers: (L, G) [B, H, T, T].
+
+    L = Re sum_m G^(m) o T^(m), G^(m)_ij = q_i^(m) conj(k_j^(m)), T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2], for RoPE e^(i theta_m t): one Toeplitz
+    factor for each frequency m. G = sum_m G^(m).
+    """
+    q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))           # (B, H, T, D/2)
+    L, G = 0, 0
+    for m in range(q.shape[-1]):
+        G_m, u = q[..., :, None, m] * k[..., None, :, m].conj(), turn[..., m]
+        L, G = L + (G_m * (u[..., :, None] * u[..., None, :].conj())).real, G + G_m
+    return L, G
+
+
+def single_factor(L, G):
+    """How far eq. 2 is off as it stands in the paper, L = Re(G o G_e) with one Toeplitz matrix G_e: a dictionary of shares [H], for L and complex G [B, H, T, T].
+
+    unit: of the variance of L that the best G_e with entries of modulus 1 leaves unexplained (above 1: it is worse than a constant); free: the
+    best G_e with any complex entries. impossible: pairs with |L_ij| > |G_ij|, which no angle makes equal, not even one of their own.
+    """
+    x, y = G.real, -G.imag                                                              # Re(G a) = x Re(a) + y Im(a)
+    xx, xy, yy, xl, yl, ll = (diagonal_means(z).mean(dim=0) for z in (x * x, x * y, y * y, x * L, y * L, L * L))    # (H, T)
+    angle = torch.linspace(0, 2 * torch.pi, 721, dtype=L.dtype, device=L.device)
+    c, s = angle.cos(), angle.sin()
+    at = lambda z: z[..., None]
+    unit = (at(ll) - 2 * (c * at(xl) + s * at(yl)) + c * c * at(xx) + 2 * c * s * at(xy) + s * s * at(yy)).amin(dim=-1)
+    b = torch.stack([xl, yl], dim=-1)[..., None]
+    S = torch.stack([torch.stack([xx, xy], dim=-1), torch.stack([xy, yy], dim=-1)], dim=-2)
+    free = ll - (b.mT @ torch.linalg.pinv(S, hermitian=True) @ b).squeeze((-2, -1))
+    i, j = torch.tril_indices(*L.shape[-2:], device=L.device)
+    weight, entries = torch.arange(L.shape[-1], 0, -1, device=L.device), L[..., i, j].transpose(0, 1).flatten(1)
+    total = entries.var(dim=1, correction=0) * len(i)
+    return dict(unit=(unit * weight).sum(dim=-1) / total, free=(free * weight).sum(dim=-1) / total,
+                impossible=(entries.abs() > G[..., i, j].abs().transpose(0, 1).flatten(1) * (1 + 1e-9)).double().mean(dim=1))
+
+
+def added_vectors(model, T):
+    """p_i [T, C], what the encoding adds to the embeddings; zeros if nothing."""
+    weight = model.embedding.weight
+    with torch.no_grad():
+        return model.blocks[0].attn.pe.embed(torch.zeros(1, T, weight.shape[1], dtype=weight.dtype, device=weight.device), torch.arange(T, device=weight.device))[0]
+
+
+def share_of_norm(norm, x, p):
+    """p's part of norm(x) for x = c + p: the norm is linear once its scale is held at that of x, so norm(x) less this is c's part."""
+    if isinstance(norm, torch.nn.LayerNorm):
+        x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight
+
+
+def attention_inputs(model, tokens):
+    """[(attention, x [B, T, C] after the norm, pos, state, stream [B, T, C] before it)] of every layer."""
+    streams = [model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]
+    with listening(*streams) as before, listening(*(block.attn for block in model.blocks)) as heard, torch.no_grad():
+        model(tokens)
+    return [(attn, *inputs, stream) for (attn, inputs, _), (_, _, stream) in zip(heard, before)]
+
+
+def project(attn, x):
+    """Queries, keys and values [B, H, T, D] of x [B, T, C]."""
+    return [z.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for z in attn.qkv_of(x)]
+
+
+def gram_terms(attn, x, position, pos, state):
+    """Eq. 1's terms {name: [B, H, T, T] or [H, T, T]} of the logits, where x = content + position after the norm and the encoding is linear in q and k."""
+    content, turned = x - position, {}
+    for name, part in (('c', content), ('p', position)):
+        q, k, _ = project(attn, part)
+        turned[name] = attn.pe.qk(q, k, pos, state)
+    terms = {f'q{a} k{b}': turned[a][0] @ turned[b][1].mT * attn.pe.scale for a in 'cp' for b in 'cp'}
+    bias = attn.pe.bias(pos, state)
+    return {name: term for name, term in terms.items() if term.any()} | ({} if bias is None else {'B': bias})
+
+
+@torch.no_grad()
+def toeplitz(model, task, cfg, length=0, n=8):
+    """Do the logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (toeplitz.txt eq. 1, 2, B.1).
+
+    length: of the problems, 0: the longest trained; n: how many. Shares of the variance of the logits over i >= j, a row for each head (mean over problems):
+    `toeplitz`: of the mean along each diagonal (chance: what white noise would have); `shared`: of one such matrix for all problems, which is what a relative
+    bias could do. `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: the terms of eq. 1, adding up to 1, with p_i the vectors that the encoding adds, as they still
+    stand in the residual stream at every layer; `qp kp toeplitz`: how Toeplitz that term is by itself (Assumption 3.2 wants 1). With RoPE also how far
+    eq. 2's single G_e is off: `G_e off`, `free G_e off`, `impossible` are what single_factor() finds. Summary: means over the heads, and
+    the largest errors of eq. 1 and of eq. 2 with a Toeplitz factor for each frequency, relative to the largest logit, in float64.
+    """
+    length, tokens, _ = held_out_problems(task, cfg, length, n)
+    T = tokens.shape[1]
+    tokens = tokens[:max(1, 2 ** 23 // (cfg.heads * T * T))]
+    net, errors, found, profiles = copy.deepcopy(model).double(), {}, [], []
+    kinds = {type(m) for m in net.modules() if isinstance(m, encodings.Encoding)}
+    linear, turns = not kinds & {encodings.PoPE, encodings.ViPE, encodings.PRISM}, bool(kinds & {encodings.RoPE, encodings.YaRN})
+    p = added_vectors(net, T)
+    off = lambda kind, a, b: errors.__setitem__(kind, max(errors.get(kind, 0.0), ((a - b).tril().abs().max() / b.tril().abs().max()).item()))
+    for layer, (attn, x, pos, state, stream) in enumerate(attention_inputs(net, tokens)):
+        q, k, _ = project(attn, x)
+        L = attn.pe.logits(q, k, pos, state)
+        L = L.masked_fill(L.isinf(), 0)
+        a = diagonal_means(L)                                                           # (B, H, T)
+        i, j = torch.tril_indices(T, T)
+        by_head = lambda z: z.expand_as(L)[..., i, j].transpose(0, 1).flatten(1)        # (H, B entries)
+        own, shared, rest = by_head(L), toeplitz_matrix(a.mean(dim=0)), {}
+        rest['shared'] = 1 - (own - by_head(shared)).var(dim=1) / own.var(dim=1)
+        if linear:
+            terms = gram_terms(attn, x, share_of_norm(net.blocks[layer].norm_1, stream, p), pos, state)
+            off('eq. 1', sum(terms.values()).expand_as(L), L)
+            rest |= {name: variance_share(term.expand_as(L), L).mean(dim=0) for name, term in terms.items()}
+            if 'qp kp' in terms:
+                rest['qp kp toeplitz'] = variance_share(toeplitz_matrix(diagonal_means(terms['qp kp'])), terms['qp kp']).mean(dim=0)
+        if linear and turns:
+            one = torch.zeros_like(q[:1]).index_fill(-1, torch.arange(0, q.shape[-1], 2), 1.0)
+            turn = torch.view_as_complex(attn.pe.qk(one, one, pos, state)[0][0].unflatten(-1, (-1, 2)))         # (H, T, D/2)
+            rotated, G = (z * attn.pe.scale for z in grams(q, k, turn))
+            off('eq. 2', rotated + terms.get('B', 0), L)
+            rest |= dict(zip(('G_e off', 'free G_e off', 'impossible'), single_factor(rotated, G).values()))
+        found.append(dict(toeplitz=variance_share(toeplitz_matrix(a), L).mean(dim=0), **rest))
+        profiles.append((L[0], a[0], a.mean(dim=0)))
+    columns = {name: torch.stack([f.get(name, torch.zeros(cfg.heads)) for f in found]) for name in dict.fromkeys(key for f in found for key in f)}
+    chance = (T - 1) / (T * (T + 1) / 2 - 1)
+    summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4), **{name: round(value.mean().item(), 4) for name, value in columns.items()},
+                   **{f'error of {kind}': error for kind, error in errors.items()})
+    words = [task.vocab[t] for t in tokens[0].tolist()]
+    return per_head(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
+    """The figure of `toeplitz`: shares of every head, its profile a_d, and the most Toeplitz head's logits taken apart. profiles: (L, a, mean a) by layer."""
+    share = columns['toeplitz']
+    L, H = share.shape
+    layer, head = divmod(share.argmax().item(), H)
+    names, at = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)], range(L * H)
+    fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
+    ax = axes[0][0]
+    ax.bar([x - 0.2 for x in at], share.flatten(), 0.4, color=QUERY, label="each problem's own")
+    ax.bar([x + 0.2 for x in at], columns['shared'].flatten(), 0.4, color='#56b4e9', label='one for all problems')
+    ax.axhline(chance, color='black', lw=1, ls=':', label='white noise, own')
+    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, columns['shared'].min().item()), 1.02))
+    ax.legend(fontsize=8)
+    terms = {name: value for name, value in columns.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}
+    ax = axes[0][1]
+    for number, (name, value) in enumerate(terms.items()):
+        ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value.flatten(), 0.8 / len(terms), label=name,
+               color=('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00')[number])
+    ax.set(title='terms of eq. 1' if terms else 'eq. 1 does not hold with this encoding', ylabel='share of variance')
+    if terms:
+        ax.legend(fontsize=8)
+    for ax in axes[0][:2]:
+        ax.set(xlabel='layer.head', xticks=at if L * H <= 24 else at[::H], xticklabels=names if L * H <= 24 else names[::H])
+        ax.tick_params(axis='x', labelsize=8)
+    colours = plt.get_cmap('viridis')
+    for number, (_, _, mean) in enumerate(profiles):
+        for row in mean:
+            axes[0][2].plot(row.numpy(), color=colours(number / max(1, L)), lw=1, alpha=0.8)
+        axes[0][2].plot([], color=colours(number / max(1, L)), label=f'layer {number + 1}')
+    if len(words) > trained:
+        axes[0][2].axvline(trained, color='crimson', lw=1, label='trained length')
+    axes[0][2].set(title='mean logit at each distance, a line for each head', xlabel='distance i - j (tokens)', ylabel='logit')
+    axes[0][2].legend(fontsize=8)
+    logits, part = profiles[layer][0][head], toeplitz_matrix(profiles[layer][1][head])
+    hidden = torch.ones_like(logits).triu(1).bool()
+    maps = [z.masked_fill(hidden, float('nan')).numpy() for z in (logits, part, logits - part)]
+    low, high = min(z[z == z].min() for z in maps), max(z[z == z].max() for z in maps)
+    for ax, z, what in zip(axes[1], maps, ('logits', 'their Toeplitz part', 'the rest')):
+        image = ax.imshow(z, vmin=low, vmax=high, cmap='viridis', interpolation='nearest')
+        ax.set(title=f'head {names[layer * H + head]}: {what}', xlabel='key', ylabel='query')
+        label_tokens(ax.xaxis, words)
+        label_tokens(ax.yaxis, words)
+        ax.tick_params(axis='x', rotation=90)
+    fig.colorbar(image, ax=axes[1], label='logit')
+    fig.suptitle(title)
+    return fig
+
+
+def positions(model, task, cfg, length=0, n=512, draws=4):
+    """Does a layer still read the vectors p_i that were added to the embeddings? Takes them out of the residual stream (toeplitz.txt 5.4; Figure 8).
+
+    At each layer p_i is subtracted from the stream before it, so for that layer and all after it; or a random vector of the same length, a fresh one for
+    every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in % (of a corpus: loss in nats)
+    `without p`, `random` (mean over draws) and its standard deviation; `more`: what p costs beyond the random vectors; `norm`: mean |p_i| over mean |x_i|.
+    For ape, learned, random, shifted_ape (without a shift, as in evaluation) and sums with them.
+    """
+    length, tokens, targets = held_out_problems(task, cfg, length, n)
+    p = added_vectors(model, tokens.shape[1])
+    if not p.any():
+        raise train.UserError(f'positions takes out the vectors that an encoding adds to the embeddings, and pe={cfg.pe} adds none: train with pe=ape or pe=ape+{cfg.pe}')
+    metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
+    score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
+    base, g, rows = score(), train.generator('cpu', 'test', 0), []
+
+    def without(module, vectors):
+        with changing(module, lambda x: x - vectors[:x.shape[1]]):
+            return score()
+    for layer, module in enumerate([model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]):
+        noise = [torch.nn.functional.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True) for _ in range(draws)]
+        with listening(module) as heard, torch.no_grad():
+            model(tokens[:8])
+        random, removed = torch.tensor([without(module, r) for r in noise]), without(module, p)
+        rows.append(dict(layer=layer + 1, **{'without p': round(abs(removed), 3), 'random': round(random.mean().abs().item(), 3),
+                                             'sd': round(random.std(correction=0).item(), 3), 'more': round(random.mean().item() - removed, 3),
+                                             'norm': round((p.norm(dim=-1).mean() / heard[0][2].norm(dim=-1).mean()).item(), 3)}))
+    label = 'loss (nats)' if task.corpus else 'exact match (%)'
+    summary = dict(length=length, n=len(tokens), unit=label, base=round(abs(base), 4), most_more_at=max(rows, key=lambda row: row['more'])['layer'])
+    return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), label, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def positions_figure(plt, rows, base, label, title):
+    """The figure of `positions` (Figure 8)."""
+    fig, ax = plt.subplots(figsize=(6, 4), layout='constrained')
+    layers = [row['layer'] for row in rows]
+    ax.axhline(base, color='grey', lw=1, ls=':', label='nothing taken out')
+    ax.plot(layers, [row['without p'] for row in rows], 'o-', color='#d55e00', label='without p')
+    ax.errorbar(layers, [row['random'] for row in rows], [row['sd'] for row in rows], fmt='s--', color=QUERY, capsize=3, label='without random vectors of that length')
+    ax.set(xlabel='taken out before layer', ylabel=label, xticks=layers, title=title)
+    ax.legend(fontsize=8)
+    return fig
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # pope.txt, Figure 2, place by place
 
@@ -316,7 +553,7 @@ def loss_figure(plt, curves, trained, name):
     return fig
 
 
-PROBES = {'cursor': cursor, 'loss': loss, 'heads': heads}
+PROBES = {'cursor': cursor, 'heads': heads, 'positions': positions, 'toeplitz': toeplitz, 'loss': loss}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2113,3 +2113,123 @@ def test_mean_of_the_best_evaluations(tmp_path):
             assert abs(value - sum(sorted(e['lengths'][int(n)][key] for e in evals)[1:]) / 2) < 1e-5
     checkpoint = {'seeds': {0: {'evals': [{'step': 1, 'lengths': {1: dict(exact=1.0, token=1.0, last=1.0)}}]}}}
     assert train.top(train.Config(eval_lengths=[1, 2], top_evals=2), checkpoint) == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# probe.py: toeplitz.txt
+
+def carried_by_one_head():
+    """A model of copy at length 1, right for certain, in which head 3 of layer 2 alone brings x_1 to EoI; its config."""
+    cfg = train.Config(task='copy', pe='nope', n_head=4, d_model=16, train_lengths=[1], eval_lengths=[1])
+    model, x0, answer = Transformer(cfg).eval(), [4, 5], [8, 9]                          # tokens of the symbols 0 and 1; channels of the answer
+    with torch.no_grad():
+        model.embedding.weight.copy_(torch.eye(6, 16))
+        for p in (p for block in model.blocks for p in (block.mlp[2].weight, block.attn.proj.weight, block.attn.qkv.weight)):
+            p.zero_()
+        attn = model.blocks[1].attn
+        for i in (0, 1):
+            attn.qkv.weight[2 * 16 + 8 + i, x0[i]] = 1                                  # the value of head 3: which symbol
+            attn.proj.weight[answer[i], 8 + i] = 1
+            model.head.weight[x0[i]] = 100 * F.one_hot(torch.tensor(answer[i]), 16)
+        model.head.weight[3] = 1e4 * torch.eye(16)[x0].sum(dim=0)                       # EoS after a symbol
+        model.head.weight[:3] = 0
+    return model, cfg
+
+
+def test_probe_heads_finds_the_head_that_carries_the_answer():
+    model, cfg = carried_by_one_head()
+    tokens = cfg.the_task.sample(9, 1, torch.Generator())[0]
+    before = model(tokens)[0]
+    rows, summary, _ = probe.heads(model, cfg.the_task, cfg)
+    assert [row[f'drop {h}'] for row in rows for h in (1, 2, 3, 4)] == [0, 0, 0, 0, 0, 0, 100, 0]
+    assert (rows[1]['share'], rows[1]['gini'], rows[1]['effective'], rows[0]['share']) == (1, 0.75, 1, None)
+    assert (summary['layer'], summary['head'], summary['largest'], summary['second'], summary['base']) == (2, 3, 100, 0, 100)
+    assert torch.equal(model(tokens)[0], before) and not any(m._forward_hooks for m in model.modules())
+    with pytest.raises(train.UserError, match='--n_head=4'):
+        probe.heads(Transformer(train.Config()), cfg.the_task, train.Config())
+
+
+def test_concentration_of_drops():
+    found = probe.concentration(torch.tensor([[1.0, 1, 1, 1], [0, 0, 7, -3], [1, 2, 3, 4]], dtype=torch.float64))
+    close(found['share'], [0.25, 1, 0.4])
+    close(found['gini'], [0, 0.75, sum(abs(a - b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4)) / (2 * 4 * 10)])
+    close(found['effective'], [4, 1, 100 / 30])
+
+
+def test_a_planted_toeplitz_part_is_recovered():
+    g = torch.Generator().manual_seed(0)
+    a, rest = torch.randn(3, 9, generator=g, dtype=torch.float64), torch.randn(3, 9, 9, generator=g, dtype=torch.float64)
+    for s in range(3):
+        for d in range(9):
+            rest[s].diagonal(-d).sub_(rest[s].diagonal(-d).mean())
+    rest = rest.triu(1) * 1e6 + rest.tril()                                             # what is above the diagonal does not count
+    planted = torch.tensor([[[a[s, i - j] if i >= j else 0 for j in range(9)] for i in range(9)] for s in range(3)], dtype=torch.float64)
+    close(probe.diagonal_means(planted + rest), a)
+    close(probe.toeplitz_matrix(a), planted)
+    i, j = np.tril_indices(9)
+    close(probe.variance_share(planted, planted + rest), [np.var(planted[s].numpy()[i, j]) / np.var((planted + rest)[s].numpy()[i, j]) for s in range(3)])
+
+
+def test_eq_2_with_a_factor_for_each_frequency_is_rope():
+    q, k, _, pos = qkv()
+    rotation = lambda x, t, c: np.array([[math.cos(t * 1e4 ** (-2 * c / 8)), -math.sin(t * 1e4 ** (-2 * c / 8))],
+                                         [math.sin(t * 1e4 ** (-2 * c / 8)), math.cos(t * 1e4 ** (-2 * c / 8))]]) @ x[2 * c:2 * c + 2].numpy()
+    brute = [[sum(rotation(q[1, 1, i], i, c) @ rotation(k[1, 1, j], j, c) for c in range(4)) for j in range(10)] for i in range(10)]
+    turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
+    L, G = probe.grams(q, k, turn)
+    close(L[1, 1], brute, 1e-12)
+    close(L, torch.matmul(*(z if i == 0 else z.mT for i, z in enumerate(encoding('rope').qk(q, k, pos)))), 1e-12)
+    close(G.real, q @ k.mT, 1e-12)
+
+
+def test_a_single_factor_is_not_enough_for_two_frequencies():
+    q, k, _, pos = qkv()
+    turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
+    one = probe.single_factor(*probe.grams(q[..., :2], k[..., :2], torch.polar(torch.ones(2, 10, 1).double(), pos.double()[:, None] * torch.pi / 36).expand(2, 10, 1)))
+    assert one['unit'].max() < 1e-12 and one['free'].max() < 1e-12 and not one['impossible'].any()      # one frequency; pi / 36 is on the grid of angles
+    L, G = probe.grams(q, k, turn)
+    off = probe.single_factor(L, G)
+    residual = sum(torch.linalg.lstsq(torch.stack([x.real, -x.imag], dim=1), y[:, None]).residuals.sum().item() if len(x) > 2 else 0.0
+                   for d in range(10) for x, y in [(torch.cat([G[b, 0].diagonal(-d) for b in (0, 1)]), torch.cat([L[b, 0].diagonal(-d) for b in (0, 1)]))])
+    i, j = np.tril_indices(10)
+    close(off['free'][0], residual / (np.var(L[:, 0].numpy()[:, i, j]) * 2 * 55))
+    assert (off['unit'] >= off['free']).all() and off['free'].min() > 0.1 and off['impossible'].min() > 0.1
+    opposed = torch.tensor([[1.0, 0, 1, 0]] * 10, dtype=torch.float64)[None, None], torch.tensor([[1.0, 0, -1, 0]] * 10, dtype=torch.float64)[None, None]
+    L, G = probe.grams(*opposed, turn[:1, :, :2])                                       # <q, k> = 0, so the paper's form is 0; RoPE's logit is not
+    assert not G.any() and L[0, 0, 5, 0].abs() > 0.1 and probe.single_factor(L, G)['impossible'] == 45 / 55
+
+
+@pytest.mark.parametrize('kw', [dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='alibi'), dict(pe='fire'), dict(pe='yarn', eval_lengths=[9]),
+                                dict(pe='ape+rope', attention='mla'), dict(pe='rope', rope_heads=1), dict(pe='pope'), dict(pe='prism'), dict(pe='ape+vipe')],
+                         ids=lambda kw: '-'.join(map(str, kw.values())))
+def test_probe_toeplitz_splits_the_logits(kw):
+    """Eq. 1 and eq. 2 hold to rounding; the terms' shares add up to 1; nothing is claimed of encodings that are not linear in q and k."""
+    cfg = train.Config(**dict(dict(task='copy', d_model=32, n_head=4, train_lengths=[3], eval_lengths=[3]), **kw))
+    torch.manual_seed(0)
+    model = Transformer(cfg).eval()
+    tokens, exact = cfg.the_task.sample(3, 5, torch.Generator())[0], not set(kw['pe'].split('+')) & {'pope', 'vipe', 'prism'}
+    before = model(tokens)[0]
+    rows, summary, _ = probe.toeplitz(model, cfg.the_task, cfg, length=8)
+    assert len(rows) == 2 * model.blocks[0].attn.heads and ('error of eq. 1' in summary) == exact
+    assert ('error of eq. 2' in summary) == (exact and ('rope' in kw['pe'] or 'yarn' in kw['pe']))
+    assert all(summary.get(f'error of eq. {n}', 0) < 1e-12 for n in (1, 2))
+    assert not exact or all(abs(sum(row.get(name, 0) for name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')) - 1) < 1e-3 for row in rows)
+    assert torch.equal(model(tokens)[0], before) and not any(m._forward_hooks for m in model.modules())
+    assert kw['pe'] != 'rope' or [row['G_e off'] < 1e-6 for row in rows] == [False, True, True, True] * 2
+
+
+def test_probe_positions_takes_out_what_was_added(tmp_path):
+    """Before layer 1 it leaves the same weights without an encoding; random vectors of the same length cost something else; rope has nothing to take out."""
+    (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
+    cfg = lambda name: train.Config(task='characters', data=str(tmp_path / 'text'), pe=name, d_model=16, n_head=2, train_lengths=[12], eval_lengths=[12])
+    models = {name: Transformer(cfg(name)).eval() for name in ('random', 'nope')}
+    models['nope'].load_state_dict(models['random'].state_dict(), strict=False)
+    task = cfg('random').the_task
+    tokens = task.held_out('test', 30, [12], lambda n: train.generator('cpu', 'test', n))
+    before = models['random'](tokens[12][0])[0]
+    rows, summary, _ = probe.positions(models['random'], task, cfg('random'), n=30)
+    score = lambda name: train.evaluate(models[name], task, tokens)[12]['loss']
+    assert abs(rows[0]['without p'] - score('nope')) < 1e-3 and abs(summary['base'] - score('random')) < 1e-3 and len(rows) == 2
+    assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and torch.equal(models['random'](tokens[12][0])[0], before)
+    with pytest.raises(train.UserError, match=r'pe=ape\+rope'):
+        probe.positions(Transformer(cfg('rope')), task, cfg('rope'))
