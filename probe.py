@@ -319,7 +319,7 @@ def single_factor(L, G):
     weight, entries = torch.arange(L.shape[-1], 0, -1, device=L.device), L[..., i, j].transpose(0, 1).flatten(1)
     total = entries.var(dim=1, correction=0) * len(i)
     return dict(unit=(unit * weight).sum(dim=-1) / total, free=(free * weight).sum(dim=-1) / total,
-                impossible=(entries.abs() > G[..., i, j].abs().transpose(0, 1).flatten(1) * (1 + 1e-9)).double().mean(dim=1))
+                impossible=(entries.abs() > G[..., i, j].abs().transpose(0, 1).flatten(1) + 1e-9 * entries.abs().max()).double().mean(dim=1))
 
 
 def added_vectors(model, T):
