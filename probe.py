@@ -287,16 +287,16 @@ def variance_share(part, L):
 
 
 def grams(q, k, turn):
-    """Eq. 2's parts for queries and keys [B, H, T, D] whose pairs (2m, 2m+1) are taken as complex numbers: (L, G) [B, H, T, T].
+    """Eq. 2's parts for queries and keys [B, H, T, D] whose pairs (2m, 2m+1) are taken as complex numbers: complex (L, G) [B, H, T, T].
 
-    L = Re sum_m G^(m) o T^(m), G^(m)_ij = q_i^(m) conj(k_j^(m)), T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2], for RoPE e^(i theta_m t): one Toeplitz
-    factor for each frequency m. G = sum_m G^(m).
+    L = sum_m G^(m) o T^(m), G^(m)_ij = q_i^(m) conj(k_j^(m)), T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2], for RoPE e^(i theta_m t): one Toeplitz
+    factor for each frequency m. RoPE's logit is Re L. G = sum_m G^(m).
     """
     q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))           # (B, H, T, D/2)
     L, G = 0, 0
     for m in range(q.shape[-1]):
         G_m, u = q[..., :, None, m] * k[..., None, :, m].conj(), turn[..., m]
-        L, G = L + (G_m * (u[..., :, None] * u[..., None, :].conj())).real, G + G_m
+        L, G = L + G_m * (u[..., :, None] * u[..., None, :].conj()), G + G_m
     return L, G
 
 
@@ -350,6 +350,17 @@ def project(attn, x):
     return [z.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for z in attn.qkv_of(x)]
 
 
+def is_linear(model):
+    """Whether the encoding turns queries and keys linearly, as eq. 1 and 2 want it."""
+    return not any(isinstance(m, (encodings.PoPE, encodings.ViPE, encodings.PRISM)) for m in model.modules())
+
+
+def turns_of(enc, q, pos, state):
+    """By what the encoding multiplies the pairs (2m, 2m+1) of q [B, H, T, D], as complex numbers [H, T, D/2]: RoPE's e^(i theta_m t), 1 where nothing turns."""
+    one = torch.zeros_like(q[:1]).index_fill(-1, torch.arange(0, q.shape[-1], 2), 1.0)
+    return torch.view_as_complex(enc.qk(one, one, pos, state)[0][0].unflatten(-1, (-1, 2)))
+
+
 def gram_terms(attn, x, position, pos, state):
     """Eq. 1's terms {name: [B, H, T, T] or [H, T, T]} of the logits, where x = content + position after the norm and the encoding is linear in q and k."""
     content, turned = x - position, {}
@@ -376,8 +387,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
     T = tokens.shape[1]
     tokens = tokens[:max(1, 2 ** 23 // (cfg.heads * T * T))]
     net, errors, found, profiles = copy.deepcopy(model).double(), {}, [], []
-    kinds = {type(m) for m in net.modules() if isinstance(m, encodings.Encoding)}
-    linear, turns = not kinds & {encodings.PoPE, encodings.ViPE, encodings.PRISM}, bool(kinds & {encodings.RoPE, encodings.YaRN})
+    linear, turns = is_linear(net), any(isinstance(m, encodings.RoPE) for m in net.modules())
     p = added_vectors(net, T)
     off = lambda kind, a, b: errors.__setitem__(kind, max(errors.get(kind, 0.0), ((a - b).tril().abs().max() / b.tril().abs().max()).item()))
     for layer, (attn, x, pos, state, stream) in enumerate(attention_inputs(net, tokens)):
@@ -396,11 +406,9 @@ def toeplitz(model, task, cfg, length=0, n=8):
             if 'qp kp' in terms:
                 rest['qp kp toeplitz'] = variance_share(toeplitz_matrix(diagonal_means(terms['qp kp'])), terms['qp kp']).mean(dim=0)
         if linear and turns:
-            one = torch.zeros_like(q[:1]).index_fill(-1, torch.arange(0, q.shape[-1], 2), 1.0)
-            turn = torch.view_as_complex(attn.pe.qk(one, one, pos, state)[0][0].unflatten(-1, (-1, 2)))         # (H, T, D/2)
-            rotated, G = (z * attn.pe.scale for z in grams(q, k, turn))
-            off('eq. 2', rotated + terms.get('B', 0), L)
-            rest |= dict(zip(('G_e off', 'free G_e off', 'impossible'), single_factor(rotated, G).values()))
+            rotated, G = (z * attn.pe.scale for z in grams(q, k, turns_of(attn.pe, q, pos, state)))
+            off('eq. 2', rotated.real + terms.get('B', 0), L)
+            rest |= dict(zip(('G_e off', 'free G_e off', 'impossible'), single_factor(rotated.real, G).values()))
         found.append(dict(toeplitz=variance_share(toeplitz_matrix(a), L).mean(dim=0), **rest))
         profiles.append((L[0], a[0], a.mean(dim=0)))
     columns = {name: torch.stack([f.get(name, torch.zeros(cfg.heads)) for f in found]) for name in dict.fromkeys(key for f in found for key in f)}
@@ -503,6 +511,111 @@ def positions_figure(plt, rows, base, label, title):
     return fig
 
 
+def hermitian(a):
+    """The Hermitian Toeplitz matrix [.., T, T] with a_d [.., T] on its diagonals i - j = d >= 0."""
+    below = toeplitz_matrix(a)
+    return below.tril(-1).mH + below.tril(-1) + torch.diag_embed(below.diagonal(dim1=-2, dim2=-1).real).to(a.dtype)
+
+
+def symbol(a, points=4096):
+    """f(theta) = Re a_0 + 2 Re sum_(d > 0) a_d e^(-i d theta) [.., points] on a grid of theta from 0 to 2 pi: the symbol of hermitian(a), whose eigenvalues lie in its range."""
+    return 2 * torch.fft.fft(a, points).real - a[..., :1].real
+
+
+def lemma_b1(w, phase):
+    """Lemma B.1 for weights w [N] and phases [N] on a fine grid of theta: (f, g), f = sum_i 2 w_i cos(phase_i + i theta) and g without the phases."""
+    wave = lambda phase: 2 * torch.fft.fft(torch.polar(w, -phase), 2 ** 14).real
+    return wave(phase), wave(torch.zeros_like(phase))
+
+
+def spectral_claims(seed=0):
+    """Lemma B.1 and Prop. B.3 beside what they say: rows (what, claimed, found). The phases of the statement are i theta_i, those of its proof theta_i."""
+    g, pi = torch.Generator().manual_seed(seed), torch.pi
+    vector = lambda *x: torch.tensor(x, dtype=torch.float64)
+    largest = lambda f, g: (f.abs().max() / g.abs().max()).item()
+    width = lambda x: (x.max() - x.min()).item()
+    draw = lambda: (torch.rand(8, generator=g, dtype=torch.float64), 2 * pi * torch.rand(8, generator=g, dtype=torch.float64))
+    one, steps, sine = vector(1, 1, 1), vector(0, 1, 2), (vector(0, 1, 1), vector(-pi / 2, -pi / 2, -pi / 2))
+    W, d = vector(2.25, 1, 1, *[0] * 61).to(torch.complex128), torch.arange(64, dtype=torch.float64)       # positive definite
+    spectrum_with = lambda phase: torch.linalg.eigvalsh(hermitian(W * torch.polar(torch.ones_like(d), phase)))
+    plain, turned, quarter = (spectrum_with(phase) for phase in (0 * d, 0.7 * d, -pi / 2 * d.clamp(max=1)))
+    claims = (('max |f| / max |g|, the largest of 1000 draws', '<= 1', max(largest(*lemma_b1(*draw())) for _ in range(1000))),
+              ('max |f| / max |g| with w = 1 1 1, phases 0 1 2: theta 0 1 2, or 5 1 1', '< 1', largest(*lemma_b1(one, steps))),
+              ('max |f| / max |g| with w = 1 1, equal phases pi/2', '1', largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
+              ('range of g / 4 sum w with w = 0 1 1', '1', width(lemma_b1(*sine)[1]) / 8),
+              ('range of f / range of g with w = 0 1 1, phases -pi/2', '<= 1', width(lemma_b1(*sine)[0]) / width(lemma_b1(*sine)[1])),
+              ('largest change of an eigenvalue from W to W o E, E positive definite, |E_ij| = 1', '> 0', (turned - plain).abs().max().item()),
+              ('width of the spectrum of W o E / of W, |E_ij| = 1, E not definite', '< 1', width(quarter) / width(plain)))
+    return [dict(what=what, claimed=claimed, found=round(found, 6)) for what, claimed, found in claims]
+
+
+@torch.no_grad()
+def spectrum(model, task, cfg, length=0, n=8):
+    """Does an encoding make the spectrum of the logits' Toeplitz part narrower, as toeplitz.txt has it of RoPE (Theorem B.1, Prop. B.3, Lemma B.1)?
+
+    length: of the problems, 0: the longest trained; n: how many, averaged over. Rows: `content`, the Toeplitz part of <q_i, k_j> / sqrt(d), and `logits`, that
+    of the logits (with RoPE both in complex form, sum_m q^(m) conj(k^(m))), of every head, or where these are more than 12 of the widest in each layer; the
+    encoding's own Toeplitz factors: `B`, `p_i p_j` (its Toeplitz part), RoPE's `T^(m)`. Each is continued to i < j as a Hermitian matrix: range of its symbol,
+    of its eigenvalues (which lie within the former) and, of the logits, `ratio`: width of that range over the content's. Then what the paper claims and what is
+    found. Prop. B.3 is empty: a positive definite E with |E_ij| = 1 has rank one, E_ij = e^(i phi (i - j)), so that W o E has exactly the eigenvalues of W;
+    without definiteness the spectrum can grow. Summary: mean ratio, and share of the heads where it is below 1.
+    """
+    length, tokens, _ = held_out_problems(task, cfg, length, n)
+    T = tokens.shape[1]
+    tokens = tokens[:max(1, 2 ** 22 // (cfg.heads * T * T))]
+    net = copy.deepcopy(model).double()
+    turns, pairs, factors = is_linear(net) and any(isinstance(m, encodings.RoPE) for m in net.modules()), {}, {}
+    for layer, (attn, x, pos, state, _) in enumerate(attention_inputs(net, tokens)):
+        q, k, _ = project(attn, x)
+        bias, logits = attn.pe.bias(pos, state), attn.pe.logits(q, k, pos, state)
+        content, whole = q @ k.mT * attn.pe.scale, logits.masked_fill(logits.isinf(), 0)
+        if turns:
+            turn = turns_of(attn.pe, q, pos, state)
+            whole, content = (z * attn.pe.scale for z in grams(q, k, turn))
+            whole = whole + (0 if bias is None else bias)
+            factors.setdefault('T^(m), each', turn[0, :, 0] * turn[0, 0, 0].conj())
+        for head in range(attn.heads):
+            pairs[f'{layer + 1}.{head + 1}'] = [diagonal_means(z[:, head].mean(dim=0)) for z in (content, whole)]
+            if bias is not None:
+                factors[f'B {layer + 1}.{head + 1}'] = diagonal_means(bias[head])
+    p = added_vectors(net, T)
+    if p.any():
+        factors['p_i p_j'] = diagonal_means(p @ p.T)
+    widths = lambda a: (lambda e: e[-1] - e[0])(torch.linalg.eigvalsh(hermitian(a)))
+    ratio = {name: (widths(whole) / widths(content)).item() for name, (content, whole) in pairs.items()}
+    chosen = list(pairs) if len(pairs) <= 12 else [max((name for name in pairs if name.startswith(f'{layer + 1}.')), key=lambda name: widths(pairs[name][1]))
+                                                   for layer in range(len(net.blocks))]
+
+    def row(what, a, **more):
+        f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
+        return dict(what=what) | {key: round(x.item(), 4) for key, x in (('symbol from', f.min()), ('symbol to', f.max()), ('eigenvalues from', e[0]), ('eigenvalues to', e[-1]))} | more
+    rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]), row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
+    rows += [row(name, a) for name, a in factors.items() if name[2:] in chosen or name[0] != 'B'] + spectral_claims()
+    values = torch.tensor(list(ratio.values()))
+    summary = dict(length=length, n=len(tokens), tokens=T, ratio=round(values.mean().item(), 4), narrower=round((values < 1).double().mean().item(), 4))
+    widest = max(pairs, key=lambda name: widths(pairs[name][1]))
+    return rows, summary, lambda plt: spectrum_figure(plt, pairs[widest], f'head {widest}, {cfg.task} with {cfg.pe}, length {length}')
+
+
+def spectrum_figure(plt, pair, title):
+    """The figure of `spectrum`: symbols and eigenvalues of one head's content and logits, and the counterexample to Lemma B.1's last sentence."""
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
+    for a, colour, name in zip(pair, ('#009e73', QUERY), ('content', 'logits')):
+        f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
+        axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=name)
+        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', ms=3, color=colour, label=f'{name}, from {e[0]:.1f} to {e[-1]:.1f}')
+    fig.suptitle(title)
+    axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')
+    axes[1].set(title='eigenvalues', xlabel='eigenvalue, from the largest', ylabel='value')
+    w, phase = torch.tensor([0, 1, 1], dtype=torch.float64), torch.full((3,), -torch.pi / 2, dtype=torch.float64)
+    for f, colour, name in zip(lemma_b1(w, phase), ('#d55e00', '#56b4e9'), ('f, with phases -pi/2', 'g, without')):
+        axes[2].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=f'{name}: range {f.max() - f.min():.2f}')
+    axes[2].set(title='Lemma B.1, w = 0 1 1: f has the larger range', xlabel='theta (rad)', ylabel='value', ylim=(-4.4, 6))
+    for ax in axes:
+        ax.legend(fontsize=8)
+    return fig
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # pope.txt, Figure 2, place by place
 
@@ -553,7 +666,7 @@ def loss_figure(plt, curves, trained, name):
     return fig
 
 
-PROBES = {'cursor': cursor, 'heads': heads, 'positions': positions, 'toeplitz': toeplitz, 'loss': loss}
+PROBES = {'cursor': cursor, 'heads': heads, 'positions': positions, 'toeplitz': toeplitz, 'spectrum': spectrum, 'loss': loss}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2177,17 +2177,21 @@ def test_eq_2_with_a_factor_for_each_frequency_is_rope():
     brute = [[sum(rotation(q[1, 1, i], i, c) @ rotation(k[1, 1, j], j, c) for c in range(4)) for j in range(10)] for i in range(10)]
     turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
     L, G = probe.grams(q, k, turn)
-    close(L[1, 1], brute, 1e-12)
-    close(L, torch.matmul(*(z if i == 0 else z.mT for i, z in enumerate(encoding('rope').qk(q, k, pos)))), 1e-12)
+    close(L[1, 1].real, brute, 1e-12)
+    close(L.real, torch.matmul(*(z if i == 0 else z.mT for i, z in enumerate(encoding('rope').qk(q, k, pos)))), 1e-12)
     close(G.real, q @ k.mT, 1e-12)
 
 
 def test_a_single_factor_is_not_enough_for_two_frequencies():
     q, k, _, pos = qkv()
     turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
-    one = probe.single_factor(*probe.grams(q[..., :2], k[..., :2], torch.polar(torch.ones(2, 10, 1).double(), pos.double()[:, None] * torch.pi / 36).expand(2, 10, 1)))
-    assert one['unit'].max() < 1e-12 and one['free'].max() < 1e-12 and not one['impossible'].any()      # one frequency; pi / 36 is on the grid of angles
-    L, G = probe.grams(q, k, turn)
+    def parts(q, k, turn):
+        L, G = probe.grams(q, k, turn)
+        return L.real, G
+    angle = pos.double()[:, None].expand(2, 10, 1) * torch.pi / 36                      # on the grid of angles
+    one = probe.single_factor(*parts(q[..., :2], k[..., :2], torch.polar(torch.ones_like(angle), angle)))
+    assert one['unit'].max() < 1e-12 and one['free'].max() < 1e-12 and not one['impossible'].any()      # one frequency
+    L, G = parts(q, k, turn)
     off = probe.single_factor(L, G)
     residual = 0
     for d in range(10):
@@ -2198,7 +2202,7 @@ def test_a_single_factor_is_not_enough_for_two_frequencies():
     close(off['free'][0], residual / (np.var(L[:, 0].numpy()[:, i, j]) * 2 * 55))
     assert (off['unit'] >= off['free']).all() and off['free'].min() > 0.1 and off['impossible'].min() > 0.1
     opposed = torch.tensor([[1.0, 0, 1, 0]] * 10, dtype=torch.float64)[None, None], torch.tensor([[1.0, 0, -1, 0]] * 10, dtype=torch.float64)[None, None]
-    L, G = probe.grams(*opposed, turn[:1, :, :2])                                       # <q, k> = 0, so the paper's form is 0; RoPE's logit is not
+    L, G = parts(*opposed, turn[:1, :, :2])                                       # <q, k> = 0, so the paper's form is 0; RoPE's logit is not
     assert not G.any() and L[0, 0, 5, 0].abs() > 0.1 and probe.single_factor(L, G)['impossible'] == 45 / 55
 
 
@@ -2236,3 +2240,35 @@ def test_probe_positions_takes_out_what_was_added(tmp_path):
     assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and torch.equal(models['random'](tokens[12][0])[0], before)
     with pytest.raises(train.UserError, match=r'pe=ape\+rope'):
         probe.positions(Transformer(cfg('rope')), task, cfg('rope'))
+
+
+def test_symbols_bound_the_eigenvalues():
+    g = torch.Generator().manual_seed(0)
+    a = torch.complex(*torch.randn(2, 7, generator=g, dtype=torch.float64))
+    T = [[a[i - j].item() if i > j else a[j - i].conj().item() if i < j else a[0].real.item() for j in range(7)] for i in range(7)]
+    close(torch.view_as_real(probe.hermitian(a)), torch.view_as_real(torch.tensor(T, dtype=torch.complex128)))
+    f = probe.symbol(a)
+    close(f[256], sum((T[d][0] if d >= 0 else T[0][-d]) * cmath.exp(-1j * d * 2 * math.pi * 256 / 4096) for d in range(-6, 7)).real)
+    values = np.linalg.eigvalsh(T)
+    assert f.min() < values.min() and values.max() < f.max()
+    close(probe.symbol(torch.tensor([2.0, 1.0], dtype=torch.float64)).aminmax(), (0, 4))
+
+
+def test_lemma_b1_holds_only_in_its_bound():
+    w, phase = torch.tensor([0.0, 1, 1], dtype=torch.float64), torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+    f, g = probe.lemma_b1(w, phase)
+    close((f[2 ** 12], g[2 ** 12]), [2 * math.cos(-1 + math.pi / 2) + 2 * math.cos(2 + math.pi), 2 * math.cos(math.pi / 2) + 2 * math.cos(math.pi)])
+    close(g.max() - g.min(), 6.25, 1e-6)                                                # 4 c^2 + 2 c - 2, c = cos theta: from -9/4 to 4
+    found = [row['found'] for row in probe.spectral_claims()]
+    assert found[0] <= 1 and found[1] == 1 and found[2] == 0.5 and found[3] == 6.25 / 8 and found[4] > 1.1 and found[5] < 1e-12 and found[6] > 1.1
+
+
+def test_probe_spectrum_of_runs_with_and_without_turns():
+    for name, factors in (('rope', {'T^(m), each'}), ('ape+alibi', {f'B {x}.{y}' for x in (1, 2) for y in (1, 2)} | {'p_i p_j'}), ('pope', set())):
+        cfg = train.Config(task='copy', pe=name, d_model=32, n_head=2, train_lengths=[3], eval_lengths=[3])
+        rows, summary, _ = probe.spectrum(Transformer(cfg).eval(), cfg.the_task, cfg, length=8)
+        found = {row['what']: row for row in rows if 'eigenvalues to' in row}
+        assert factors == {what for what in found if what.split()[0] not in ('content', 'logits')} and len(rows) == 8 + len(factors) + 7
+        assert all(row['symbol from'] - 1e-3 <= row['eigenvalues from'] and row['eigenvalues to'] <= row['symbol to'] + 1e-3 for row in found.values())
+    one = probe.spectrum(Transformer(train.Config(task='copy', d_model=4, n_head=2)).eval(), cfg.the_task, cfg)[1]         # one frequency: similar matrices
+    assert one['ratio'] == 1 and summary['tokens'] == 19
