@@ -11,6 +11,7 @@ holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model an
 import ast
 import contextlib
 import copy
+import dataclasses
 import difflib
 import inspect
 import json
@@ -616,6 +617,210 @@ def spectrum_figure(plt, pair, title):
     return fig
 
 
+def softmax_gradient(A, dY, V):
+    """Lemma C.1: dl/dS_ij = A_ij (Lambda_ij - <Lambda_i, A_i>), Lambda = dl/dY V^T, for weights A [.., T, T] and Y = A V."""
+    Lambda = dY @ V.mT
+    return A * (Lambda - (Lambda * A).sum(dim=-1, keepdim=True))
+
+
+def anchor_gain(A, j):
+    """Lemma C.2 for a row A [T] of weights: the softmax Jacobian's row of j along e_j, A_j (1 - A_j), and the length of the rest of it, which is never longer."""
+    row = A[j] * (torch.eye(len(A), dtype=A.dtype)[j] - A)
+    return row[j], torch.cat([row[:j], row[j + 1:]]).norm()
+
+
+def logit_gradients(model, tokens, targets):
+    """For every layer (A, dl/dS [B, H, T, T], dl/dY [B, H, T, D], dl/dy [B, T, C], V, Y): S the logits, Y a head's output, y that of all heads, after W_O."""
+    taps = [(block.attn.tap_logits, block.attn.tap_head_out, block.attn) for block in model.blocks]
+    with listening(*(module for layer in taps for module in layer)) as heard:
+        loss = train.token_losses(model(tokens)[0], targets).sum()
+    found = [heard[3 * i:3 * i + 3] for i in range(len(taps))]
+    grads = torch.autograd.grad(loss, [output for layer in found for _, _, output in layer])
+    return [(S.detach().softmax(dim=-1), *grads[3 * i:3 * i + 3], project(attn, inputs[0])[2].detach(), Y.detach())
+            for i, ((_, _, S), (_, _, Y), (attn, inputs, _)) in enumerate(found)]
+
+
+def edges(task, tokens, kind):
+    """The anchors of every problem: (b, u, j, d), edges from row u to column j with label d, all [E].
+
+    pair: from the later of two triggers to the earlier; read: from the token at which the class is read to the later trigger; d: the distance of the
+    triggers. all: every edge, d = u - j.
+    """
+    B, T = tokens.shape
+    if kind == 'all':
+        u, j = torch.tril_indices(T, T)
+        return torch.arange(B).repeat_interleave(len(u)), u.repeat(B), j.repeat(B), (u - j).repeat(B)
+    first = task.first_trigger
+    i, j = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1].view(B, 2).unbind(dim=1)
+    return torch.arange(B), *((j, i) if kind == 'pair' else (torch.full_like(j, T - 2), j)), j - i
+
+
+def seeds_of(dS, edge, T):
+    """H(d) [H, T], the gradient dl/dS [B, H, T, T] summed over the edges with label d, and how much of it does not cancel: sum |H| / sum |dl/dS| [H]."""
+    b, u, j, d = edge
+    g = dS[b, :, u, j].T                                                                # (H, E)
+    H = torch.zeros(len(g), T, dtype=g.dtype).index_add(1, d, g)
+    return H, H.abs().sum(dim=1) / g.abs().sum(dim=1)
+
+
+def convolution_share(dS, task, tokens):
+    """C.6: share [H] of the variance of the mean gradient M(d, D), at D places before the later trigger of problems with distance d, that a kernel k(D - d) explains;
+    and what it would explain of noise.
+    """
+    b, u, _, d = edges(task, tokens, 'pair')
+    D = torch.arange(tokens.shape[1])
+    inside = D <= u[:, None]                                                            # (B, T)
+    g = dS[b, :, u].transpose(1, 2).gather(1, (u[:, None] - D).clamp(min=0)[..., None].expand(-1, -1, dS.shape[1]))[inside]           # (E, H)
+
+    def between(group):
+        sums, count = (torch.zeros(group.max() + 1, x.shape[1], dtype=g.dtype).index_add(0, group, x) for x in (g, torch.ones_like(g)))
+        return (sums ** 2 / count.clamp(min=1)).sum(dim=0) - g.sum(dim=0) ** 2 / len(g)
+    cell, place = (d[:, None] * len(D) + D)[inside], (D - d[:, None] + len(D))[inside]
+    return between(place) / between(cell), (len(place.unique()) - 1) / (len(cell.unique()) - 1)
+
+
+def seed_condition(A, dY, dy, V, W_O, edge):
+    """Prop. 6.1's condition a eta > C chi in the top layer: (share of the edges with Lambda > 0, which (A2) wants of all; largest a eta / (C chi) over d and heads).
+
+    The second is never above 1: eta <= Lambda_uj <= |dl/dY_u| |V_j| <= C and a <= A_uj <= |A_u| <= chi. (And chi = 1, by the first row of causal attention.)
+    """
+    b, u, j, d = edge
+    Lambda, a = (dY[b, :, u] * V[b, :, j]).sum(dim=-1), A[b, :, u, j]                   # (E, H)
+    C = torch.linalg.matrix_norm(W_O, 2) * torch.linalg.matrix_norm(V, 2).amax(dim=0) * dy.norm(dim=-1).max()               # (H,)
+    chi = A.norm(dim=-1).amax(dim=(0, 2))
+    least = lambda x: torch.full((d.max() + 1, x.shape[1]), torch.inf, dtype=x.dtype).scatter_reduce(0, d[:, None].expand_as(x), x, 'amin')[d.unique()]
+    return (Lambda > 0).double().mean().item(), (least(a) * least(Lambda) / (C * chi)).max().item()
+
+
+def cancellation(name, values=0.0, linear=True):
+    """Prop. 6.2's pair of samples in one head with encoding `name`: |g + g'| over the larger of their gradients at the anchor edge, 0 where they cancel.
+
+    The anchor tokens are x_0 + t and x_0 - t with W_Q t = W_K t = 0 and W_V x_0 = 0. values: size of W_V x of the other tokens; linear: whether the loss
+    is linear in the head's output, or a cross-entropy.
+    """
+    g, (C, D, T, u, j) = torch.Generator().manual_seed(0), (16, 4, 7, 5, 2)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    W_Q, W_K, W_V, away = draw(D, C), draw(D, C), draw(D, C), draw(D)
+    null = lambda W: torch.linalg.svd(W)[2][len(W):]                                    # rows: a basis of the kernel
+    x, t = draw(T, C - D) @ null(W_V), draw(C - 2 * D) @ null(torch.cat([W_Q, W_K]))
+    x = x + values * torch.nn.functional.one_hot(torch.arange(T), T).double().index_fill(0, torch.tensor([j]), 0.0) @ draw(T, C)
+    enc, found = encodings.build(encodings.PEConfig(pe=name, d_model=D, n_head=1)), []
+    for sign in (1, -1):
+        z = x.index_add(0, torch.tensor([j]), sign * t[None])
+        S = enc.logits((z @ W_Q.T)[None, None], (z @ W_K.T)[None, None], torch.arange(T)).detach().requires_grad_()
+        y = (S.softmax(dim=-1) @ (z @ W_V.T))[0, 0, u]
+        found.append(torch.autograd.grad(y @ away if linear else -y.log_softmax(dim=0)[0], S)[0][0, 0, u, j])
+    return ((found[0] + found[1]).abs() / max(found[0].abs(), found[1].abs())).item()
+
+
+def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
+    """Does one head collect the gradient of position, and more so the lower the layer? H_l^(h)(d) in training (toeplitz.txt section 6, appendix C).
+
+    H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this length (0: the longest
+    trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before training, in the first `steps` steps of this very
+    run, done again here (0: none), and in the saved model. Rows, by layer: strongest `head` by |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next
+    one's as `second`; their difference `margin` and its `growth`, margin over that of the layer above, which Theorem 6.1 wants above 1; of the strongest head the
+    share of distances with H > 0 (`positive`; descent lowers such a logit) and `coherence`, how much does not cancel; `effective`, the number of heads
+    that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold), 6.2, C.6 for pairs of triggers.
+    """
+    two = getattr(task, 'triggers', 0) == 2
+    edge = edge or ('read' if two else 'all')
+    if edge not in ('read', 'pair', 'all') or edge != 'all' and not two:
+        raise train.UserError(f'--edge={edge}: read and pair need two triggers, as in task=distance; all is for every task')
+    length, tokens, targets = held_out_problems(task, cfg, length, n)
+    T = tokens.shape[1]
+    tokens, targets = (x[:max(1, 2 ** 23 // (cfg.heads * T * T))] for x in (tokens, targets))
+    anchors, rows, curves, tests = edges(task, tokens, edge), [], {}, {'C.1': [], '6.1': [], 'C.6': []}
+
+    def measure(step, net):
+        net = copy.deepcopy(net).double().eval()
+        found = logit_gradients(net, tokens, targets)
+        H, coherence = zip(*(seeds_of(layer[1], anchors, T) for layer in found))
+        strength = torch.stack(H).norm(dim=-1)                                          # (L, H)
+        order = strength.sort(dim=1, descending=True)
+        first, second = order.values[:, 0], order.values[:, 1] if strength.shape[1] > 1 else torch.zeros(len(H))
+        margin, at = first - second, anchors[3].unique()
+        curves[step] = torch.stack(H)
+        for layer, (A, dS, dY, dy, V, Y) in enumerate(found):
+            head, growth = order.indices[layer, 0].item(), margin[layer] / margin[layer + 1] if layer + 1 < len(margin) else None
+            number = lambda x: float(f'{x.item():.4g}') if x is not None and x.isfinite() else None
+            rows.append(dict(step=step, layer=layer + 1, head=head + 1, first=number(first[layer]), second=number(second[layer]), margin=number(margin[layer]),
+                             growth=number(growth), positive=number((H[layer][head, at] > 0).double().mean()), coherence=number(coherence[layer][head]),
+                             effective=number(concentration(strength[layer])['effective'])))
+            plain = V.shape == Y.shape and torch.allclose(A @ V, Y)                     # neither values nor outputs are the encoding's
+            if plain:
+                tests['C.1'].append(((softmax_gradient(A, dY, V) - dS).abs().max() / dS.abs().max()).item())
+            if two and dS[anchors[0], :, edges(task, tokens, 'pair')[1]].any():
+                share, chance = convolution_share(dS, task, tokens)
+                tests['C.6'].append((share.mean().item(), chance))
+        if plain and H[-1].any():
+            tests['6.1'].append(seed_condition(A, dY, dy, V, net.blocks[-1].attn.proj.weight.detach(), anchors))
+    first_steps(cfg, task, steps, measure)
+    measure('trained', model)
+    growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
+    A = torch.rand(1000, 8, generator=train.generator('cpu', 'test', 0), dtype=torch.float64).mul(9).softmax(dim=1)
+    claims = [('C.1: largest error of a gradient, relative to the largest', '0', max(tests['C.1'], default=None)),
+              ('C.2: across / along, the largest of 1000 rows', '<= 1', max((across / along).item() for along, across in (anchor_gain(row, 3) for row in A))),
+              ('6.1: share of anchors with Lambda > 0 (assumption A2)', '1', sum(x for x, _ in tests['6.1']) / len(tests['6.1']) if tests['6.1'] else None),
+              ('6.1: a eta / (C chi), the largest', '> 1', max((x for _, x in tests['6.1']), default=None)),
+              ("6.2: |g + g'| / |g| with ALiBi", '0', cancellation('alibi')), ("6.2: |g + g'| / |g| with RoPE, the same tokens", '> 0', cancellation('rope')),
+              ("6.2: |g + g'| / |g| with ALiBi, other tokens with values", '0', cancellation('alibi', values=1.0)),
+              ("6.2: |g + g'| / |g| with ALiBi, cross-entropy", '0', cancellation('alibi', linear=False)),
+              ('Theorem 6.1: share of the growths above 1', '1', (growth > 1).double().mean().item() if len(growth) else None),
+              *(('C.6: share of M(d, D) that a kernel k(D - d) explains' + what, claimed, sum(x[i] for x in tests['C.6']) / len(tests['C.6']))
+                for i, (what, claimed) in enumerate((('', '1'), (', of noise', '')) if tests['C.6'] else ()))]
+    claims = [dict(what=what, claimed=claimed, found=float(f'{found:.4g}')) for what, claimed, found in claims if found is not None]
+    last = [row for row in rows if row['step'] == 'trained']
+    summary = dict(length=length, n=len(tokens), edge=edge, effective=last[0]['effective'], growth=round(growth.median().item(), 4) if len(growth) else None,
+                   grows=round((growth > 1).double().mean().item(), 4) if len(growth) else None)
+    figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows + claims, summary, figure
+
+
+def first_steps(cfg, task, steps, measure):
+    """measure(step, model) before training and at four more points of the first steps of the run of cfg.seeds[0], trained again from its start."""
+    cfg = dataclasses.replace(cfg, seeds=cfg.seeds[:1], device='cpu', compile=False, graph=False)
+    seeds = train.Seeds(cfg, task, torch.device('cpu'))
+    (net,) = seeds.models.values()
+    points = sorted({round(steps * i / 4) for i in range(5)})
+    for step in range(steps + 1):
+        if step in points:
+            measure(step, net)
+            net.train()
+        if step < steps:
+            seeds.step(step)
+
+
+def gradients_figure(plt, rows, curves, at, edge, title):
+    """The figure of `gradients`: H(d) of every head in the lowest and the highest layer, at the start and trained; margins by layer through training."""
+    fig, axes = plt.subplots(2, 3, figsize=(14, 7.5), layout='constrained')
+    layers = len(next(iter(curves.values())))
+    colours = plt.get_cmap('viridis')
+    shown = [next(iter(curves)), 'trained']
+    for column, step in enumerate(shown):
+        for ax, layer in zip(axes[:, column], (0, layers - 1)):
+            H = curves[step][layer]
+            for head, curve in enumerate(H):
+                ax.plot(at, curve[at], color=colours(head / max(1, len(H) - 1) * 0.9), lw=1.2, label=f'head {head + 1}')
+            ax.axhline(0, color='grey', lw=0.8, ls=':')
+            ax.set(title=f'H(d), layer {layer + 1}, {"step " if step != "trained" else ""}{step}', xlabel='distance d (tokens)', ylabel='gradient (nats per logit, summed)')
+    if len(H) <= 8:
+        axes[0][0].legend(fontsize=8)
+    steps = list(curves)
+    for layer in range(layers):
+        mine = [row for row in rows if row['layer'] == layer + 1]
+        colour = colours(layer / max(1, layers - 1) * 0.9)
+        axes[0][2].plot(range(len(steps)), [row['margin'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
+        axes[1][2].plot(range(len(steps)), [row['effective'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
+    axes[0][2].set(title='margin of the strongest head', ylabel='|H| of the first less the second', yscale='symlog')
+    axes[1][2].set(title='heads that share the gradient', ylabel='effective number of heads', ylim=(0.9, len(H) + 0.1))
+    for ax in axes[:, 2]:
+        ax.set(xlabel='training step', xticks=range(len(steps)), xticklabels=steps)
+        ax.legend(fontsize=8)
+    fig.suptitle(f'{title}; edges: {edge}')
+    return fig
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # pope.txt, Figure 2, place by place
 
@@ -666,7 +871,7 @@ def loss_figure(plt, curves, trained, name):
     return fig
 
 
-PROBES = {'cursor': cursor, 'heads': heads, 'positions': positions, 'toeplitz': toeplitz, 'spectrum': spectrum, 'loss': loss}
+PROBES = {'cursor': cursor, 'heads': heads, 'positions': positions, 'toeplitz': toeplitz, 'spectrum': spectrum, 'gradients': gradients, 'loss': loss}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
