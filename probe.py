@@ -185,6 +185,8 @@ def changing(module, change):
 def held_out_problems(task, cfg, length, n):
     """(length, tokens [n, T], targets [n, T]) of up to n held-out problems; length 0: the longest one trained on."""
     length = length or max(cfg.train_lengths)
+    if not n:
+        raise train.UserError('--n=0: take at least one problem')
     if not task.existing([length], None):
         raise train.UserError(f'{cfg.task} has no problems of length {length}: take one of the trained ones, --length={max(cfg.train_lengths)}')
     return length, *task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
@@ -193,7 +195,7 @@ def held_out_problems(task, cfg, length, n):
 def per_head(columns):
     """Rows of {name: [L, H] tensor}: one for every head, or where these were too many for a table, for every layer, with the mean over its heads."""
     L, H = next(iter(columns.values())).shape
-    value = lambda x: round(x.item(), 4)
+    value = lambda x: round(x.item(), 4) if x.isfinite() else None
     if L * H > 60:
         return [dict(layer=layer + 1, head='mean', **{name: value(x[layer].mean()) for name, x in columns.items()}) for layer in range(L)]
     return [dict(layer=layer + 1, head=head + 1, **{name: value(x[layer, head]) for name, x in columns.items()}) for layer in range(L) for head in range(H)]
@@ -281,7 +283,7 @@ def toeplitz_matrix(a):
 
 
 def variance_share(part, L):
-    """Share of the variance of L [.., T, T] over i >= j that a part of it accounts for [..]: cov(part, L) / var(L). Shares of parts that add up to L add up to 1."""
+    """Share of the variance of L [.., T, T] over i >= j that a part of it accounts for [..]: cov(part, L) / var(L). Those of parts that make up L add up to 1."""
     i, j = torch.tril_indices(*L.shape[-2:], device=L.device)
     part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
     return (part * L).mean(dim=-1) / (L ** 2).mean(dim=-1)
@@ -325,9 +327,9 @@ def single_factor(L, G):
 
 def added_vectors(model, T):
     """p_i [T, C], what the encoding adds to the embeddings; zeros if nothing."""
-    weight = model.embedding.weight
+    weight = model.embedding.weight.detach()
     with torch.no_grad():
-        return model.blocks[0].attn.pe.embed(torch.zeros(1, T, weight.shape[1], dtype=weight.dtype, device=weight.device), torch.arange(T, device=weight.device))[0]
+        return model.blocks[0].attn.pe.embed(torch.zeros_like(weight[:1]).expand(1, T, -1), torch.arange(T, device=weight.device))[0]
 
 
 def share_of_norm(norm, x, p):
@@ -373,6 +375,28 @@ def gram_terms(attn, x, position, pos, state):
     return {name: term for name, term in terms.items() if term.any()} | ({} if bias is None else {'B': bias})
 
 
+def logit_shares(attn, x, position, pos, state, linear, turns):
+    """(L [B, H, T, T], {name: share [H]}, {equation: (its right side, L)}) of a layer, x = content + position [B, T, C] its input; see toeplitz()."""
+    q, k, _ = project(attn, x)
+    L = attn.pe.logits(q, k, pos, state)
+    L = L.masked_fill(L.isinf(), 0)                                                     # 0 above the diagonal
+    by_head = lambda z: z.expand_as(L)[(..., *torch.tril_indices(*L.shape[-2:]))].transpose(0, 1).flatten(1)           # (H, B entries)
+    a, equations = diagonal_means(L), {}                                                # (B, H, T)
+    shares = dict(toeplitz=variance_share(toeplitz_matrix(a), L).mean(dim=0),
+                  shared=1 - (by_head(L) - by_head(toeplitz_matrix(a.mean(dim=0)))).var(dim=1) / by_head(L).var(dim=1))
+    if linear:
+        terms = gram_terms(attn, x, position, pos, state)
+        equations['eq. 1'] = sum(terms.values()).expand_as(L), L
+        shares |= {name: variance_share(term.expand_as(L), L).mean(dim=0) for name, term in terms.items()}
+        if 'qp kp' in terms:
+            shares['qp kp toeplitz'] = variance_share(toeplitz_matrix(diagonal_means(terms['qp kp'])), terms['qp kp']).mean(dim=0)
+    if turns:
+        turned, G = (z * attn.pe.scale for z in grams(q, k, turns_of(attn.pe, q, pos, state)))
+        equations['eq. 2'] = turned.real + terms.get('B', 0), L
+        shares |= dict(zip(('G_e off', 'free G_e off', 'impossible'), single_factor(turned.real, G).values()))
+    return L, shares, equations
+
+
 @torch.no_grad()
 def toeplitz(model, task, cfg, length=0, n=8):
     """Do the logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (toeplitz.txt eq. 1, 2, B.1).
@@ -388,36 +412,21 @@ def toeplitz(model, task, cfg, length=0, n=8):
     T = tokens.shape[1]
     tokens = tokens[:max(1, 2 ** 23 // (cfg.heads * T * T))]
     net, errors, found, profiles = copy.deepcopy(model).double(), {}, [], []
-    linear, turns = is_linear(net), any(isinstance(m, encodings.RoPE) for m in net.modules())
-    p = added_vectors(net, T)
-    off = lambda kind, a, b: errors.__setitem__(kind, max(errors.get(kind, 0.0), ((a - b).tril().abs().max() / b.tril().abs().max()).item()))
-    for layer, (attn, x, pos, state, stream) in enumerate(attention_inputs(net, tokens)):
-        q, k, _ = project(attn, x)
-        L = attn.pe.logits(q, k, pos, state)
-        L = L.masked_fill(L.isinf(), 0)
-        a = diagonal_means(L)                                                           # (B, H, T)
-        i, j = torch.tril_indices(T, T)
-        by_head = lambda z: z.expand_as(L)[..., i, j].transpose(0, 1).flatten(1)        # (H, B entries)
-        own, shared, rest = by_head(L), toeplitz_matrix(a.mean(dim=0)), {}
-        rest['shared'] = 1 - (own - by_head(shared)).var(dim=1) / own.var(dim=1)
-        if linear:
-            terms = gram_terms(attn, x, share_of_norm(net.blocks[layer].norm_1, stream, p), pos, state)
-            off('eq. 1', sum(terms.values()).expand_as(L), L)
-            rest |= {name: variance_share(term.expand_as(L), L).mean(dim=0) for name, term in terms.items()}
-            if 'qp kp' in terms:
-                rest['qp kp toeplitz'] = variance_share(toeplitz_matrix(diagonal_means(terms['qp kp'])), terms['qp kp']).mean(dim=0)
-        if linear and turns:
-            rotated, G = (z * attn.pe.scale for z in grams(q, k, turns_of(attn.pe, q, pos, state)))
-            off('eq. 2', rotated.real + terms.get('B', 0), L)
-            rest |= dict(zip(('G_e off', 'free G_e off', 'impossible'), single_factor(rotated.real, G).values()))
-        found.append(dict(toeplitz=variance_share(toeplitz_matrix(a), L).mean(dim=0), **rest))
-        profiles.append((L[0], a[0], a.mean(dim=0)))
-    columns = {name: torch.stack([f.get(name, torch.zeros(cfg.heads)) for f in found]) for name in dict.fromkeys(key for f in found for key in f)}
+    linear, p = is_linear(net), added_vectors(net, T)
+    turns = linear and any(isinstance(m, encodings.RoPE) for m in net.modules())
+    for block, (attn, x, pos, state, stream) in zip(net.blocks, attention_inputs(net, tokens)):
+        L, shares, equations = logit_shares(attn, x, share_of_norm(block.norm_1, stream, p), pos, state, linear, turns)
+        for name, (sum_, whole) in equations.items():
+            errors[name] = max(errors.get(name, 0.0), ((sum_ - whole).tril().abs().max() / whole.abs().max()).item())
+        found.append(shares)
+        profiles.append((L[0], diagonal_means(L[0]), diagonal_means(L).mean(dim=0)))
+    columns = {name: torch.stack([shares.get(name, torch.zeros(cfg.heads)) for shares in found]) for name in dict.fromkeys(key for f in found for key in f)}
     chance = (T - 1) / (T * (T + 1) / 2 - 1)
     summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4), **{name: round(value.mean().item(), 4) for name, value in columns.items()},
-                   **{f'error of {kind}': error for kind, error in errors.items()})
+                   **{f'error of {name}': error for name, error in errors.items()})
     words = [task.vocab[t] for t in tokens[0].tolist()]
-    return per_head(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, f'{cfg.task} with {cfg.pe}, length {length}')
+    title = f'{cfg.task} with {cfg.pe}, length {length}'
+    return per_head(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, title)
 
 
 def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
@@ -425,24 +434,27 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     share = columns['toeplitz']
     L, H = share.shape
     layer, head = divmod(share.argmax().item(), H)
-    names, at = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)], range(L * H)
+    few = L * H <= 24
+    bars = {name: (value if few else value.mean(dim=1)).flatten().numpy() for name, value in columns.items()}
+    names = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)] if few else [str(x + 1) for x in range(L)]
+    at = range(len(names))
     fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
     ax = axes[0][0]
-    ax.bar([x - 0.2 for x in at], share.flatten(), 0.4, color=QUERY, label="each problem's own")
-    ax.bar([x + 0.2 for x in at], columns['shared'].flatten(), 0.4, color='#56b4e9', label='one for all problems')
+    ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="each problem's own")
+    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color='#56b4e9', label='one for all problems')
     ax.axhline(chance, color='black', lw=1, ls=':', label='white noise, own')
-    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, columns['shared'].min().item()), 1.02))
+    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, bars['shared'].min()), 1.02))
     ax.legend(fontsize=8)
-    terms = {name: value for name, value in columns.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}
+    terms = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}
     ax = axes[0][1]
     for number, (name, value) in enumerate(terms.items()):
-        ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value.flatten(), 0.8 / len(terms), label=name,
+        ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
                color=('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00')[number])
     ax.set(title='terms of eq. 1' if terms else 'eq. 1 does not hold with this encoding', ylabel='share of variance')
     if terms:
         ax.legend(fontsize=8)
     for ax in axes[0][:2]:
-        ax.set(xlabel='layer.head', xticks=at if L * H <= 24 else at[::H], xticklabels=names if L * H <= 24 else names[::H])
+        ax.set(xlabel='layer.head' if few else 'layer (mean over its heads)', xticks=at, xticklabels=names)
         ax.tick_params(axis='x', labelsize=8)
     colours = plt.get_cmap('viridis')
     for number, (_, _, mean) in enumerate(profiles):
@@ -459,7 +471,7 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     low, high = min(z[z == z].min() for z in maps), max(z[z == z].max() for z in maps)
     for ax, z, what in zip(axes[1], maps, ('logits', 'their Toeplitz part', 'the rest')):
         image = ax.imshow(z, vmin=low, vmax=high, cmap='viridis', interpolation='nearest')
-        ax.set(title=f'head {names[layer * H + head]}: {what}', xlabel='key', ylabel='query')
+        ax.set(title=f'head {layer + 1}.{head + 1}: {what}', xlabel='key', ylabel='query')
         label_tokens(ax.xaxis, words)
         label_tokens(ax.yaxis, words)
         ax.tick_params(axis='x', rotation=90)
@@ -479,7 +491,10 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
     length, tokens, targets = held_out_problems(task, cfg, length, n)
     p = added_vectors(model, tokens.shape[1])
     if not p.any():
-        raise train.UserError(f'positions takes out the vectors that an encoding adds to the embeddings, and pe={cfg.pe} adds none: train with pe=ape or pe=ape+{cfg.pe}')
+        raise train.UserError(f'positions takes out the vectors that an encoding adds to the embeddings, and pe={cfg.pe} adds none: '
+                              f'train with pe=ape or pe=ape+{cfg.pe}')
+    if not draws:
+        raise train.UserError('--draws=0: take at least one draw of random vectors')
     metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
     score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
     base, g, rows = score(), train.generator('cpu', 'test', 0), []
@@ -506,7 +521,8 @@ def positions_figure(plt, rows, base, label, title):
     layers = [row['layer'] for row in rows]
     ax.axhline(base, color='grey', lw=1, ls=':', label='nothing taken out')
     ax.plot(layers, [row['without p'] for row in rows], 'o-', color='#d55e00', label='without p')
-    ax.errorbar(layers, [row['random'] for row in rows], [row['sd'] for row in rows], fmt='s--', color=QUERY, capsize=3, label='without random vectors of that length')
+    ax.errorbar(layers, [row['random'] for row in rows], [row['sd'] for row in rows], fmt='s--', color=QUERY, capsize=3,
+                label='without random vectors of that length')
     ax.set(xlabel='taken out before layer', ylabel=label, xticks=layers, title=title)
     ax.legend(fontsize=8)
     return fig
@@ -519,13 +535,13 @@ def hermitian(a):
 
 
 def symbol(a, points=4096):
-    """f(theta) = Re a_0 + 2 Re sum_(d > 0) a_d e^(-i d theta) [.., points] on a grid of theta from 0 to 2 pi: the symbol of hermitian(a), whose eigenvalues lie in its range."""
+    """f(theta) = Re a_0 + 2 Re sum_(d > 0) a_d e^(-i d theta) [.., points], theta from 0 to 2 pi: the symbol of hermitian(a), whose eigenvalues lie in its range."""
     return 2 * torch.fft.fft(a, points).real - a[..., :1].real
 
 
 def lemma_b1(w, phase):
     """Lemma B.1 for weights w [N] and phases [N] on a fine grid of theta: (f, g), f = sum_i 2 w_i cos(phase_i + i theta) and g without the phases."""
-    wave = lambda phase: 2 * torch.fft.fft(torch.polar(w, -phase), 2 ** 14).real
+    wave = lambda phase: 2 * torch.fft.fft(torch.polar(w, -phase), 2 ** 12).real
     return wave(phase), wave(torch.zeros_like(phase))
 
 
@@ -540,7 +556,7 @@ def spectral_claims(seed=0):
     W, d = vector(2.25, 1, 1, *[0] * 61).to(torch.complex128), torch.arange(64, dtype=torch.float64)       # positive definite
     spectrum_with = lambda phase: torch.linalg.eigvalsh(hermitian(W * torch.polar(torch.ones_like(d), phase)))
     plain, turned, quarter = (spectrum_with(phase) for phase in (0 * d, 0.7 * d, -pi / 2 * d.clamp(max=1)))
-    claims = (('max |f| / max |g|, the largest of 1000 draws', '<= 1', max(largest(*lemma_b1(*draw())) for _ in range(1000))),
+    claims = (('max |f| / max |g|, the largest of 200 draws', '<= 1', max(largest(*lemma_b1(*draw())) for _ in range(200))),
               ('max |f| / max |g| with w = 1 1 1, phases 0 1 2: theta 0 1 2, or 5 1 1', '< 1', largest(*lemma_b1(one, steps))),
               ('max |f| / max |g| with w = 1 1, equal phases pi/2', '1', largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
               ('range of g / 4 sum w with w = 0 1 1', '1', width(lemma_b1(*sine)[1]) / 8),
@@ -589,7 +605,8 @@ def spectrum(model, task, cfg, length=0, n=8):
 
     def row(what, a, **more):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
-        return dict(what=what) | {key: round(x.item(), 4) for key, x in (('symbol from', f.min()), ('symbol to', f.max()), ('eigenvalues from', e[0]), ('eigenvalues to', e[-1]))} | more
+        ends = {'symbol from': f.min(), 'symbol to': f.max(), 'eigenvalues from': e[0], 'eigenvalues to': e[-1]}
+        return dict(what=what) | {key: round(x.item(), 4) for key, x in ends.items()} | more
     rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]), row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
     rows += [row(name, a) for name, a in factors.items() if name[2:] in chosen or name[0] != 'B'] + spectral_claims()
     values = torch.tensor(list(ratio.values()))
@@ -664,8 +681,9 @@ def seeds_of(dS, edge, T):
 
 
 def convolution_share(dS, task, tokens):
-    """C.6: share [H] of the variance of the mean gradient M(d, D), at D places before the later trigger of problems with distance d, that a kernel k(D - d) explains;
-    and what it would explain of noise.
+    """C.6: share [H] of the variance of M(d, D) that a kernel k(D - d) explains, and what it would explain of noise.
+
+    M(d, D): mean gradient in the row of the later trigger, D places before it, over the problems with distance d between the triggers.
     """
     b, u, _, d = edges(task, tokens, 'pair')
     D = torch.arange(tokens.shape[1])
@@ -680,7 +698,7 @@ def convolution_share(dS, task, tokens):
 
 
 def seed_condition(A, dY, dy, V, W_O, edge):
-    """Prop. 6.1's condition a eta > C chi in the top layer: (share of the edges with Lambda > 0, which (A2) wants of all; largest a eta / (C chi) over d and heads).
+    """Prop. 6.1's condition a eta > C chi in the top layer: (share of the edges with Lambda > 0, which (A2) wants of all; largest a eta / (C chi)).
 
     The second is never above 1: eta <= Lambda_uj <= |dl/dY_u| |V_j| <= C and a <= A_uj <= |A_u| <= chi. (And chi = 1, by the first row of causal attention.)
     """
@@ -721,7 +739,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     run, done again here (0: none), and in the saved model. Rows, by layer: strongest `head` by |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next
     one's as `second`; their difference `margin` and its `growth`, margin over that of the layer above, which Theorem 6.1 wants above 1; of the strongest head the
     share of distances with H > 0 (`positive`; descent lowers such a logit) and `coherence`, how much does not cancel; `effective`, the number of heads
-    that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold), 6.2, C.6 for pairs of triggers.
+    that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
     """
     two = getattr(task, 'triggers', 0) == 2
     edge = edge or ('read' if two else 'all')
@@ -735,46 +753,57 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     def measure(step, net):
         net = copy.deepcopy(net).double().eval()
         found = logit_gradients(net, tokens, targets)
-        H, coherence = zip(*(seeds_of(layer[1], anchors, T) for layer in found))
-        strength = torch.stack(H).norm(dim=-1)                                          # (L, H)
-        order = strength.sort(dim=1, descending=True)
-        first, second = order.values[:, 0], order.values[:, 1] if strength.shape[1] > 1 else torch.zeros(len(H))
-        margin, at = first - second, anchors[3].unique()
-        curves[step] = torch.stack(H)
-        for layer, (A, dS, dY, dy, V, Y) in enumerate(found):
-            head, growth = order.indices[layer, 0].item(), margin[layer] / margin[layer + 1] if layer + 1 < len(margin) else None
-            number = lambda x: float(f'{x.item():.4g}') if x is not None and x.isfinite() else None
-            rows.append(dict(step=step, layer=layer + 1, head=head + 1, first=number(first[layer]), second=number(second[layer]), margin=number(margin[layer]),
-                             growth=number(growth), positive=number((H[layer][head, at] > 0).double().mean()), coherence=number(coherence[layer][head]),
-                             effective=number(concentration(strength[layer])['effective'])))
+        H, coherence = map(torch.stack, zip(*(seeds_of(layer[1], anchors, T) for layer in found)))
+        rows.extend(dict(step=step) | row for row in margins(H[..., anchors[3].unique()], coherence))
+        curves[step] = H
+        for A, dS, dY, dy, V, Y in found:
             plain = V.shape == Y.shape and torch.allclose(A @ V, Y)                     # neither values nor outputs are the encoding's
             if plain:
                 tests['C.1'].append(((softmax_gradient(A, dY, V) - dS).abs().max() / dS.abs().max()).item())
             if two and dS[anchors[0], :, edges(task, tokens, 'pair')[1]].any():
                 share, chance = convolution_share(dS, task, tokens)
                 tests['C.6'].append((share.mean().item(), chance))
-        if plain and H[-1].any():
+        if plain and edge == 'read':
             tests['6.1'].append(seed_condition(A, dY, dy, V, net.blocks[-1].attn.proj.weight.detach(), anchors))
     first_steps(cfg, task, steps, measure)
     measure('trained', model)
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
-    A = torch.rand(1000, 8, generator=train.generator('cpu', 'test', 0), dtype=torch.float64).mul(9).softmax(dim=1)
-    claims = [('C.1: largest error of a gradient, relative to the largest', '0', max(tests['C.1'], default=None)),
-              ('C.2: across / along, the largest of 1000 rows', '<= 1', max((across / along).item() for along, across in (anchor_gain(row, 3) for row in A))),
-              ('6.1: share of anchors with Lambda > 0 (assumption A2)', '1', sum(x for x, _ in tests['6.1']) / len(tests['6.1']) if tests['6.1'] else None),
-              ('6.1: a eta / (C chi), the largest', '> 1', max((x for _, x in tests['6.1']), default=None)),
-              ("6.2: |g + g'| / |g| with ALiBi", '0', cancellation('alibi')), ("6.2: |g + g'| / |g| with RoPE, the same tokens", '> 0', cancellation('rope')),
+    median, grows = (growth.median().item(), (growth > 1).double().mean().item()) if len(growth) else (None, None)
+    first = next(row for row in rows if row['step'] == 'trained')
+    summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median, grows=grows)
+    figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows + gradient_claims(tests, grows), summary, figure
+
+
+def margins(H, coherence):
+    """The rows of gradients() for H_l^(h)(d) [L, H, distances] and coherence [L, H]."""
+    strength, rows = H.norm(dim=-1), []                                                 # (L, H)
+    order = torch.nn.functional.pad(strength, (0, 1)).sort(dim=1, descending=True, stable=True)        # a head of 0 more, where there is but one
+    margin, number = order.values[:, 0] - order.values[:, 1], lambda x: float(f'{x.item():.4g}') if x.isfinite() else None
+    growth = torch.cat([margin[:-1] / margin[1:], torch.full((1,), torch.nan)])
+    for layer, head in enumerate(order.indices[:, 0].tolist()):
+        rows.append(dict(layer=layer + 1, head=head + 1, first=number(order.values[layer, 0]), second=number(order.values[layer, 1]),
+                         margin=number(margin[layer]), growth=number(growth[layer]), positive=number((H[layer, head] > 0).double().mean()),
+                         coherence=number(coherence[layer, head]), effective=number(concentration(strength[layer])['effective'])))
+    return rows
+
+
+def gradient_claims(tests, grows):
+    """Section 6 and appendix C beside what is found: rows (what, claimed, found), from the measurements of gradients()."""
+    mean = lambda xs: sum(xs) / len(xs) if xs else None
+    A = torch.rand(200, 8, generator=train.generator('cpu', 'test', 0), dtype=torch.float64).mul(9).softmax(dim=1)
+    claims = (('C.1: largest error of a gradient, relative to the largest', '0', max(tests['C.1'], default=None)),
+              ('C.2: across / along, the largest of 200 rows', '<= 1', max((across / along).item() for along, across in (anchor_gain(row, 3) for row in A))),
+              ('6.1: share of anchors with Lambda > 0 (assumption A2)', '1', mean([positive for positive, _ in tests['6.1']])),
+              ('6.1: a eta / (C chi), the largest', '> 1', max((most for _, most in tests['6.1']), default=None)),
+              ("6.2: |g + g'| / |g| with ALiBi", '0', cancellation('alibi')),
+              ("6.2: |g + g'| / |g| with RoPE, the same tokens", '> 0', cancellation('rope')),
               ("6.2: |g + g'| / |g| with ALiBi, other tokens with values", '0', cancellation('alibi', values=1.0)),
               ("6.2: |g + g'| / |g| with ALiBi, cross-entropy", '0', cancellation('alibi', linear=False)),
-              ('Theorem 6.1: share of the growths above 1', '1', (growth > 1).double().mean().item() if len(growth) else None),
-              *(('C.6: share of M(d, D) that a kernel k(D - d) explains' + what, claimed, sum(x[i] for x in tests['C.6']) / len(tests['C.6']))
-                for i, (what, claimed) in enumerate((('', '1'), (', of noise', '')) if tests['C.6'] else ()))]
-    claims = [dict(what=what, claimed=claimed, found=float(f'{found:.4g}')) for what, claimed, found in claims if found is not None]
-    last = [row for row in rows if row['step'] == 'trained']
-    summary = dict(length=length, n=len(tokens), edge=edge, effective=last[0]['effective'], growth=round(growth.median().item(), 4) if len(growth) else None,
-                   grows=round((growth > 1).double().mean().item(), 4) if len(growth) else None)
-    figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{cfg.task} with {cfg.pe}, length {length}')
-    return rows + claims, summary, figure
+              ('Theorem 6.1: share of the growths above 1', '1', grows),
+              ('C.6: share of M(d, D) that a kernel k(D - d) explains', '1', mean([share for share, _ in tests['C.6']])),
+              ('C.6: the same of noise', '', mean([chance for _, chance in tests['C.6']])))
+    return [dict(what=what, claimed=claimed, found=float(f'{found:.4g}')) for what, claimed, found in claims if found is not None]
 
 
 def first_steps(cfg, task, steps, measure):
@@ -786,7 +815,6 @@ def first_steps(cfg, task, steps, measure):
     for step in range(steps + 1):
         if step in points:
             measure(step, net)
-            net.train()
         if step < steps:
             seeds.step(step)
 
@@ -803,7 +831,8 @@ def gradients_figure(plt, rows, curves, at, edge, title):
             for head, curve in enumerate(H):
                 ax.plot(at, curve[at], color=colours(head / max(1, len(H) - 1) * 0.9), lw=1.2, label=f'head {head + 1}')
             ax.axhline(0, color='grey', lw=0.8, ls=':')
-            ax.set(title=f'H(d), layer {layer + 1}, {"step " if step != "trained" else ""}{step}', xlabel='distance d (tokens)', ylabel='gradient (nats per logit, summed)')
+            ax.set(title=f'H(d), layer {layer + 1}, {"step " if step != "trained" else ""}{step}', xlabel='distance d (tokens)',
+                   ylabel='gradient (nats per logit, summed)')
     if len(H) <= 8:
         axes[0][0].legend(fontsize=8)
     steps = list(curves)
@@ -812,7 +841,7 @@ def gradients_figure(plt, rows, curves, at, edge, title):
         colour = colours(layer / max(1, layers - 1) * 0.9)
         axes[0][2].plot(range(len(steps)), [row['margin'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
         axes[1][2].plot(range(len(steps)), [row['effective'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
-    axes[0][2].set(title='margin of the strongest head', ylabel='|H| of the first less the second', yscale='symlog')
+    axes[0][2].set(title='margin of the strongest head', ylabel='|H| of the first less the second', yscale='log' if any(row['margin'] for row in rows) else 'linear')
     axes[1][2].set(title='heads that share the gradient', ylabel='effective number of heads', ylim=(0.9, len(H) + 0.1))
     for ax in axes[:, 2]:
         ax.set(xlabel='training step', xticks=range(len(steps)), xticklabels=steps)
