@@ -445,14 +445,19 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     ax.axhline(chance, color='black', lw=1, ls=':', label='white noise, own')
     ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, bars['shared'].min()), 1.02))
     ax.legend(fontsize=8)
-    terms = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}
+    terms, what = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}, 'terms of eq. 1'
+    if len(terms) < 2:
+        terms, what = {name: bars[name] for name in ('G_e off', 'free G_e off', 'impossible') if name in bars}, 'eq. 2 with a single G_e: how far off'
     ax = axes[0][1]
     for number, (name, value) in enumerate(terms.items()):
         ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
                color=('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00')[number])
-    ax.set(title='terms of eq. 1' if terms else 'eq. 1 does not hold with this encoding', ylabel='share of variance')
     if terms:
+        ax.margins(y=0.25)
+        ax.set(title=what, ylabel='share of variance' + ', of pairs' * ('impossible' in terms))
         ax.legend(fontsize=8)
+    else:
+        ax.axis('off')
     for ax in axes[0][:2]:
         ax.set(xlabel='layer.head' if few else 'layer (mean over its heads)', xticks=at, xticklabels=names)
         ax.tick_params(axis='x', labelsize=8)
@@ -734,12 +739,12 @@ def cancellation(name, values=0.0, linear=True):
 def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     """Does one head collect the gradient of position, and more so the lower the layer? H_l^(h)(d) in training (toeplitz.txt section 6, appendix C).
 
-    H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this length (0: the longest
-    trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before training, in the first `steps` steps of this very
-    run, done again here (0: none), and in the saved model. Rows, by layer: strongest `head` by |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next
-    one's as `second`; their difference `margin` and its `growth`, margin over that of the layer above, which Theorem 6.1 wants above 1; of the strongest head the
-    share of distances with H > 0 (`positive`; descent lowers such a logit) and `coherence`, how much does not cancel; `effective`, the number of heads
-    that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
+    H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this length (0: the
+    longest trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before training, in the first `steps`
+    steps of this very run, done again here (0: none, for a run too large for that), and in the saved model. Rows, by layer: strongest `head` by
+    |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next one's as `second`; their difference `margin` and its `growth`, margin over that of the layer
+    above, which Theorem 6.1 wants above 1; of the strongest head the share of distances with H > 0 (`positive`; descent lowers such a logit) and
+    `coherence`, how much does not cancel; `effective`, the number of heads that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
     """
     two = getattr(task, 'triggers', 0) == 2
     edge = edge or ('read' if two else 'all')
