@@ -11,6 +11,8 @@ holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model an
 """
 import ast
 import contextlib
+import copy
+import dataclasses
 import difflib
 import inspect
 import json
@@ -744,6 +746,692 @@ def shift_figure(plt, shown, words, length, best, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# toeplitz.txt
+
+@contextlib.contextmanager
+def changing(module, change):
+    """The output of this module is change(output) within."""
+    hook = module.register_forward_hook(lambda m, inputs, output: change(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def held_out_problems(task, cfg, length, n):
+    """(length, tokens [n, T], targets [n, T]) of up to n held-out problems; length 0: the longest one trained on."""
+    length = length or max(cfg.train_lengths)
+    if not n:
+        raise train.UserError('--n=0: take at least one problem')
+    if not task.existing([length], None):
+        raise train.UserError(f'{cfg.task} has no problems of length {length}: take one of the trained ones, --length={max(cfg.train_lengths)}')
+    return length, *task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
+
+
+def per_head(columns):
+    """Rows of {name: [L, H] tensor}: one for every head, or where these were too many for a table, for every layer, with the mean over its heads."""
+    L, H = next(iter(columns.values())).shape
+    value = lambda x: round(x.item(), 4) if x.isfinite() else None
+    if L * H > 60:
+        return [dict(layer=layer + 1, head='mean', **{name: value(x[layer].mean()) for name, x in columns.items()}) for layer in range(L)]
+    return [dict(layer=layer + 1, head=head + 1, **{name: value(x[layer, head]) for name, x in columns.items()}) for layer in range(L) for head in range(H)]
+
+
+def concentration(drops):
+    """How unevenly drops [.., H] fall on the heads, those below 0 taken as 0: a dictionary of tensors [..], nan where there is no drop at all.
+
+    share: of the largest one in their sum; gini: mean difference of two of them over twice their mean, from 0 to 1 - 1/H; effective: (sum d)^2 / sum d^2,
+    from 1, all on one head, to H.
+    """
+    d = drops.clamp(min=0)
+    total, H = d.sum(dim=-1), d.shape[-1]
+    gini = (d[..., :, None] - d[..., None, :]).abs().sum(dim=(-2, -1)) / (2 * H * total)
+    return dict(share=d.amax(dim=-1) / total, gini=gini, effective=total ** 2 / (d ** 2).sum(dim=-1))
+
+
+def heads(model, task, cfg, length=0, n=512):
+    """Which heads does the answer hang on, and is it a single one? Zeroes one head's output at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
+
+    length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match without that head,
+    in points (of a corpus: rise of the loss, in nats); `share`: of the largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`,
+    the number of heads that carry it: share near 1 with a large drop is the single-head deposit. Drops below 0 count as 0 there; where none is
+    above 0, they are empty. Summary: the same over all heads.
+    """
+    L, H = len(model.blocks), model.blocks[0].attn.heads
+    if H == 1:
+        raise train.UserError('heads compares the heads of a layer, and this run has one: train it with more, --n_head=4')
+    length, *problems = held_out_problems(task, cfg, length, n)
+    metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
+    score = lambda: train.evaluate(model, task, {length: problems})[length][metric] * scale
+    base, scores = score(), torch.zeros(L, H)
+    for layer, block in enumerate(model.blocks):
+        for head in range(H):
+            with changing(block.attn.tap_head_out, lambda y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0)):       # (B, H, T, out_dim)
+                scores[layer, head] = score()
+    drops = base - scores
+    number = lambda x: round(x.item(), 3) if x.isfinite() else None
+    rows = [dict(layer=layer + 1, **{f'drop {head + 1}': round(x, 3) for head, x in enumerate(drops[layer].tolist())},
+                 **{key: number(x[layer]) for key, x in concentration(drops).items()}) for layer in range(L)]
+    worst = drops.argmax().item()
+    unit = 'nats' if task.corpus else '% exact match'
+    summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1, largest=number(drops.max()),
+                   second=number(drops.flatten().sort().values[-2]), **{key: number(x) for key, x in concentration(drops.flatten()).items()})
+    label = 'loss (nats)' if task.corpus else 'exact match (%)'
+    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), label, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def heads_figure(plt, scores, base, label, title):
+    """The figure of `heads`: a violin per layer (Figure 4), and under it a curve over the heads of each layer (Figure 9). scores [L, H], base: no head off."""
+    L, H = scores.shape
+    columns = min(L, 4)
+    fig = plt.figure(figsize=(max(7, 2.6 * columns), 3.4 + 2.2 * -(-L // columns)), layout='constrained')
+    top, bottom = fig.subfigures(2, 1, height_ratios=(3.2, 2.2 * -(-L // columns)))
+    ax = top.subplots()
+    violins = ax.violinplot(scores.T, positions=range(1, L + 1), showextrema=False, widths=0.7)
+    for body in violins['bodies']:
+        body.set(facecolor='#56b4e9', alpha=0.6)
+    ax.plot([layer + 1 for layer in range(L) for _ in range(H)], scores.flatten(), 'o', color=QUERY, ms=4, label='one head off')
+    ax.axhline(base, color='#d55e00', lw=1, label='no head off')
+    ax.set(xlabel='layer of the head that is off', ylabel=label, xticks=range(1, L + 1), title=title)
+    ax.legend(fontsize=8)
+    for layer, ax in enumerate(bottom.subplots(-(-L // columns), columns, sharey=True, squeeze=False).flat):
+        if layer >= L:
+            ax.axis('off')
+            continue
+        ax.plot(range(1, H + 1), scores[layer], 'o-', color=QUERY, ms=4)
+        ax.axhline(base, color='#d55e00', lw=1)
+        ax.set(title=f'layer {layer + 1}', xlabel='head that is off', xticks=range(1, H + 1, 1 + H // 9))
+        if layer % columns == 0:
+            ax.set_ylabel(label)
+    return fig
+
+
+def diagonal_means(L):
+    """Mean a_d [.., T] of L [.., T, T] along its diagonals i - j = d, d = 0..T-1; what is above the main one does not count."""
+    T = L.shape[-1]
+    i, j = torch.tril_indices(T, T, device=L.device)
+    return torch.zeros(*L.shape[:-1], dtype=L.dtype, device=L.device).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1, device=L.device)
+
+
+def toeplitz_matrix(a):
+    """T_ij = a_(i-j) [.., T, T] on and below the main diagonal, 0 above, of a [.., T]."""
+    return a[..., encodings.distance(torch.arange(a.shape[-1], device=a.device))].tril()
+
+
+def variance_share(part, L):
+    """Share of the variance of L [.., T, T] over i >= j that a part of it accounts for [..]: cov(part, L) / var(L). Those of parts that make up L add up to 1."""
+    i, j = torch.tril_indices(*L.shape[-2:], device=L.device)
+    part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
+    return (part * L).mean(dim=-1) / (L ** 2).mean(dim=-1)
+
+
+def grams(q, k, turn):
+    """Eq. 2's parts for queries and keys [B, H, T, D] whose pairs (2m, 2m+1) are taken as complex numbers: complex (L, G) [B, H, T, T].
+
+    L = sum_m G^(m) o T^(m), G^(m)_ij = q_i^(m) conj(k_j^(m)), T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2], for RoPE e^(i theta_m t): one Toeplitz
+    factor for each frequency m. RoPE's logit is Re L. G = sum_m G^(m).
+    """
+    q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))           # (B, H, T, D/2)
+    L, G = 0, 0
+    for m in range(q.shape[-1]):
+        G_m, u = q[..., :, None, m] * k[..., None, :, m].conj(), turn[..., m]
+        L, G = L + G_m * (u[..., :, None] * u[..., None, :].conj()), G + G_m
+    return L, G
+
+
+def single_factor(L, G):
+    """How far eq. 2 is off as it stands in the paper, L = Re(G o G_e) with one Toeplitz matrix G_e: a dictionary of shares [H], for L and complex G [B, H, T, T].
+
+    unit: of the variance of L that the best G_e with entries of modulus 1 leaves unexplained (above 1: it is worse than a constant); free: the
+    best G_e with any complex entries. impossible: pairs with |L_ij| > |G_ij|, which no angle makes equal, not even one of their own.
+    """
+    x, y = G.real, -G.imag                                                              # Re(G a) = x Re(a) + y Im(a)
+    xx, xy, yy, xl, yl, ll = (diagonal_means(z).mean(dim=0) for z in (x * x, x * y, y * y, x * L, y * L, L * L))    # (H, T)
+    angle = torch.linspace(0, 2 * torch.pi, 721, dtype=L.dtype, device=L.device)
+    c, s = angle.cos(), angle.sin()
+    at = lambda z: z[..., None]
+    unit = (at(ll) - 2 * (c * at(xl) + s * at(yl)) + c * c * at(xx) + 2 * c * s * at(xy) + s * s * at(yy)).amin(dim=-1)
+    b = torch.stack([xl, yl], dim=-1)[..., None]
+    S = torch.stack([torch.stack([xx, xy], dim=-1), torch.stack([xy, yy], dim=-1)], dim=-2)
+    free = ll - (b.mT @ torch.linalg.pinv(S, hermitian=True) @ b).squeeze((-2, -1))
+    i, j = torch.tril_indices(*L.shape[-2:], device=L.device)
+    weight, entries = torch.arange(L.shape[-1], 0, -1, device=L.device), L[..., i, j].transpose(0, 1).flatten(1)
+    total = entries.var(dim=1, correction=0) * len(i)
+    return dict(unit=(unit * weight).sum(dim=-1) / total, free=(free * weight).sum(dim=-1) / total,
+                impossible=(entries.abs() > G[..., i, j].abs().transpose(0, 1).flatten(1) + 1e-9 * entries.abs().max()).double().mean(dim=1))
+
+
+def added_vectors(model, T):
+    """p_i [T, C], what the encoding adds to the embeddings; zeros if nothing."""
+    weight = model.embedding.weight.detach()
+    with torch.no_grad():
+        return model.blocks[0].attn.pe.embed(torch.zeros_like(weight[:1]).expand(1, T, -1), torch.arange(T, device=weight.device))[0]
+
+
+def share_of_norm(norm, x, p):
+    """p's part of norm(x) for x = c + p: the norm is linear once its scale is held at that of x, so norm(x) less this is c's part."""
+    if isinstance(norm, torch.nn.LayerNorm):
+        x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight
+
+
+def attention_inputs(model, tokens):
+    """[(attention, x [B, T, C] after the norm, pos, state, stream [B, T, C] before it)] of every layer."""
+    streams = [model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]
+    with listening(*streams) as before, listening(*(block.attn for block in model.blocks)) as heard, torch.no_grad():
+        model(tokens)
+    return [(attn, *inputs, stream) for (attn, inputs, _), (_, _, stream) in zip(heard, before)]
+
+
+def project(attn, x):
+    """Queries, keys and values [B, H, T, D] of x [B, T, C]."""
+    return [z.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for z in attn.qkv_of(x)]
+
+
+def is_linear(model):
+    """Whether the encoding turns queries and keys linearly, as eq. 1 and 2 want it."""
+    return not any(isinstance(m, (encodings.PoPE, encodings.ViPE, encodings.PRISM)) for m in model.modules())
+
+
+def turns_of(enc, q, pos, state):
+    """By what the encoding multiplies the pairs (2m, 2m+1) of q [B, H, T, D], as complex numbers [H, T, D/2]: RoPE's e^(i theta_m t), 1 where nothing turns."""
+    one = torch.zeros_like(q[:1]).index_fill(-1, torch.arange(0, q.shape[-1], 2), 1.0)
+    return torch.view_as_complex(enc.qk(one, one, pos, state)[0][0].unflatten(-1, (-1, 2)))
+
+
+def gram_terms(attn, x, position, pos, state):
+    """Eq. 1's terms {name: [B, H, T, T] or [H, T, T]} of the logits, where x = content + position after the norm and the encoding is linear in q and k."""
+    content, turned = x - position, {}
+    for name, part in (('c', content), ('p', position)):
+        q, k, _ = project(attn, part)
+        turned[name] = attn.pe.qk(q, k, pos, state)
+    terms = {f'q{a} k{b}': turned[a][0] @ turned[b][1].mT * attn.pe.scale for a in 'cp' for b in 'cp'}
+    bias = attn.pe.bias(pos, state)
+    return {name: term for name, term in terms.items() if term.any()} | ({} if bias is None else {'B': bias})
+
+
+def logit_shares(attn, x, position, pos, state, linear, turns):
+    """(L [B, H, T, T], {name: share [H]}, {equation: (its right side, L)}) of a layer, x = content + position [B, T, C] its input; see toeplitz()."""
+    q, k, _ = project(attn, x)
+    L = attn.pe.logits(q, k, pos, state)
+    L = L.masked_fill(L.isinf(), 0)                                                     # 0 above the diagonal
+    by_head = lambda z: z.expand_as(L)[(..., *torch.tril_indices(*L.shape[-2:]))].transpose(0, 1).flatten(1)           # (H, B entries)
+    a, equations = diagonal_means(L), {}                                                # (B, H, T)
+    shares = dict(toeplitz=variance_share(toeplitz_matrix(a), L).mean(dim=0),
+                  shared=1 - (by_head(L) - by_head(toeplitz_matrix(a.mean(dim=0)))).var(dim=1) / by_head(L).var(dim=1))
+    if linear:
+        terms = gram_terms(attn, x, position, pos, state)
+        equations['eq. 1'] = sum(terms.values()).expand_as(L), L
+        shares |= {name: variance_share(term.expand_as(L), L).mean(dim=0) for name, term in terms.items()}
+        if 'qp kp' in terms:
+            shares['qp kp toeplitz'] = variance_share(toeplitz_matrix(diagonal_means(terms['qp kp'])), terms['qp kp']).mean(dim=0)
+    if turns:
+        turned, G = (z * attn.pe.scale for z in grams(q, k, turns_of(attn.pe, q, pos, state)))
+        equations['eq. 2'] = turned.real + terms.get('B', 0), L
+        shares |= dict(zip(('G_e off', 'free G_e off', 'impossible'), single_factor(turned.real, G).values()))
+    return L, shares, equations
+
+
+@torch.no_grad()
+def toeplitz(model, task, cfg, length=0, n=8):
+    """Do the logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (toeplitz.txt eq. 1, 2, B.1).
+
+    length: of the problems, 0: the longest trained; n: how many. Shares of the variance of the logits over i >= j, a row for each head (mean over problems):
+    `toeplitz`: of the mean along each diagonal (chance: what white noise would have); `shared`: of one such matrix for all problems, which is what a relative
+    bias could do. `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: the terms of eq. 1, adding up to 1, with p_i the vectors that the encoding adds, as they still
+    stand in the residual stream at every layer; `qp kp toeplitz`: how Toeplitz that term is by itself (Assumption 3.2 wants 1). With RoPE also how far
+    eq. 2's single G_e is off: `G_e off`, `free G_e off`, `impossible` are what single_factor() finds. Summary: means over the heads, and
+    the largest errors of eq. 1 and of eq. 2 with a Toeplitz factor for each frequency, relative to the largest logit, in float64.
+    """
+    length, tokens, _ = held_out_problems(task, cfg, length, n)
+    T = tokens.shape[1]
+    tokens = tokens[:max(1, 2 ** 23 // (cfg.heads * T * T))]
+    net, errors, found, profiles = copy.deepcopy(model).double(), {}, [], []
+    linear, p = is_linear(net), added_vectors(net, T)
+    turns = linear and any(isinstance(m, encodings.RoPE) for m in net.modules())
+    for block, (attn, x, pos, state, stream) in zip(net.blocks, attention_inputs(net, tokens)):
+        L, shares, equations = logit_shares(attn, x, share_of_norm(block.norm_1, stream, p), pos, state, linear, turns)
+        for name, (sum_, whole) in equations.items():
+            errors[name] = max(errors.get(name, 0.0), ((sum_ - whole).tril().abs().max() / whole.abs().max()).item())
+        found.append(shares)
+        profiles.append((L[0], diagonal_means(L[0]), diagonal_means(L).mean(dim=0)))
+    columns = {name: torch.stack([shares.get(name, torch.zeros(cfg.heads)) for shares in found]) for name in dict.fromkeys(key for f in found for key in f)}
+    chance = (T - 1) / (T * (T + 1) / 2 - 1)
+    summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4), **{name: round(value.mean().item(), 4) for name, value in columns.items()},
+                   **{f'error of {name}': error for name, error in errors.items()})
+    words = [task.vocab[t] for t in tokens[0].tolist()]
+    title = f'{cfg.task} with {cfg.pe}, length {length}'
+    return per_head(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, title)
+
+
+def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
+    """The figure of `toeplitz`: shares of every head, its profile a_d, and the most Toeplitz head's logits taken apart. profiles: (L, a, mean a) by layer."""
+    share = columns['toeplitz']
+    L, H = share.shape
+    layer, head = divmod(share.argmax().item(), H)
+    few = L * H <= 24
+    bars = {name: (value if few else value.mean(dim=1)).flatten().numpy() for name, value in columns.items()}
+    names = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)] if few else [str(x + 1) for x in range(L)]
+    at = range(len(names))
+    fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
+    ax = axes[0][0]
+    ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="each problem's own")
+    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color='#56b4e9', label='one for all problems')
+    ax.axhline(chance, color='black', lw=1, ls=':', label='white noise, own')
+    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, bars['shared'].min()), 1.02))
+    ax.legend(fontsize=8)
+    terms, what = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}, 'terms of eq. 1'
+    if len(terms) < 2:
+        terms, what = {name: bars[name] for name in ('G_e off', 'free G_e off', 'impossible') if name in bars}, 'eq. 2 with a single G_e: how far off'
+    ax = axes[0][1]
+    for number, (name, value) in enumerate(terms.items()):
+        ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
+               color=('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00')[number])
+    if terms:
+        ax.margins(y=0.25)
+        ax.set(title=what, ylabel='share of variance' + ', of pairs' * ('impossible' in terms))
+        ax.legend(fontsize=8)
+    else:
+        ax.axis('off')
+    for ax in axes[0][:2]:
+        ax.set(xlabel='layer.head' if few else 'layer (mean over its heads)', xticks=at, xticklabels=names)
+        ax.tick_params(axis='x', labelsize=8)
+    colours = plt.get_cmap('viridis')
+    for number, (_, _, mean) in enumerate(profiles):
+        for row in mean:
+            axes[0][2].plot(row.numpy(), color=colours(number / max(1, L)), lw=1, alpha=0.8)
+        axes[0][2].plot([], color=colours(number / max(1, L)), label=f'layer {number + 1}')
+    if len(words) > trained:
+        axes[0][2].axvline(trained, color='crimson', lw=1, label='trained length')
+    axes[0][2].set(title='mean logit at each distance, a line for each head', xlabel='distance i - j (tokens)', ylabel='logit')
+    axes[0][2].legend(fontsize=8)
+    logits, part = profiles[layer][0][head], toeplitz_matrix(profiles[layer][1][head])
+    hidden = torch.ones_like(logits).triu(1).bool()
+    maps = [z.masked_fill(hidden, float('nan')).numpy() for z in (logits, part, logits - part)]
+    low, high = min(z[z == z].min() for z in maps), max(z[z == z].max() for z in maps)
+    for ax, z, what in zip(axes[1], maps, ('logits', 'their Toeplitz part', 'the rest')):
+        image = ax.imshow(z, vmin=low, vmax=high, cmap='viridis', interpolation='nearest')
+        ax.set(title=f'head {layer + 1}.{head + 1}: {what}', xlabel='key', ylabel='query')
+        label_tokens(ax.xaxis, words)
+        label_tokens(ax.yaxis, words)
+        ax.tick_params(axis='x', rotation=90)
+    fig.colorbar(image, ax=axes[1], label='logit')
+    fig.suptitle(title)
+    return fig
+
+
+def positions(model, task, cfg, length=0, n=512, draws=4):
+    """Does a layer still read the vectors p_i that were added to the embeddings? Takes them out of the residual stream (toeplitz.txt 5.4; Figure 8).
+
+    At each layer p_i is subtracted from the stream before it, so for that layer and all after it; or a random vector of the same length, a fresh one for
+    every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in % (of a corpus: loss in nats)
+    `without p`, `random` (mean over draws) and its standard deviation; `more`: what p costs beyond the random vectors; `norm`: mean |p_i| over mean |x_i|.
+    For ape, learned, random, shifted_ape (without a shift, as in evaluation) and sums with them.
+    """
+    length, tokens, targets = held_out_problems(task, cfg, length, n)
+    p = added_vectors(model, tokens.shape[1])
+    if not p.any():
+        raise train.UserError(f'positions takes out the vectors that an encoding adds to the embeddings, and pe={cfg.pe} adds none: '
+                              f'train with pe=ape or pe=ape+{cfg.pe}')
+    if not draws:
+        raise train.UserError('--draws=0: take at least one draw of random vectors')
+    metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
+    score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
+    base, g, rows = score(), train.generator('cpu', 'test', 0), []
+
+    def without(module, vectors):
+        with changing(module, lambda x: x - vectors[:x.shape[1]]):
+            return score()
+    for layer, module in enumerate([model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]):
+        noise = [torch.nn.functional.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True) for _ in range(draws)]
+        with listening(module) as heard, torch.no_grad():
+            model(tokens[:8])
+        random, removed = torch.tensor([without(module, r) for r in noise]), without(module, p)
+        rows.append(dict(layer=layer + 1, **{'without p': round(abs(removed), 3), 'random': round(random.mean().abs().item(), 3),
+                                             'sd': round(random.std(correction=0).item(), 3), 'more': round(random.mean().item() - removed, 3),
+                                             'norm': round((p.norm(dim=-1).mean() / heard[0][2].norm(dim=-1).mean()).item(), 3)}))
+    label = 'loss (nats)' if task.corpus else 'exact match (%)'
+    summary = dict(length=length, n=len(tokens), unit=label, base=round(abs(base), 4), most_more_at=max(rows, key=lambda row: row['more'])['layer'])
+    return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), label, f'{cfg.task} with {cfg.pe}, length {length}')
+
+
+def positions_figure(plt, rows, base, label, title):
+    """The figure of `positions` (Figure 8)."""
+    fig, ax = plt.subplots(figsize=(6, 4), layout='constrained')
+    layers = [row['layer'] for row in rows]
+    ax.axhline(base, color='grey', lw=1, ls=':', label='nothing taken out')
+    ax.plot(layers, [row['without p'] for row in rows], 'o-', color='#d55e00', label='without p')
+    ax.errorbar(layers, [row['random'] for row in rows], [row['sd'] for row in rows], fmt='s--', color=QUERY, capsize=3,
+                label='without random vectors of that length')
+    ax.set(xlabel='taken out before layer', ylabel=label, xticks=layers, title=title)
+    ax.legend(fontsize=8)
+    return fig
+
+
+def hermitian(a):
+    """The Hermitian Toeplitz matrix [.., T, T] with a_d [.., T] on its diagonals i - j = d >= 0."""
+    below = toeplitz_matrix(a)
+    return below.tril(-1).mH + below.tril(-1) + torch.diag_embed(below.diagonal(dim1=-2, dim2=-1).real).to(a.dtype)
+
+
+def symbol(a, points=4096):
+    """f(theta) = Re a_0 + 2 Re sum_(d > 0) a_d e^(-i d theta) [.., points], theta from 0 to 2 pi: the symbol of hermitian(a), whose eigenvalues lie in its range."""
+    return 2 * torch.fft.fft(a, points).real - a[..., :1].real
+
+
+def lemma_b1(w, phase):
+    """Lemma B.1 for weights w [N] and phases [N] on a fine grid of theta: (f, g), f = sum_i 2 w_i cos(phase_i + i theta) and g without the phases."""
+    wave = lambda phase: 2 * torch.fft.fft(torch.polar(w, -phase), 2 ** 12).real
+    return wave(phase), wave(torch.zeros_like(phase))
+
+
+def spectral_claims(seed=0):
+    """Lemma B.1 and Prop. B.3 beside what they say: rows (what, claimed, found). The phases of the statement are i theta_i, those of its proof theta_i."""
+    g, pi = torch.Generator().manual_seed(seed), torch.pi
+    vector = lambda *x: torch.tensor(x, dtype=torch.float64)
+    largest = lambda f, g: (f.abs().max() / g.abs().max()).item()
+    width = lambda x: (x.max() - x.min()).item()
+    draw = lambda: (torch.rand(8, generator=g, dtype=torch.float64), 2 * pi * torch.rand(8, generator=g, dtype=torch.float64))
+    one, steps, sine = vector(1, 1, 1), vector(0, 1, 2), (vector(0, 1, 1), vector(-pi / 2, -pi / 2, -pi / 2))
+    W, d = vector(2.25, 1, 1, *[0] * 61).to(torch.complex128), torch.arange(64, dtype=torch.float64)       # positive definite
+    spectrum_with = lambda phase: torch.linalg.eigvalsh(hermitian(W * torch.polar(torch.ones_like(d), phase)))
+    plain, turned, quarter = (spectrum_with(phase) for phase in (0 * d, 0.7 * d, -pi / 2 * d.clamp(max=1)))
+    claims = (('max |f| / max |g|, the largest of 200 draws', '<= 1', max(largest(*lemma_b1(*draw())) for _ in range(200))),
+              ('max |f| / max |g| with w = 1 1 1, phases 0 1 2: theta 0 1 2, or 5 1 1', '< 1', largest(*lemma_b1(one, steps))),
+              ('max |f| / max |g| with w = 1 1, equal phases pi/2', '1', largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
+              ('range of g / 4 sum w with w = 0 1 1', '1', width(lemma_b1(*sine)[1]) / 8),
+              ('range of f / range of g with w = 0 1 1, phases -pi/2', '<= 1', width(lemma_b1(*sine)[0]) / width(lemma_b1(*sine)[1])),
+              ('largest change of an eigenvalue from W to W o E, E positive definite, |E_ij| = 1', '> 0', (turned - plain).abs().max().item()),
+              ('width of the spectrum of W o E / of W, |E_ij| = 1, E not definite', '< 1', width(quarter) / width(plain)))
+    return [dict(what=what, claimed=claimed, found=round(found, 6)) for what, claimed, found in claims]
+
+
+@torch.no_grad()
+def spectrum(model, task, cfg, length=0, n=8):
+    """Does an encoding make the spectrum of the logits' Toeplitz part narrower, as toeplitz.txt has it of RoPE (Theorem B.1, Prop. B.3, Lemma B.1)?
+
+    length: of the problems, 0: the longest trained; n: how many, averaged over. Rows: `content`, the Toeplitz part of <q_i, k_j> / sqrt(d), and `logits`, that
+    of the logits (with RoPE both in complex form, sum_m q^(m) conj(k^(m))), of every head, or where these are more than 12 of the widest in each layer; the
+    encoding's own Toeplitz factors: `B`, `p_i p_j` (its Toeplitz part), RoPE's `T^(m)`. Each is continued to i < j as a Hermitian matrix: range of its symbol,
+    of its eigenvalues (which lie within the former) and, of the logits, `ratio`: width of that range over the content's. Then what the paper claims and what is
+    found. Prop. B.3 is empty: a positive definite E with |E_ij| = 1 has rank one, E_ij = e^(i phi (i - j)), so that W o E has exactly the eigenvalues of W;
+    without definiteness the spectrum can grow. Summary: mean ratio, and share of the heads where it is below 1.
+    """
+    length, tokens, _ = held_out_problems(task, cfg, length, n)
+    T = tokens.shape[1]
+    tokens = tokens[:max(1, 2 ** 22 // (cfg.heads * T * T))]
+    net = copy.deepcopy(model).double()
+    turns, pairs, factors = is_linear(net) and any(isinstance(m, encodings.RoPE) for m in net.modules()), {}, {}
+    for layer, (attn, x, pos, state, _) in enumerate(attention_inputs(net, tokens)):
+        q, k, _ = project(attn, x)
+        bias, logits = attn.pe.bias(pos, state), attn.pe.logits(q, k, pos, state)
+        content, whole = q @ k.mT * attn.pe.scale, logits.masked_fill(logits.isinf(), 0)
+        if turns:
+            turn = turns_of(attn.pe, q, pos, state)
+            whole, content = (z * attn.pe.scale for z in grams(q, k, turn))
+            whole = whole + (0 if bias is None else bias)
+            factors.setdefault('T^(m), each', turn[0, :, 0] * turn[0, 0, 0].conj())
+        for head in range(attn.heads):
+            pairs[f'{layer + 1}.{head + 1}'] = [diagonal_means(z[:, head].mean(dim=0)) for z in (content, whole)]
+            if bias is not None:
+                factors[f'B {layer + 1}.{head + 1}'] = diagonal_means(bias[head])
+    p = added_vectors(net, T)
+    if p.any():
+        factors['p_i p_j'] = diagonal_means(p @ p.T)
+    widths = lambda a: (lambda e: e[-1] - e[0])(torch.linalg.eigvalsh(hermitian(a)))
+    ratio = {name: (widths(whole) / widths(content)).item() for name, (content, whole) in pairs.items()}
+    chosen = list(pairs) if len(pairs) <= 12 else [max((name for name in pairs if name.startswith(f'{layer + 1}.')), key=lambda name: widths(pairs[name][1]))
+                                                   for layer in range(len(net.blocks))]
+
+    def row(what, a, **more):
+        f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
+        ends = {'symbol from': f.min(), 'symbol to': f.max(), 'eigenvalues from': e[0], 'eigenvalues to': e[-1]}
+        return dict(what=what) | {key: round(x.item(), 4) for key, x in ends.items()} | more
+    rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]), row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
+    rows += [row(name, a) for name, a in factors.items() if name[2:] in chosen or name[0] != 'B'] + spectral_claims()
+    values = torch.tensor(list(ratio.values()))
+    summary = dict(length=length, n=len(tokens), tokens=T, ratio=round(values.mean().item(), 4), narrower=round((values < 1).double().mean().item(), 4))
+    widest = max(pairs, key=lambda name: widths(pairs[name][1]))
+    return rows, summary, lambda plt: spectrum_figure(plt, pairs[widest], f'head {widest}, {cfg.task} with {cfg.pe}, length {length}')
+
+
+def spectrum_figure(plt, pair, title):
+    """The figure of `spectrum`: symbols and eigenvalues of one head's content and logits, and the counterexample to Lemma B.1's last sentence."""
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
+    for a, colour, name in zip(pair, ('#009e73', QUERY), ('content', 'logits')):
+        f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
+        axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=name)
+        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', ms=3, color=colour, label=f'{name}, from {e[0]:.1f} to {e[-1]:.1f}')
+    fig.suptitle(title)
+    axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')
+    axes[1].set(title='eigenvalues', xlabel='eigenvalue, from the largest', ylabel='value')
+    w, phase = torch.tensor([0, 1, 1], dtype=torch.float64), torch.full((3,), -torch.pi / 2, dtype=torch.float64)
+    for f, colour, name in zip(lemma_b1(w, phase), ('#d55e00', '#56b4e9'), ('f, with phases -pi/2', 'g, without')):
+        axes[2].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=f'{name}: range {f.max() - f.min():.2f}')
+    axes[2].set(title='Lemma B.1, w = 0 1 1: f has the larger range', xlabel='theta (rad)', ylabel='value', ylim=(-4.4, 6))
+    for ax in axes:
+        ax.legend(fontsize=8)
+    return fig
+
+
+def softmax_gradient(A, dY, V):
+    """Lemma C.1: dl/dS_ij = A_ij (Lambda_ij - <Lambda_i, A_i>), Lambda = dl/dY V^T, for weights A [.., T, T] and Y = A V."""
+    Lambda = dY @ V.mT
+    return A * (Lambda - (Lambda * A).sum(dim=-1, keepdim=True))
+
+
+def anchor_gain(A, j):
+    """Lemma C.2 for a row A [T] of weights: the softmax Jacobian's row of j along e_j, A_j (1 - A_j), and the length of the rest of it, which is never longer."""
+    row = A[j] * (torch.eye(len(A), dtype=A.dtype)[j] - A)
+    return row[j], torch.cat([row[:j], row[j + 1:]]).norm()
+
+
+def logit_gradients(model, tokens, targets):
+    """For every layer (A, dl/dS [B, H, T, T], dl/dY [B, H, T, D], dl/dy [B, T, C], V, Y): S the logits, Y a head's output, y that of all heads, after W_O."""
+    taps = [(block.attn.tap_logits, block.attn.tap_head_out, block.attn) for block in model.blocks]
+    with listening(*(module for layer in taps for module in layer)) as heard:
+        loss = train.token_losses(model(tokens)[0], targets).sum()
+    found = [heard[3 * i:3 * i + 3] for i in range(len(taps))]
+    grads = torch.autograd.grad(loss, [output for layer in found for _, _, output in layer])
+    return [(S.detach().softmax(dim=-1), *grads[3 * i:3 * i + 3], project(attn, inputs[0])[2].detach(), Y.detach())
+            for i, ((_, _, S), (_, _, Y), (attn, inputs, _)) in enumerate(found)]
+
+
+def edges(task, tokens, kind):
+    """The anchors of every problem: (b, u, j, d), edges from row u to column j with label d, all [E].
+
+    pair: from the later of two triggers to the earlier; read: from the token at which the class is read to the later trigger; d: the distance of the
+    triggers. all: every edge, d = u - j.
+    """
+    B, T = tokens.shape
+    if kind == 'all':
+        u, j = torch.tril_indices(T, T)
+        return torch.arange(B).repeat_interleave(len(u)), u.repeat(B), j.repeat(B), (u - j).repeat(B)
+    first = task.first_trigger
+    i, j = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1].view(B, 2).unbind(dim=1)
+    return torch.arange(B), *((j, i) if kind == 'pair' else (torch.full_like(j, T - 2), j)), j - i
+
+
+def seeds_of(dS, edge, T):
+    """H(d) [H, T], the gradient dl/dS [B, H, T, T] summed over the edges with label d, and how much of it does not cancel: sum |H| / sum |dl/dS| [H]."""
+    b, u, j, d = edge
+    g = dS[b, :, u, j].T                                                                # (H, E)
+    H = torch.zeros(len(g), T, dtype=g.dtype).index_add(1, d, g)
+    return H, H.abs().sum(dim=1) / g.abs().sum(dim=1)
+
+
+def convolution_share(dS, task, tokens):
+    """C.6: share [H] of the variance of M(d, D) that a kernel k(D - d) explains, and what it would explain of noise.
+
+    M(d, D): mean gradient in the row of the later trigger, D places before it, over the problems with distance d between the triggers.
+    """
+    b, u, _, d = edges(task, tokens, 'pair')
+    D = torch.arange(tokens.shape[1])
+    inside = D <= u[:, None]                                                            # (B, T)
+    g = dS[b, :, u].transpose(1, 2).gather(1, (u[:, None] - D).clamp(min=0)[..., None].expand(-1, -1, dS.shape[1]))[inside]           # (E, H)
+
+    def between(group):
+        sums, count = (torch.zeros(group.max() + 1, x.shape[1], dtype=g.dtype).index_add(0, group, x) for x in (g, torch.ones_like(g)))
+        return (sums ** 2 / count.clamp(min=1)).sum(dim=0) - g.sum(dim=0) ** 2 / len(g)
+    cell, place = (d[:, None] * len(D) + D)[inside], (D - d[:, None] + len(D))[inside]
+    return between(place) / between(cell), (len(place.unique()) - 1) / (len(cell.unique()) - 1)
+
+
+def seed_condition(A, dY, dy, V, W_O, edge):
+    """Prop. 6.1's condition a eta > C chi in the top layer: (share of the edges with Lambda > 0, which (A2) wants of all; largest a eta / (C chi)).
+
+    The second is never above 1: eta <= Lambda_uj <= |dl/dY_u| |V_j| <= C and a <= A_uj <= |A_u| <= chi. (And chi = 1, by the first row of causal attention.)
+    """
+    b, u, j, d = edge
+    Lambda, a = (dY[b, :, u] * V[b, :, j]).sum(dim=-1), A[b, :, u, j]                   # (E, H)
+    C = torch.linalg.matrix_norm(W_O, 2) * torch.linalg.matrix_norm(V, 2).amax(dim=0) * dy.norm(dim=-1).max()               # (H,)
+    chi = A.norm(dim=-1).amax(dim=(0, 2))
+    least = lambda x: torch.full((d.max() + 1, x.shape[1]), torch.inf, dtype=x.dtype).scatter_reduce(0, d[:, None].expand_as(x), x, 'amin')[d.unique()]
+    return (Lambda > 0).double().mean().item(), (least(a) * least(Lambda) / (C * chi)).max().item()
+
+
+def cancellation(name, values=0.0, linear=True):
+    """Prop. 6.2's pair of samples in one head with encoding `name`: |g + g'| over the larger of their gradients at the anchor edge, 0 where they cancel.
+
+    The anchor tokens are x_0 + t and x_0 - t with W_Q t = W_K t = 0 and W_V x_0 = 0. values: size of W_V x of the other tokens; linear: whether the loss
+    is linear in the head's output, or a cross-entropy.
+    """
+    g, (C, D, T, u, j) = torch.Generator().manual_seed(0), (16, 4, 7, 5, 2)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    W_Q, W_K, W_V, away = draw(D, C), draw(D, C), draw(D, C), draw(D)
+    null = lambda W: torch.linalg.svd(W)[2][len(W):]                                    # rows: a basis of the kernel
+    x, t = draw(T, C - D) @ null(W_V), draw(C - 2 * D) @ null(torch.cat([W_Q, W_K]))
+    x = x + values * torch.nn.functional.one_hot(torch.arange(T), T).double().index_fill(0, torch.tensor([j]), 0.0) @ draw(T, C)
+    enc, found = encodings.build(encodings.PEConfig(pe=name, d_model=D, n_head=1)), []
+    for sign in (1, -1):
+        z = x.index_add(0, torch.tensor([j]), sign * t[None])
+        S = enc.logits((z @ W_Q.T)[None, None], (z @ W_K.T)[None, None], torch.arange(T)).detach().requires_grad_()
+        y = (S.softmax(dim=-1) @ (z @ W_V.T))[0, 0, u]
+        found.append(torch.autograd.grad(y @ away if linear else -y.log_softmax(dim=0)[0], S)[0][0, 0, u, j])
+    return ((found[0] + found[1]).abs() / max(found[0].abs(), found[1].abs())).item()
+
+
+def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
+    """Does one head collect the gradient of position, and more so the lower the layer? H_l^(h)(d) in training (toeplitz.txt section 6, appendix C).
+
+    H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this length (0: the
+    longest trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before training, in the first `steps`
+    steps of this very run, done again here (0: none, for a run too large for that), and in the saved model. Rows, by layer: strongest `head` by
+    |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next one's as `second`; their difference `margin` and its `growth`, margin over that of the layer
+    above, which Theorem 6.1 wants above 1; of the strongest head the share of distances with H > 0 (`positive`; descent lowers such a logit) and
+    `coherence`, how much does not cancel; `effective`, the number of heads that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
+    """
+    two = getattr(task, 'triggers', 0) == 2
+    edge = edge or ('read' if two else 'all')
+    if edge not in ('read', 'pair', 'all') or edge != 'all' and not two:
+        raise train.UserError(f'--edge={edge}: read and pair need two triggers, as in task=distance; all is for every task')
+    length, tokens, targets = held_out_problems(task, cfg, length, n)
+    T = tokens.shape[1]
+    tokens, targets = (x[:max(1, 2 ** 23 // (cfg.heads * T * T))] for x in (tokens, targets))
+    anchors, rows, curves, tests = edges(task, tokens, edge), [], {}, {'C.1': [], '6.1': [], 'C.6': []}
+
+    def measure(step, net):
+        net = copy.deepcopy(net).double().eval()
+        found = logit_gradients(net, tokens, targets)
+        H, coherence = map(torch.stack, zip(*(seeds_of(layer[1], anchors, T) for layer in found)))
+        rows.extend(dict(step=step) | row for row in margins(H[..., anchors[3].unique()], coherence))
+        curves[step] = H
+        for A, dS, dY, dy, V, Y in found:
+            plain = V.shape == Y.shape and torch.allclose(A @ V, Y)                     # neither values nor outputs are the encoding's
+            if plain:
+                tests['C.1'].append(((softmax_gradient(A, dY, V) - dS).abs().max() / dS.abs().max()).item())
+            if two and dS[anchors[0], :, edges(task, tokens, 'pair')[1]].any():
+                share, chance = convolution_share(dS, task, tokens)
+                tests['C.6'].append((share.mean().item(), chance))
+        if plain and edge == 'read':
+            tests['6.1'].append(seed_condition(A, dY, dy, V, net.blocks[-1].attn.proj.weight.detach(), anchors))
+    first_steps(cfg, task, steps, measure)
+    measure('trained', model)
+    growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
+    median, grows = (growth.median().item(), (growth > 1).double().mean().item()) if len(growth) else (None, None)
+    first = next(row for row in rows if row['step'] == 'trained')
+    summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median, grows=grows)
+    figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows + gradient_claims(tests, grows), summary, figure
+
+
+def margins(H, coherence):
+    """The rows of gradients() for H_l^(h)(d) [L, H, distances] and coherence [L, H]."""
+    strength, rows = H.norm(dim=-1), []                                                 # (L, H)
+    order = torch.nn.functional.pad(strength, (0, 1)).sort(dim=1, descending=True, stable=True)        # a head of 0 more, where there is but one
+    margin, number = order.values[:, 0] - order.values[:, 1], lambda x: float(f'{x.item():.4g}') if x.isfinite() else None
+    growth = torch.cat([margin[:-1] / margin[1:], torch.full((1,), torch.nan)])
+    for layer, head in enumerate(order.indices[:, 0].tolist()):
+        rows.append(dict(layer=layer + 1, head=head + 1, first=number(order.values[layer, 0]), second=number(order.values[layer, 1]),
+                         margin=number(margin[layer]), growth=number(growth[layer]), positive=number((H[layer, head] > 0).double().mean()),
+                         coherence=number(coherence[layer, head]), effective=number(concentration(strength[layer])['effective'])))
+    return rows
+
+
+def gradient_claims(tests, grows):
+    """Section 6 and appendix C beside what is found: rows (what, claimed, found), from the measurements of gradients()."""
+    mean = lambda xs: sum(xs) / len(xs) if xs else None
+    A = torch.rand(200, 8, generator=train.generator('cpu', 'test', 0), dtype=torch.float64).mul(9).softmax(dim=1)
+    claims = (('C.1: largest error of a gradient, relative to the largest', '0', max(tests['C.1'], default=None)),
+              ('C.2: across / along, the largest of 200 rows', '<= 1', max((across / along).item() for along, across in (anchor_gain(row, 3) for row in A))),
+              ('6.1: share of anchors with Lambda > 0 (assumption A2)', '1', mean([positive for positive, _ in tests['6.1']])),
+              ('6.1: a eta / (C chi), the largest', '> 1', max((most for _, most in tests['6.1']), default=None)),
+              ("6.2: |g + g'| / |g| with ALiBi", '0', cancellation('alibi')),
+              ("6.2: |g + g'| / |g| with RoPE, the same tokens", '> 0', cancellation('rope')),
+              ("6.2: |g + g'| / |g| with ALiBi, other tokens with values", '0', cancellation('alibi', values=1.0)),
+              ("6.2: |g + g'| / |g| with ALiBi, cross-entropy", '0', cancellation('alibi', linear=False)),
+              ('Theorem 6.1: share of the growths above 1', '1', grows),
+              ('C.6: share of M(d, D) that a kernel k(D - d) explains', '1', mean([share for share, _ in tests['C.6']])),
+              ('C.6: the same of noise', '', mean([chance for _, chance in tests['C.6']])))
+    return [dict(what=what, claimed=claimed, found=float(f'{found:.4g}')) for what, claimed, found in claims if found is not None]
+
+
+def first_steps(cfg, task, steps, measure):
+    """measure(step, model) before training and at four more points of the first steps of the run of cfg.seeds[0], trained again from its start."""
+    cfg = dataclasses.replace(cfg, seeds=cfg.seeds[:1], device='cpu', compile=False, graph=False)
+    seeds = train.Seeds(cfg, task, torch.device('cpu'))
+    (net,) = seeds.models.values()
+    points = sorted({round(steps * i / 4) for i in range(5)})
+    for step in range(steps + 1):
+        if step in points:
+            measure(step, net)
+        if step < steps:
+            seeds.step(step)
+
+
+def gradients_figure(plt, rows, curves, at, edge, title):
+    """The figure of `gradients`: H(d) of every head in the lowest and the highest layer, at the start and trained; margins by layer through training."""
+    fig, axes = plt.subplots(2, 3, figsize=(14, 7.5), layout='constrained')
+    layers = len(next(iter(curves.values())))
+    colours = plt.get_cmap('viridis')
+    shown = [next(iter(curves)), 'trained']
+    for column, step in enumerate(shown):
+        for ax, layer in zip(axes[:, column], (0, layers - 1)):
+            H = curves[step][layer]
+            for head, curve in enumerate(H):
+                ax.plot(at, curve[at], color=colours(head / max(1, len(H) - 1) * 0.9), lw=1.2, label=f'head {head + 1}')
+            ax.axhline(0, color='grey', lw=0.8, ls=':')
+            ax.set(title=f'H(d), layer {layer + 1}, {"step " if step != "trained" else ""}{step}', xlabel='distance d (tokens)',
+                   ylabel='gradient (nats per logit, summed)')
+    if len(H) <= 8:
+        axes[0][0].legend(fontsize=8)
+    steps = list(curves)
+    for layer in range(layers):
+        mine = [row for row in rows if row['layer'] == layer + 1]
+        colour = colours(layer / max(1, layers - 1) * 0.9)
+        axes[0][2].plot(range(len(steps)), [row['margin'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
+        axes[1][2].plot(range(len(steps)), [row['effective'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
+    axes[0][2].set(title='margin of the strongest head', ylabel='|H| of the first less the second', yscale='log' if any(row['margin'] for row in rows) else 'linear')
+    axes[1][2].set(title='heads that share the gradient', ylabel='effective number of heads', ylim=(0.9, len(H) + 0.1))
+    for ax in axes[:, 2]:
+        ax.set(xlabel='training step', xticks=range(len(steps)), xticklabels=steps)
+        ax.legend(fontsize=8)
+    fig.suptitle(f'{title}; edges: {edge}')
+    return fig
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # pope.txt, Figure 2, place by place
 
 @torch.no_grad()
@@ -804,6 +1492,11 @@ PROBES = {
     'stats': stats,
     'prefix': prefix,
     'shift': shift,
+    'heads': heads,
+    'positions': positions,
+    'toeplitz': toeplitz,
+    'spectrum': spectrum,
+    'gradients': gradients,
     'loss': loss,
 }
 

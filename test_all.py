@@ -2363,3 +2363,271 @@ def test_figures_of_the_iterative_probes(tmp_path):
         flags = dict(n=2) | (dict(offsets='0,-2') if name == 'shift' else {})
         probe.PROBES[name](model, cfg.the_task, cfg, **flags)[2](plt).savefig(tmp_path / f'{name}.png', dpi=30)
         plt.close('all')
+
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# probe.py: toeplitz.txt
+
+def carried_by_one_head():
+    """A model of copy at length 1, right for certain, in which head 3 of layer 2 alone brings x_1 to EoI; its config."""
+    cfg = train.Config(task='copy', pe='nope', n_head=4, d_model=16, train_lengths=[1], eval_lengths=[1])
+    model, x0, answer = Transformer(cfg).eval(), [4, 5], [8, 9]                          # tokens of the symbols 0 and 1; channels of the answer
+    with torch.no_grad():
+        model.embedding.weight.copy_(torch.eye(6, 16))
+        for p in (p for block in model.blocks for p in (block.mlp[2].weight, block.attn.proj.weight, block.attn.qkv.weight)):
+            p.zero_()
+        attn = model.blocks[1].attn
+        for i in (0, 1):
+            attn.qkv.weight[2 * 16 + 8 + i, x0[i]] = 1                                  # the value of head 3: which symbol
+            attn.proj.weight[answer[i], 8 + i] = 1
+            model.head.weight[x0[i]] = 100 * F.one_hot(torch.tensor(answer[i]), 16)
+        model.head.weight[3] = 1e4 * torch.eye(16)[x0].sum(dim=0)                       # EoS after a symbol
+        model.head.weight[:3] = 0
+    return model, cfg
+
+
+def test_probe_heads_finds_the_head_that_carries_the_answer():
+    model, cfg = carried_by_one_head()
+    tokens = cfg.the_task.sample(9, 1, torch.Generator())[0]
+    before = model(tokens)[0]
+    rows, summary, _ = probe.heads(model, cfg.the_task, cfg)
+    assert [row[f'drop {h}'] for row in rows for h in (1, 2, 3, 4)] == [0, 0, 0, 0, 0, 0, 100, 0]
+    assert (rows[1]['share'], rows[1]['gini'], rows[1]['effective'], rows[0]['share']) == (1, 0.75, 1, None)
+    assert (summary['layer'], summary['head'], summary['largest'], summary['second'], summary['base']) == (2, 3, 100, 0, 100)
+    assert torch.equal(model(tokens)[0], before) and not any(m._forward_hooks for m in model.modules())
+    with pytest.raises(train.UserError, match='--n_head=4'):
+        probe.heads(Transformer(train.Config()), cfg.the_task, train.Config())
+
+
+def test_concentration_of_drops():
+    found = probe.concentration(torch.tensor([[1.0, 1, 1, 1], [0, 0, 7, -3], [1, 2, 3, 4]], dtype=torch.float64))
+    close(found['share'], [0.25, 1, 0.4])
+    close(found['gini'], [0, 0.75, sum(abs(a - b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4)) / (2 * 4 * 10)])
+    close(found['effective'], [4, 1, 100 / 30])
+
+
+def test_a_planted_toeplitz_part_is_recovered():
+    g = torch.Generator().manual_seed(0)
+    a, rest = torch.randn(3, 9, generator=g, dtype=torch.float64), torch.randn(3, 9, 9, generator=g, dtype=torch.float64)
+    for s in range(3):
+        for d in range(9):
+            rest[s].diagonal(-d).sub_(rest[s].diagonal(-d).mean())
+    rest = rest.triu(1) * 1e6 + rest.tril()                                             # what is above the diagonal does not count
+    planted = torch.tensor([[[a[s, i - j] if i >= j else 0 for j in range(9)] for i in range(9)] for s in range(3)], dtype=torch.float64)
+    close(probe.diagonal_means(planted + rest), a)
+    close(probe.toeplitz_matrix(a), planted)
+    i, j = np.tril_indices(9)
+    close(probe.variance_share(planted, planted + rest), [np.var(planted[s].numpy()[i, j]) / np.var((planted + rest)[s].numpy()[i, j]) for s in range(3)])
+
+
+def test_eq_2_with_a_factor_for_each_frequency_is_rope():
+    q, k, _, pos = qkv()
+    rotation = lambda x, t, c: np.array([[math.cos(t * 1e4 ** (-2 * c / 8)), -math.sin(t * 1e4 ** (-2 * c / 8))],
+                                         [math.sin(t * 1e4 ** (-2 * c / 8)), math.cos(t * 1e4 ** (-2 * c / 8))]]) @ x[2 * c:2 * c + 2].numpy()
+    brute = [[sum(rotation(q[1, 1, i], i, c) @ rotation(k[1, 1, j], j, c) for c in range(4)) for j in range(10)] for i in range(10)]
+    turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
+    L, G = probe.grams(q, k, turn)
+    close(L[1, 1].real, brute, 1e-12)
+    close(L.real, torch.matmul(*(z if i == 0 else z.mT for i, z in enumerate(encoding('rope').qk(q, k, pos)))), 1e-12)
+    close(G.real, q @ k.mT, 1e-12)
+
+
+def test_a_single_factor_is_not_enough_for_two_frequencies():
+    q, k, _, pos = qkv()
+    turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
+    def parts(q, k, turn):
+        L, G = probe.grams(q, k, turn)
+        return L.real, G
+    angle = pos.double()[:, None].expand(2, 10, 1) * torch.pi / 36                      # on the grid of angles
+    one = probe.single_factor(*parts(q[..., :2], k[..., :2], torch.polar(torch.ones_like(angle), angle)))
+    assert one['unit'].max() < 1e-12 and one['free'].max() < 1e-12 and not one['impossible'].any()      # one frequency
+    L, G = parts(q, k, turn)
+    off = probe.single_factor(L, G)
+    residual = 0
+    for d in range(10):
+        x, y = (np.concatenate([z[b, 0].diagonal(-d).numpy() for b in (0, 1)]) for z in (G, L))
+        A = np.stack([x.real, -x.imag], axis=1)
+        residual += ((A @ np.linalg.lstsq(A, y)[0] - y) ** 2).sum()
+    i, j = np.tril_indices(10)
+    close(off['free'][0], residual / (np.var(L[:, 0].numpy()[:, i, j]) * 2 * 55))
+    assert (off['unit'] >= off['free']).all() and off['free'].min() > 0.1 and off['impossible'].min() > 0.1
+    opposed = torch.tensor([[1.0, 0, 1, 0]] * 10, dtype=torch.float64)[None, None], torch.tensor([[1.0, 0, -1, 0]] * 10, dtype=torch.float64)[None, None]
+    L, G = parts(*opposed, turn[:1, :, :2])                                       # <q, k> = 0, so the paper's form is 0; RoPE's logit is not
+    assert not G.any() and L[0, 0, 5, 0].abs() > 0.1 and probe.single_factor(L, G)['impossible'] == 45 / 55
+
+
+@pytest.mark.parametrize('kw', [dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='alibi'), dict(pe='fire'), dict(pe='yarn', eval_lengths=[9]),
+                                dict(pe='ape+rope', attention='mla'), dict(pe='rope', rope_heads=1), dict(pe='pope'), dict(pe='prism'), dict(pe='ape+vipe')],
+                         ids=lambda kw: '-'.join(map(str, kw.values())))
+def test_probe_toeplitz_splits_the_logits(kw):
+    """Eq. 1 and eq. 2 hold to rounding; the terms' shares add up to 1; nothing is claimed of encodings that are not linear in q and k."""
+    cfg = train.Config(**dict(dict(task='copy', d_model=32, n_head=4, train_lengths=[3], eval_lengths=[3]), **kw))
+    torch.manual_seed(0)
+    model = Transformer(cfg).eval()
+    tokens, exact = cfg.the_task.sample(3, 5, torch.Generator())[0], not set(kw['pe'].split('+')) & {'pope', 'vipe', 'prism'}
+    before = model(tokens)[0]
+    rows, summary, _ = probe.toeplitz(model, cfg.the_task, cfg, length=8)
+    assert len(rows) == 2 * model.blocks[0].attn.heads and ('error of eq. 1' in summary) == exact
+    assert ('error of eq. 2' in summary) == (exact and ('rope' in kw['pe'] or 'yarn' in kw['pe']))
+    assert all(summary.get(f'error of eq. {n}', 0) < 1e-12 for n in (1, 2))
+    assert not exact or all(abs(sum(row.get(name, 0) for name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')) - 1) < 1e-3 for row in rows)
+    assert torch.equal(model(tokens)[0], before) and not any(m._forward_hooks for m in model.modules())
+    assert kw['pe'] != 'rope' or [row['G_e off'] < 1e-6 for row in rows] == [False, True, True, True] * 2
+
+
+def test_probe_positions_takes_out_what_was_added(tmp_path):
+    """Before layer 1 it leaves the same weights without an encoding; random vectors of the same length cost something else; rope has nothing to take out."""
+    (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
+    cfg = lambda name: train.Config(task='characters', data=str(tmp_path / 'text'), pe=name, d_model=16, n_head=2, train_lengths=[12], eval_lengths=[12])
+    models = {name: Transformer(cfg(name)).eval() for name in ('random', 'nope')}
+    models['nope'].load_state_dict(models['random'].state_dict(), strict=False)
+    task = cfg('random').the_task
+    tokens = task.held_out('test', 30, [12], lambda n: train.generator('cpu', 'test', n))
+    before = models['random'](tokens[12][0])[0]
+    rows, summary, _ = probe.positions(models['random'], task, cfg('random'), n=30)
+    score = lambda name: train.evaluate(models[name], task, tokens)[12]['loss']
+    assert abs(rows[0]['without p'] - score('nope')) < 1e-3 and abs(summary['base'] - score('random')) < 1e-3 and len(rows) == 2
+    assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and torch.equal(models['random'](tokens[12][0])[0], before)
+    with pytest.raises(train.UserError, match=r'pe=ape\+rope'):
+        probe.positions(Transformer(cfg('rope')), task, cfg('rope'))
+
+
+def test_symbols_bound_the_eigenvalues():
+    g = torch.Generator().manual_seed(0)
+    a = torch.complex(*torch.randn(2, 7, generator=g, dtype=torch.float64))
+    T = [[a[i - j].item() if i > j else a[j - i].conj().item() if i < j else a[0].real.item() for j in range(7)] for i in range(7)]
+    close(torch.view_as_real(probe.hermitian(a)), torch.view_as_real(torch.tensor(T, dtype=torch.complex128)))
+    f = probe.symbol(a)
+    close(f[256], sum((T[d][0] if d >= 0 else T[0][-d]) * cmath.exp(-1j * d * 2 * math.pi * 256 / 4096) for d in range(-6, 7)).real)
+    values = np.linalg.eigvalsh(T)
+    assert f.min() < values.min() and values.max() < f.max()
+    close(probe.symbol(torch.tensor([2.0, 1.0], dtype=torch.float64)).aminmax(), (0, 4))
+
+
+def test_lemma_b1_holds_only_in_its_bound():
+    w, phase = torch.tensor([0.0, 1, 1], dtype=torch.float64), torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+    f, g = probe.lemma_b1(w, phase)
+    close((f[2 ** 10], g[2 ** 10]), [2 * math.cos(-1 + math.pi / 2) + 2 * math.cos(2 + math.pi), 2 * math.cos(math.pi / 2) + 2 * math.cos(math.pi)])
+    close(g.max() - g.min(), 6.25, 1e-5)                                                # 4 c^2 + 2 c - 2, c = cos theta: from -9/4 to 4
+    found = [row['found'] for row in probe.spectral_claims()]
+    assert found[0] <= 1 and found[1] == 1 and found[2] == 0.5 and found[3] == 6.25 / 8 and found[4] > 1.1 and found[5] < 1e-12 and found[6] > 1.1
+
+
+def test_probe_spectrum_of_runs_with_and_without_turns():
+    for name, factors in (('rope', {'T^(m), each'}), ('ape+alibi', {f'B {x}.{y}' for x in (1, 2) for y in (1, 2)} | {'p_i p_j'}), ('pope', set())):
+        cfg = train.Config(task='copy', pe=name, d_model=32, n_head=2, train_lengths=[3], eval_lengths=[3])
+        rows, summary, _ = probe.spectrum(Transformer(cfg).eval(), cfg.the_task, cfg, length=8)
+        found = {row['what']: row for row in rows if 'eigenvalues to' in row}
+        assert factors == {what for what in found if what.split()[0] not in ('content', 'logits')} and len(rows) == 8 + len(factors) + 7
+        assert all(row['symbol from'] - 1e-3 <= row['eigenvalues from'] and row['eigenvalues to'] <= row['symbol to'] + 1e-3 for row in found.values())
+    one = probe.spectrum(Transformer(train.Config(task='copy', d_model=4, n_head=2)).eval(), cfg.the_task, cfg)[1]         # one frequency: similar matrices
+    assert one['ratio'] == 1 and summary['tokens'] == 19
+
+
+def test_softmax_gradients_are_lemmas_c1_and_c2():
+    g = torch.Generator().manual_seed(0)
+    S, V, dY = (torch.randn(2, 5, n, generator=g, dtype=torch.float64) for n in (5, 3, 3))
+    S.requires_grad_()
+    A = S.softmax(dim=-1)
+    close(probe.softmax_gradient(A.detach(), dY, V), torch.autograd.grad((A @ V * dY).sum(), S)[0])
+    for row in S.detach()[0]:
+        J = torch.autograd.functional.jacobian(lambda s: s.softmax(dim=0), row)
+        along, across = probe.anchor_gain(row.softmax(dim=0), 1)
+        close((along, across), (J[1, 1], J[1, [0, 2, 3, 4]].norm()))
+        assert across <= along
+
+
+def test_gradients_at_all_edges_are_those_of_t5s_table():
+    """Summed over the layers, which share the table, H(d) is the gradient by the bias of distance d."""
+    model = make(pe='t5')
+    tokens = torch.randint(1, 11, (3, 14), generator=torch.Generator().manual_seed(0))
+    found = probe.logit_gradients(model, tokens, tokens)
+    edge = probe.edges(None, tokens, 'all')
+    H = sum(probe.seeds_of(layer[1], edge, 14)[0] for layer in found)
+    F.cross_entropy(model(tokens)[0].flatten(0, 1), tokens.flatten(), reduction='sum').backward()
+    close(H.T, model.blocks[0].attn.pe.table.grad[:14], 1e-6)                           # token_losses is in float32
+    A, dS, dY, dy, V, Y = found[1]
+    close(A @ V, Y)
+    close(probe.softmax_gradient(A, dY, V), dS)
+    W_O = model.blocks[1].attn.proj.weight.detach()
+    close(dY, (dy @ W_O).unflatten(-1, (4, 8)).transpose(1, 2))
+    assert probe.seed_condition(A, dY, dy, V, W_O, edge)[1] <= 1
+
+
+def test_margins_of_the_strongest_head():
+    H = torch.tensor([[[3.0, -4], [0, 1], [0, 0]], [[0, 1], [0, -3], [1, 0]]], dtype=torch.float64)                      # norms 5 1 0 and 1 3 1
+    low, top = probe.margins(H, torch.tensor([[0.5, 0.6, 0.7], [0.1, 0.2, 0.3]]))
+    assert (low['head'], low['first'], low['second'], low['margin'], low['growth'], low['positive']) == (1, 5, 1, 4, 2, 0.5)
+    assert (top['head'], top['margin'], top['growth'], top['positive'], top['coherence']) == (2, 2, None, 0, 0.2)
+    assert low['effective'] == pytest.approx(36 / 26, rel=1e-3) and probe.margins(H[:1, :1], torch.ones(1, 1))[0]['margin'] == 5
+
+
+def test_the_condition_of_prop_6_1_cannot_hold():
+    """Whatever A, V, W_O and the gradient: here the anchor gets nearly all attention and its value points the gradient's way."""
+    g, W_O = torch.Generator().manual_seed(0), torch.eye(4, dtype=torch.float64)
+    edge = torch.tensor([0, 1]), torch.tensor([3, 3]), torch.tensor([1, 2]), torch.tensor([2, 1])
+    for sharp in (0.0, 3.0, 30.0):
+        dy, V = torch.zeros(2, 4, 4, dtype=torch.float64), 1e-3 * torch.randn(2, 1, 4, 4, generator=g, dtype=torch.float64)
+        S = torch.randn(2, 1, 4, 4, generator=g, dtype=torch.float64)
+        for b, u, j, _ in zip(*edge):
+            dy[b, u], V[b, 0, j], S[b, 0, u, j] = torch.ones(4), torch.ones(4), sharp
+        positive, most = probe.seed_condition((S + pe.causal(S)).softmax(dim=-1), dy[:, None], dy, V, W_O, edge)
+        assert positive == 1 and 0 < most <= 1
+    assert most > 0.99
+
+
+def test_prop_6_2_cancels_for_alibi_and_for_rope():
+    assert probe.cancellation('alibi') < 1e-12 and probe.cancellation('rope') < 1e-12
+    assert probe.cancellation('alibi', values=1.0) > 0.1 and probe.cancellation('alibi', linear=False) > 0.1
+
+
+def test_anchors_and_the_convolution_of_c6():
+    task = tasks.make('distance')
+    tokens, targets = task.sample(200, 12, torch.Generator().manual_seed(0))
+    b, u, j, d = probe.edges(task, tokens, 'pair')
+    assert (tokens[b, u] + tokens[b, j] == 2 * task.first_trigger + 1).all() and torch.equal(d, u - j) and torch.equal(d // 4 + task.first_class, tokens[:, -1])
+    assert (tokens[probe.edges(task, tokens, 'read')[:2]] == task.query).all() and (targets[probe.edges(task, tokens, 'read')[:2]] != -100).all()
+    g, dS = torch.Generator().manual_seed(0), torch.zeros(200, 2, 14, 14, dtype=torch.float64)
+    kernel = torch.randn(28, generator=g, dtype=torch.float64)
+    for s in range(200):
+        for D in range(u[s] + 1):
+            dS[s, 0, u[s], u[s] - D] = kernel[D - d[s]]
+    dS[:, 1] = torch.randn(200, 14, 14, generator=g, dtype=torch.float64)
+    share, chance = probe.convolution_share(dS, task, tokens)
+    close(share[0], 1)
+    assert abs(share[1] - chance) < 0.1 and 0.1 < chance < 0.4
+    H, coherence = probe.seeds_of(dS, (b, u, j, d), 14)
+    close(H[0], torch.bincount(d, minlength=14) * kernel[0])
+    close(coherence[0], 1)
+    assert coherence[1] < 0.5
+
+
+def test_probe_gradients_repeats_the_first_steps_of_the_run(tmp_path):
+    """After all of a run's steps done again it finds what it finds in the saved model; lines for every claim; and nothing changes."""
+    run = str(tmp_path / 'run')
+    train.main(flags(out_dir=run, n_head=2, n_layer=2, seeds=3))
+    saved = (tmp_path / 'run' / 'ckpt.pt').read_bytes()
+    probe.main(['gradients', run, '--steps=12', '--n=50'])
+    rows = json.loads((tmp_path / 'run' / 'probe_gradients.json').read_text())['rows']
+    by_step = {step: [row for row in rows if row.get('step') == step] for step in (0, 3, 6, 9, 12, 'trained')}
+    assert all(len(some) == 2 for some in by_step.values()) and by_step[0][0]['first'] != by_step[12][0]['first']
+    for a, b in zip(by_step[12], by_step['trained']):
+        assert a['head'] == b['head'] and all(a[key] == pytest.approx(b[key], rel=1e-2) for key in ('first', 'second', 'positive', 'coherence'))
+    claims = {row['what'][:4]: row['found'] for row in rows if 'what' in row}
+    assert set(claims) == {'C.1:', 'C.2:', '6.2:', 'Theo'} and claims['C.1:'] < 1e-9 and claims['C.2:'] <= 1
+    assert (tmp_path / 'run' / 'ckpt.pt').read_bytes() == saved
+    with pytest.raises(train.UserError, match='need two triggers'):
+        probe.main(['gradients', run, '--edge=pair'])
+
+
+def test_figures_of_the_toeplitz_probes():
+    matplotlib = pytest.importorskip('matplotlib')
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    cfg = train.Config(task='copy', pe='ape+rope', d_model=16, n_head=2, train_lengths=[3], eval_lengths=[3])
+    for name in ('heads', 'positions', 'toeplitz', 'spectrum'):
+        figure = probe.PROBES[name](Transformer(cfg).eval(), cfg.the_task, cfg, n=9)[2](plt)
+        figure.canvas.draw()
+        assert all(ax.get_title() or ax.get_xlabel() or ax.get_ylabel() for ax in figure.axes if ax.axison)
+        plt.close(figure)
