@@ -1264,7 +1264,7 @@ def own_arguments(name, H, T, D, g):
 def errors(function, reference, inputs, seed=0):
     """Relative errors of the outputs and of the gradients of all inputs, against the reference in float64."""
     double = [x.detach().double().requires_grad_() for x in inputs]
-    pairs, g = [], torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(seed)
     ys, ds = (y if isinstance(y, tuple) else (y,) for y in (function(*inputs), reference(*double)))
     weights = [torch.randn(y.shape, generator=g, dtype=torch.float64).to(DEVICE) for y in ds]
     grads = [torch.autograd.grad(sum((y.double() * w).sum() for y, w in zip(out, weights)), x) for out, x in ((ys, inputs), (ds, double))]
