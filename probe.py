@@ -4,28 +4,36 @@
     python probe.py cursor out/string_copy_prism          prints a table, writes probe_cursor.json and, with matplotlib, probe_cursor.png into the run
     python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
     python probe.py attention by_hand:parity              of a Transformer whose weights are set by hand (iteration_head)
+    python probe.py report RUN                            gathers what the probes have found there on one page, RUN/report.html
+    python probe.py axes --hf=FOLDER_OR_GGUF --text=FILE --out_dir=FOLDER      looks inside a Llama-family checkpoint, where a probe can
 
 A probe is one function, NAME(model, task, cfg, ...) -> (rows, summary, figure): rows are dictionaries, a line of the table each, summary is a
 dictionary, figure a function that draws with the matplotlib.pyplot it is given. Its further arguments are flags of the command line. probe_NAME.json
 holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model and nothing in a run but its own output.
 """
 import ast
+import base64
 import contextlib
 import copy
 import dataclasses
 import difflib
+import glob
+import html
 import inspect
 import json
 import os
 import signal
 import sys
+import types
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import pe as encodings
+import tasks
 import train
-from model import Transformer
+from model import Attention, Transformer
 
 QUERY, KEY = '#0072b2', '#d55e00'                               # colours that mean the same in every figure
 
@@ -53,6 +61,76 @@ def label_tokens(axis, labels):
     """Write the tokens along a matplotlib axis, or only numbers where they would run into each other."""
     if len(labels) <= 48:
         axis.set_ticks(range(len(labels)), labels, fontsize=6)
+
+
+def drawn(task, lengths, length, n):
+    """(tokens, targets) [n, T] held out. length 0: the longest of lengths, of a corpus at most 512 tokens."""
+    length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
+    source = train.generator('cpu', 'test', length)
+    tokens, targets = task.held_out('test', n, [length], lambda length: source)[length] if task.corpus else task.sample(n, length, source)
+    return tokens[:n], targets[:n]
+
+
+def sequences(task, lengths, length, n):
+    """Those tokens row by row, each [1, T] without its padding."""
+    return [row[None, :row.nonzero()[-1] + 1] for row in drawn(task, lengths, length, n)[0]]
+
+
+@torch.no_grad()
+def inside(model, tokens):
+    """(encoding, q, k [B, H, T, D] before it, state) of every layer."""
+    with listening(*(m for block in model.blocks for m in (block.attn.tap_q, block.attn.tap_k, block.attn))) as heard:
+        model(tokens)
+    layers = zip(heard[::3], heard[1::3], heard[2::3])
+    return [(attn.pe, q, k, inputs[2] if len(inputs) == 3 else None) for (_, _, q), (_, _, k), (attn, inputs, _) in layers]
+
+
+def logits_at(enc, q, k, pos_q, pos_k, state=None):
+    """Attention logits [B, H, Tq, Tk] of queries at pos_q and keys at pos_k, wherever those are, nothing masked; of encodings that see distances only."""
+    (q, _), (_, k) = enc.scaled_qk(q, q, pos_q, state), enc.scaled_qk(k, k, pos_k, state)
+    bias = enc.by_distance((pos_q[:, None] - pos_k).clamp(min=0))
+    logits = q @ k.transpose(-2, -1) * enc.scale
+    return logits if bias is None else logits + F.pad(bias, (0, 0, 0, 0, 0, logits.shape[1] - len(bias)))
+
+
+def correlation(x, y):
+    """Pearson's r along the last dimension, nan where x or y is constant."""
+    x, y = (z.double() - z.double().mean(dim=-1, keepdim=True) for z in (x, y))
+    norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()
+    return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
+
+
+def number(x, digits=4):
+    """A JSON number, None for nan."""
+    return None if x != x else round(float(x), digits)
+
+
+def head_rows(columns):
+    """Rows from {name: [layers, heads]}: one for each head, or where those are more than 60, one for each layer, with the ends of the first column."""
+    first = next(iter(columns.values()))
+    layers, heads = first.shape
+    if layers * heads <= 60:
+        return [dict(layer=i + 1, head=h + 1, **{name: number(x[i, h]) for name, x in columns.items()}) for i in range(layers) for h in range(heads)]
+    return [dict(layer=i + 1, **{name: number(x[i].nanmean()) for name, x in columns.items()}, lowest=number(first[i].nan_to_num(torch.inf).min()),
+                 highest=number(first[i].nan_to_num(-torch.inf).max())) for i in range(layers)]
+
+
+def panels(plt, n, width, height):
+    """(figure, axes of n panels), three in a row, all of one size in inches."""
+    across, down = min(3, n), -(-n // 3)
+    fig, axes = plt.subplots(down, across, figsize=(width * across, height * down + 0.5), squeeze=False, layout='constrained')
+    for ax in axes.flat[n:]:
+        ax.axis('off')
+    return fig, axes.flat[:n]
+
+
+def head_grid(fig, ax, values, label, **limits):
+    """A picture of values [layers, heads]."""
+    image = ax.imshow(values.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', **limits)
+    for axis, n in ((ax.xaxis, values.shape[1]), (ax.yaxis, values.shape[0])):
+        axis.set_ticks(range(0, n, 1 + n // 12), range(1, n + 1, 1 + n // 12))
+    ax.set(xlabel='head', ylabel='layer')
+    fig.colorbar(image, ax=ax, label=label)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1483,22 +1561,794 @@ def loss_figure(plt, curves, trained, name):
     return fig
 
 
-PROBES = {
-    'cursor': cursor,
-    'attention': attention,
-    'alignment': alignment,
-    'linear': linear,
-    'steps': steps,
-    'stats': stats,
-    'prefix': prefix,
-    'shift': shift,
-    'heads': heads,
-    'positions': positions,
-    'toeplitz': toeplitz,
-    'spectrum': spectrum,
-    'gradients': gradients,
-    'loss': loss,
-}
+def rotating(enc):
+    """The RoPE or PoPE in an encoding; UserError if there is none."""
+    for part in enc.modules():
+        if isinstance(part, (encodings.RoPE, encodings.PoPE)):
+            return part
+    raise train.UserError('this probe is about the frequencies of RoPE and PoPE, which this run has not: take one with pe=rope or pe=pope')
+
+
+def frequencies_of(part, like):
+    """theta [n] of a RoPE or PoPE, in radians per token."""
+    n = part.cfg.head_dim // (1 if isinstance(part, encodings.PoPE) else 2)
+    return part.theta if isinstance(part, LlamaRoPE) else encodings.frequencies(n, part.cfg.rope_base, like)
+
+
+@torch.no_grad()
+def polar(enc, q, k):
+    """What an encoding rotates, as complex numbers zq, zk [H, T, n], and the frequencies theta [n]: RoPE's n = D/2 pairs, PoPE's n = D magnitudes, its
+    phases delta in zk. A logit is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d), and whatever other encodings add.
+
+    q, k [H, T, D] before it. Only the heads, and of mla the half of the features, that the encoding acts on.
+    """
+    part, theta = rotating(enc), frequencies_of(rotating(enc), q)
+    c = part.cfg
+    q, k = (x[:c.heads, :, -c.head_dim:].contiguous() for x in (q, k))
+    if isinstance(part, encodings.PoPE):
+        mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
+        return mu_q + 0j, torch.polar(torch.ones_like(mu_k), part.phases()[:, None].expand_as(mu_k)) * mu_k, theta
+    return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), theta
+
+
+def frequency(model, task, cfg, length=0, n=8):
+    """Which frequencies do queries and keys use? The mean norm of what turns at each frequency (pope.txt Figures 3-6, after Barbero et al. 2025).
+
+    length, n: as for axes. Rows: a frequency each, from fast to slow: its wavelength in tokens, the mean norm in queries and in keys over layers and
+    heads, and the largest of a head. summary: `used`: the effective share of the frequencies, exp(entropy of the norms' shares) / their number, mean over
+    heads, 1 where all are used alike; `fast` the share of the norm in the faster half, `fast_after_first` the same without layer 1.
+    """
+    norms, theta = [], None
+    for row in sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n):
+        layers = []
+        for enc, q, k, _ in inside(model, row):
+            zq, zk, theta = polar(enc, q[0], k[0])
+            layers.append(torch.stack([zq.abs().mean(dim=1), zk.abs().mean(dim=1)]))    # (2, H, n)
+        norms.append(torch.stack(layers))
+    norms = torch.stack(norms).mean(dim=0)                                              # (L, 2, H, n)
+    mean, top = norms.mean(dim=(0, 2)), norms.amax(dim=(0, 2))                          # (2, n)
+    rows = [dict(number=c + 1, wavelength=number(2 * np.pi / theta[c], 1), q=number(mean[0, c]), k=number(mean[1, c]), largest_q=number(top[0, c]),
+                 largest_k=number(top[1, c])) for c in range(len(theta))]
+    share = norms / norms.sum(dim=-1, keepdim=True)
+    used, fast = share.mul(-share.clamp(min=1e-12).log()).sum(dim=-1).exp() / len(theta), share[..., :len(theta) // 2].sum(dim=-1)
+    summary = dict(used=number(used.mean()), used_q=number(used[:, 0].mean()), used_k=number(used[:, 1].mean()), fast=number(fast.mean()),
+                   fast_after_first=number(fast[1:].mean()), frequencies=len(theta))
+    title = f'{cfg.task} with {cfg.pe}: mean norm at each frequency'
+    return rows, summary, lambda plt: frequency_figure(plt, norms, theta, 'mean norm', title)
+
+
+def frequency_figure(plt, norms, theta, label, title):
+    """Pictures of norms [L, 2, H, n], queries beside keys: frequencies from fast to slow against layers, and within them heads."""
+    L, _, H, n = norms.shape
+    fig, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout='constrained')
+    for ax, x, name in zip(axes, norms.unbind(dim=1), ('queries', 'keys')):
+        image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', vmin=0, vmax=norms.max())
+        ax.set_xticks([i * H + (H - 1) / 2 for i in range(0, L, 1 + L // 16)], range(1, L + 1, 1 + L // 16))
+        ax.set(title=name, xlabel='layer, and within it head' if H > 1 else 'layer')
+        for i in range(1, L):
+            ax.axvline(i * H - 0.5, color='white', lw=0.5 if L <= 12 else 0.2)
+    at = range(0, n, 1 + n // 12)
+    axes[0].set_yticks(at, [f'{x:.1f}' if x < 100 else f'{x:,.0f}' for x in (2 * np.pi / theta[list(at)]).tolist()])
+    axes[0].set_ylabel('wavelength (tokens), fast to slow')
+    fig.colorbar(image, ax=axes, label=label)
+    fig.suptitle(title)
+    return fig
+
+
+@torch.no_grad()
+def row_norms(attn):
+    """Norms [2, H, D] of the rows of W_Q and W_K that make each feature of a head's queries and keys."""
+    W_O = attn.proj.weight                                                              # (C, H out_dim)
+    ends = torch.cat([torch.eye(len(W_O)), torch.zeros(1, len(W_O))]).to(W_O.dtype)[None]       # the last: what a bias adds
+    return torch.stack([(x[0, :-1] - x[0, -1]).norm(dim=0).view(attn.heads, -1) for x in attn.qkv_of(ends)[:2]])
+
+
+def norms(model, task, cfg):
+    """Are there massive values, and at which frequencies? The norms of the rows of W_Q and W_K that make each rotated feature, of the weights alone.
+
+    Rows: for each head, or layer, the largest over the median norm, of queries and of keys, and the wavelength of that largest (of a layer, its most
+    extreme head's). A pair of RoPE counts as sqrt(|row|^2 + |row'|^2). summary: means of the ratios; `slow`: share of heads whose largest lies in the
+    slower half.
+    """
+    found, theta = [], None
+    for block in model.blocks:
+        x = row_norms(block.attn)                                                       # (2, H, D)
+        part = rotating(block.attn.pe)
+        x = x[:, :part.cfg.heads, -part.cfg.head_dim:]
+        found.append(x if isinstance(part, encodings.PoPE) else x.unflatten(-1, (-1, 2)).norm(dim=-1))
+        theta = frequencies_of(part, x)
+    found = torch.stack(found)                                                          # (L, 2, H, n)
+    ratio, at = found.amax(dim=-1) / found.quantile(0.5, dim=-1), found.argmax(dim=-1)
+    wavelength = (2 * np.pi / theta)[at]
+    columns = {f'{what}_{of}': x[:, i] for i, of in enumerate('qk') for what, x in (('ratio', ratio), ('wavelength', wavelength))}
+    many = ratio[:, 0].numel() > 60
+    if many:                                                                            # of each layer the most extreme head
+        best = {of: columns[f'ratio_{of}'].argmax(dim=1, keepdim=True) for of in 'qk'}
+        columns = {name: x.gather(1, best[name[-1]]) for name, x in columns.items()}
+    rows = [{key: x for key, x in row.items() if key != 'head' or not many} for row in head_rows(columns)]
+    summary = dict(ratio_q=number(ratio[:, 0].mean()), ratio_k=number(ratio[:, 1].mean()), slow=number((at >= len(theta) // 2).double().mean()))
+    title = f'{cfg.task} with {cfg.pe}: norms of the rows of W_Q and W_K at each frequency'
+    return rows, summary, lambda plt: frequency_figure(plt, found, theta, 'norm of the rows', title)
+
+
+def curves_of(enc, q, k, state):
+    """The logit [H, T] of a query q [1, H, 1, D] at the last of T places with the same key k at each of them, by distance 0..T-1; q and k [1, H, T, D]
+    where an encoding has been added to them."""
+    pos = torch.arange(q.shape[2])
+    return enc.logits(q, k, pos, state)[0, :, -1].flip(-1)
+
+
+@torch.no_grad()
+def tuning_curves(model, row, length, contents):
+    """[layers, contents, heads, length]: logits by distance of a query and a key drawn from what stands in row [1, T]. Where positions are added to the
+    embedding, of layer 1 only, for the query's and the key's token.
+    """
+    source, pos = torch.Generator().manual_seed(0), torch.arange(length)
+    pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
+    enc = model.blocks[0].attn.pe
+    added = not isinstance(model, Llama) and enc.embed(torch.zeros(1, length, model.cfg.d_model), pos).any()
+    if added:
+        block, x = model.blocks[0], model.embedding(row)
+        see = lambda i: block.norm_1(enc.embed(x[:, i:i + 1].expand(1, length, -1), pos))
+        heads = lambda x, i: block.attn.qkv_of(x)[i].unflatten(-1, (block.attn.heads, -1)).transpose(1, 2)
+        return torch.stack([curves_of(enc, heads(see(t), 0), heads(see(s), 1), None) for t, s in pairs])[None]
+    everywhere = lambda x, i: x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()
+    return torch.stack([torch.stack([curves_of(enc, everywhere(q, t), everywhere(k, s), None) for t, s in pairs]) for enc, q, k, _ in inside(model, row)])
+
+
+def tuning(model, task, cfg, length=0, contents=24):
+    """At which distance does a given query like a given key best? Logits against distance for fixed content, of any encoding (pope.txt eq. 2 and 6).
+
+    length: distances 0..length-1, 0: twice the longest total length trained on, at most 512; contents: pairs of a query and a key drawn from a held-out
+    sequence. With positions added to the embedding: of layer 1. Rows, for each head or layer: `range`, largest minus smallest mean logit over the
+    distances; `peak`, the median preferred distance; `shift`, the spread (interquartile range, tokens) of the preferred distance over contents, which
+    PoPE's phases keep small and RoPE's confound does not; shares of the logits' variance: `where` by distance, `what` by content, `both` by neither alone.
+    """
+    if any(isinstance(m, encodings.PRISM) for m in model.modules()):
+        raise train.UserError('tuning asks for a logit at any distance, and PRISM\'s positions come from the content: see the probe cursor')
+    length, (row,) = length or min(512, 2 * cfg.train_len), sequences(task, cfg.train_lengths, 0, 1)
+    curves = tuning_curves(model, row, length, contents).double()                       # (L, N, H, d)
+    mean, where, what = curves.mean(dim=(1, 3), keepdim=True), curves.mean(dim=1, keepdim=True), curves.mean(dim=3, keepdim=True)
+    total = (curves - mean).square().mean(dim=(1, 3)).clamp(min=1e-20)
+    best = curves.argmax(dim=-1).double()                                               # (L, N, H)
+    low, peak, high = best.quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=1)
+    spread = where.amax(dim=-1) - where.amin(dim=-1)
+    columns = dict(range=spread[:, 0], peak=peak, shift=high - low, where=(where - mean).square().mean(dim=(1, 3)) / total,
+                   what=(what - mean).square().mean(dim=(1, 3)) / total, both=(curves - where - what + mean).square().mean(dim=(1, 3)) / total)
+    summary = {key: number(x.mean()) for key, x in columns.items()} | dict(distances=length)
+    return head_rows(columns), summary, lambda plt: tuning_figure(plt, curves, columns['range'], cfg)
+
+
+def tuning_figure(plt, curves, spread, cfg):
+    """The figure of `tuning`: the heads that tell distances apart most."""
+    L, N, H, T = curves.shape
+    order = spread.flatten().argsort(descending=True)[:6].tolist()
+    fig, axes = panels(plt, len(order), 4, 3)
+    for ax, (i, h) in zip(axes, (divmod(x, H) for x in order)):
+        for curve in curves[i, :8, h]:
+            ax.plot(curve.numpy(), color=QUERY, alpha=0.3, lw=0.8)
+        ax.plot(curves[i, :, h].mean(dim=0).numpy(), color=KEY, lw=2 if T < 200 else 0.8)
+        ax.set(title=f'head {i + 1}.{h + 1}', xlabel='distance t - s (tokens)', ylabel='logit')
+        if cfg.train_len < T:
+            ax.axvline(cfg.train_len, color='crimson', lw=1)
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: logits of 8 pairs of a query and a key, and the mean of all; red: longest trained')
+    return fig
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# position_generalization.txt
+
+def three_axes(W, ridge=1e-6):
+    """Eq. 7: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T, T].
+
+    W [N, T, T]. The normal equations' matrix, (3T)^2, is the same for every head. (Eq. 7 itself writes b and c the other way round than eq. 2.)
+    """
+    T, lower = W.shape[-1], torch.ones(W.shape[-2:], dtype=torch.bool).tril()
+    t = torch.arange(T)
+    back = (t[:, None] - t).clamp(min=0)                                                # i - j, and also: column d of row t is key t - d
+    W = W.double().masked_fill(~lower, 0)
+    sums = torch.cat([W.gather(-1, back.expand_as(W)).masked_fill(~lower, 0).sum(dim=-2), W.sum(dim=-1), W.sum(dim=-2)], dim=-1)       # (N, 3T)
+    L = lower.double()
+    ab, ac, diagonal = L.T, L.flip(0), torch.cat([T - t, t + 1, T - t]).double()        # which d meets i, which d meets j
+    M = torch.cat([torch.cat([torch.zeros(T, T), ab, ac], dim=1), torch.cat([ab.T, torch.zeros(T, T), L], dim=1),
+                   torch.cat([ac.T, L.T, torch.zeros(T, T)], dim=1)]).double() + (diagonal + ridge).diag()
+    a, b, c = torch.cholesky_solve(sums.T, torch.linalg.cholesky(M)).T.chunk(3, dim=-1)
+    return a, b, c, a[:, back] + b[:, :, None] + c[:, None]
+
+
+def axes(model, task, cfg, length=0, n=8):
+    """Is a logit a sum of what the distance, the query and the key say alone? W_ij ~ a_{i-j} + b_i + c_j for i >= j (position_generalization.txt 3.1).
+
+    length: of the problems or of the text, 0: the longest trained on, of a text at most 512 tokens; n: sequences (of a Llama, 1).
+    Rows: Pearson's r of the fit with the logits, over i >= j, for each head, or each layer where there are many. summary.mean_r: over all heads.
+    """
+    found, first = [], None
+    for row in sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n):
+        lower, layers = torch.ones(row.shape[1], row.shape[1], dtype=torch.bool).tril(), inside(model, row)
+        found.append(torch.stack([correlation(*(x[:, lower] for x in axes_of(*layer))) for layer in layers]))
+        first = first or layers
+    r = torch.stack(found).nanmean(dim=0)                                               # (L, H)
+    summary = dict(mean_r=number(r.nanmean()), lowest=number(r.nan_to_num(1).min()), tokens=first[0][1].shape[2])
+
+    def one(i, h):
+        W, fit = (x[h].float() for x in axes_of(*first[i]))
+        above = torch.ones_like(W, dtype=torch.bool).triu(1)
+        return W.masked_fill(above, torch.nan), fit.masked_fill(above, torch.nan)
+    title = f'{cfg.task} with {cfg.pe}: logits over distance + query + key, mean r {summary["mean_r"]}'
+    names = ('logits W', r'$a_{i-j} + b_i + c_j$', 'query i', 'key j')
+    return head_rows(dict(r=r)), summary, lambda plt: maps_figure(plt, r, one, names, title)
+
+
+@torch.no_grad()
+def axes_of(enc, q, k, state):
+    """The logits of a layer and their fit by three axes, [H, T, T] each."""
+    W = enc.logits(q, k, torch.arange(q.shape[2]), state)[0]
+    return W, three_axes(W)[-1]
+
+
+def maps_figure(plt, r, maps, names, title):
+    """The heads at the 1st, 2nd, 3rd and 4th quarter of r [L, H]: their map above, its fit below in the same colours; and r of all heads."""
+    order = r.flatten().nan_to_num(-2).argsort(descending=True)
+    chosen = [divmod(order[i].item(), r.shape[1]) for i in dict.fromkeys(round(x * (len(order) - 1)) for x in (0, 1 / 3, 2 / 3, 1))]
+    fig, axes = plt.subplots(2, len(chosen) + 1, figsize=(3.3 * len(chosen) + 3.5, 6), layout='constrained', squeeze=False)
+    for column, (i, h) in zip(axes.T, chosen):
+        both = maps(i, h)
+        seen = both[0][~both[0].isnan()]
+        for ax, m, name in zip(column, both, names):
+            image = ax.imshow(m.numpy(), cmap='viridis', interpolation='nearest', vmin=seen.quantile(0.005), vmax=seen.quantile(0.995))
+            ax.set(title=f'{name}, head {i + 1}.{h + 1}' + (f', r {r[i, h]:.3f}' if ax is column[1] else ''), xlabel=names[3])
+        fig.colorbar(image, ax=column, label='logit', location='bottom', shrink=0.8)
+    for ax in axes[:, 0]:
+        ax.set_ylabel(names[2])
+    head_grid(fig, axes[0][-1], r, 'r', vmax=1)
+    axes[1][-1].hist(r[~r.isnan()].numpy(), bins=20, color=QUERY)
+    axes[1][-1].set(xlabel='r', ylabel='heads')
+    axes[1][-1].locator_params(nbins=4)
+    fig.suptitle(title)
+    return fig
+
+
+def two_axes(W):
+    """Eq. 12: W_dj ~ a_d + b_j by least squares, split evenly: a, b and their sum, of W [.., n, m]."""
+    mean = W.mean(dim=(-2, -1), keepdim=True)
+    a, b = W.mean(dim=-1, keepdim=True) - mean / 2, W.mean(dim=-2, keepdim=True) - mean / 2
+    return a.squeeze(-1), b.squeeze(-2), a + b
+
+
+def slow_dominating(zq, zk, theta, trained):
+    """(mean product of norms [H, n], which pairs are slow and dominating [H, n]) of rotating pairs zq, zk [H, T, n].
+
+    Ours, since the paper names no threshold: above 3 times the head's median, and turning by less than pi/2 over the trained length.
+    """
+    product = zq.abs().mean(dim=1) * zk.abs().mean(dim=1)
+    return product, (product > 3 * product.quantile(0.5, dim=-1, keepdim=True)) & (theta * trained < np.pi / 2)
+
+
+def analytic(zq, zk, theta, slow):
+    """f, g, the signed g and the whole g [H, T, T] of eq. 15, for query i and key j, from the slow dominating pairs.
+
+    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r);  g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg kbar_r), which has lost the sign of k - kbar: the
+    signed g has its projection on kbar, Re((k_r - kbar_r) conj(u_r)) with u = kbar / |kbar|, in place of |k_r - kbar_r|, and the whole g is the
+    logit at distance 0 that k - kbar adds, Re sum_r conj(q_r) (k_r - kbar_r).
+    """
+    t = torch.arange(zq.shape[1])
+    kbar = zk.mean(dim=1, keepdim=True)                                                 # (H, 1, n)
+    u, conj = kbar / kbar.abs().clamp(min=1e-12), zq.conj() * slow[:, None]
+    turn = -theta[:, None] * t                                                          # (n, d)
+    f = ((conj * kbar) @ torch.polar(torch.ones_like(turn), turn)).real                 # (H, T, d)
+    f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))
+    g, signed = ((conj * u).real @ size.transpose(-2, -1) for size in ((zk - kbar).abs(), ((zk - kbar) * u.conj()).real))
+    return f, g, signed, (conj @ (zk - kbar).transpose(-2, -1)).real
+
+
+def disentangle(model, task, cfg, length=0, n=4, queries=8):
+    """Does a query treat distance and content apart? With fake distances d, W'_dj = w(d, q, k_j) ~ a_d + b_j (position_generalization.txt 3.2, eq. 12).
+
+    length, n: as for axes; queries: so many of each sequence, evenly spread; d from 0 to the number of keys. Rows, for each head or layer: r, of W' with
+    the fit, mean over queries; of rotating encodings also, of the logits over i >= j, r_fg with eq. 15's f + g from the slow dominating pairs (see
+    `tuples`), in heads that have some, r_signed with g signed, and r_all with all pairs and the whole k - mean (see analytic). summary.mean_r: r over all
+    heads.
+    """
+    enc = model.blocks[0].attn.pe
+    if not enc.shift_invariant or enc.widens:
+        raise train.UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take a run with rope, pope, alibi or t5')
+    rotates = any(isinstance(m, (encodings.RoPE, encodings.PoPE)) for m in enc.modules())
+    found, maps = [], []
+    for row in sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n):
+        layers = []
+        for enc, q, k, state in inside(model, row):
+            layers.append(dict(r=fake_fit(enc, q, k, state, queries)) | (analytic_fit(enc, q, k, state, cfg.train_len) if rotates else {}))
+            if not found:
+                maps.append((enc, q, k, state))
+        found.append({key: torch.stack([layer[key] for layer in layers]) for key in layers[0]})
+    columns = {key: torch.stack([one[key] for one in found]).nanmean(dim=0) for key in found[0]}
+    summary = {'mean_' + key: number(x.nanmean()) for key, x in columns.items()} | dict(tokens=maps[0][1].shape[2])
+    if rotates:
+        summary['heads_with_slow_pairs'] = (~columns['r_fg'].isnan()).sum().item()
+
+    def one(i, h):
+        enc, q, k, state = maps[i]
+        W = fake_logits(enc, q[:, :, q.shape[2] // 2:][:, :, :1], k, state)[h]
+        return W, two_axes(W)[-1]
+    names = ("fake logits W'", r'$a_d + b_j$', 'fake distance d', 'key j')
+    title = f'{cfg.task} with {cfg.pe}: logits over distance + key, mean r {summary["mean_r"]}'
+    return head_rows(columns), summary, lambda plt: maps_figure(plt, columns['r'], one, names, title)
+
+
+@torch.no_grad()
+def fake_logits(enc, q, k, state):
+    """W'_dj = w(d, q, k_j) [H, T, T] of one query q [1, H, 1, D] and keys k [1, H, T, D], for the distances 0..T-1."""
+    pos = torch.arange(k.shape[2])
+    return logits_at(enc, q.expand_as(k), k, pos, torch.zeros_like(pos), state)[0]
+
+
+def fake_fit(enc, q, k, state, queries):
+    """Mean r [H] over some queries of their fake logits with a_d + b_j."""
+    T, r = q.shape[2], []
+    for i in range(T - 1, -1, -max(1, T // queries))[:queries]:
+        W = fake_logits(enc, q[:, :, i:i + 1], k, state)
+        r.append(correlation(W.flatten(1), two_axes(W.double())[-1].flatten(1)))
+    return torch.stack(r).nanmean(dim=0)
+
+
+@torch.no_grad()
+def analytic_fit(enc, q, k, state, trained):
+    """r of the logits with eq. 15's f + g, with g signed, nan in heads without slow dominating pairs, and with f and the whole g of all pairs, [H] each."""
+    zq, zk, theta = polar(enc, q[0], k[0])
+    lower = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    W = enc.logits(q, k, torch.arange(q.shape[2]), state)[0][:, lower]
+    slow = slow_dominating(zq, zk, theta, trained)[1]
+    (f, g, signed, _), (f_all, _, _, g_all) = analytic(zq, zk, theta, slow), analytic(zq, zk, theta, torch.ones_like(slow))
+    fill = lambda fit, heads: F.pad(correlation(W[:len(fit)], fit[:, lower]).where(heads, torch.nan), (0, len(W) - len(fit)), value=torch.nan)
+    some = slow.any(dim=-1)
+    return dict(r_fg=fill(f + g, some), r_signed=fill(f + signed, some), r_all=fill(f_all + g_all, torch.ones_like(some)))
+
+
+@contextlib.contextmanager
+def hooked(*hooks):
+    """Forward hooks, pairs (module, hook), on these modules within."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def other_logits(model, change):
+    """Within, every layer attends by change(enc, q, k, state, logits) in place of its logits [B, H, T, T]."""
+    hooks, states = [], {}
+    for attn in (block.attn for block in model.blocks):
+        heard = {}
+        states[attn] = heard
+        hooks += [(attn.tap_q, lambda m, _, q, heard=heard: heard.update(q=q)), (attn.tap_k, lambda m, _, k, heard=heard: heard.update(k=k)),
+                  (attn.tap_logits, lambda m, _, logits, heard=heard, enc=attn.pe: change(enc, heard['q'], heard['k'], heard['state'], logits))]
+    see = lambda heard: lambda m, inputs: heard.update(state=inputs[2] if len(inputs) == 3 else None)
+    before = [attn.register_forward_pre_hook(see(heard)) for attn, heard in states.items()]
+    try:
+        with hooked(*hooks):
+            yield
+    finally:
+        for handle in before:
+            handle.remove()
+
+
+def sees_distances(model, tokens):
+    """Whether attention's logits depend on position, and through distances alone, so that logits_at can put keys elsewhere."""
+    enc, q, k, state = inside(model, tokens[:1])[0]
+    pos = torch.arange(q.shape[2])
+    with torch.no_grad():
+        here, there = logits_at(enc, q, k, pos, pos, state), logits_at(enc, q, k, pos, pos - 1, state)
+        return torch.allclose(here + encodings.causal(here), enc.logits(q, k, pos, state), 1e-3, 1e-4) and not torch.allclose(here, there)
+
+
+def transposition(T, gamma, l_max, source):
+    """A permutation [T] that swaps pairs at most l_max apart, disjoint, until about gamma T places have moved."""
+    order, swaps = list(range(T)), gamma * T / 2
+    swaps = int(swaps) + (torch.rand((), generator=source).item() < swaps % 1)
+    for i in torch.randperm(T, generator=source).tolist():
+        free = [j for j in range(max(0, i - l_max), min(T, i + l_max + 1)) if j != i and order[j] == j] if swaps and order[i] == i else []
+        if free:
+            j = free[torch.randint(len(free), (), generator=source).item()]
+            order[i], order[j], swaps = j, i, swaps - 1
+    return torch.tensor(order)
+
+
+def offsets(T, gamma, l_max, source):
+    """Integers [T]: with probability gamma one of -l_max..l_max but 0, else 0."""
+    size = torch.randint(1, l_max + 1, (T,), generator=source) * (2 * torch.randint(2, (T,), generator=source) - 1)
+    return size * (torch.rand(T, generator=source) < gamma)
+
+
+@torch.no_grad()
+def perturbed(model, kind, tokens, targets, gamma, l_max, source):
+    """One sequence [1, T] under one perturbation (position_generalization.txt 4.1): [1, T] each, losses, which are right, which asked for."""
+    T = tokens.shape[1]
+    pos, change = torch.arange(T), contextlib.nullcontext()
+    if kind == 'text':
+        order = transposition(T, gamma, l_max, source)
+        moved = F.pad(order != pos, (0, 1))[1:]                                         # where the token that is to be predicted has moved
+        tokens, targets = tokens[:, order], targets.masked_fill(moved, -100)
+    elif kind == 'feature':
+        shuffled = lambda order: lambda m, _, k: k[:, :, order]
+        change = hooked(*((block.attn.tap_k, shuffled(transposition(T, gamma, l_max, source))) for block in model.blocks))
+    elif kind == 'position':
+        shift = {block.attn.pe: offsets(T, gamma, l_max, source) for block in model.blocks}
+        change = other_logits(model, lambda enc, q, k, state, logits: logits_at(enc, q, k, pos, pos + shift[enc], state) + encodings.causal(logits))
+    with change:
+        logits = model(tokens)[0]
+    return train.token_losses(logits, targets), logits.argmax(dim=-1) == targets, targets != -100
+
+
+def scores_of(model, kind, tokens, targets, *perturbation):
+    """dict(loss in nats per token, share of tokens right, share of sequences with all of them right), each sequence [n, T] perturbed in its own way."""
+    losses, right, asked = (torch.cat(x) for x in zip(*(perturbed(model, kind, *one, *perturbation) for one in zip(tokens.split(1), targets.split(1)))))
+    exact = (right | ~asked).all(dim=1).double().mean()
+    return dict(loss=number(losses.double().sum() / asked.sum()), token=number(right.sum() / asked.sum()), exact=number(exact))
+
+
+def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max='5,10,100'):
+    """How much disorder does a model bear? Scores, a share gamma of positions perturbed within l_max (position_generalization.txt 4.1, Figure 5, Table 1).
+
+    length: as for axes; n: problems, or stretches of text (of a Llama, 2). Three ways: `text`: tokens change places in pairs, scored where the token to be
+    predicted has not moved (an algorithmic task's problem is then another one, and the old answer is still asked for); `feature`: keys change places, in
+    every layer others; `position`: a key counts as up to l_max places away from where it is, where attention sees distances. Rows: loss in nats per
+    token, share of tokens, and of sequences, right; `cost`: loss over the original one. summary: the original's, and each way's mean cost at the gamma
+    nearest to 0.05.
+    """
+    values = [float(x) for x in gammas.split(',')], [int(x) for x in l_max.split(',')]
+    if min(values[0]) <= 0 or max(values[0]) > 1 or min(values[1]) < 1:
+        raise train.UserError('gammas are shares above 0 and up to 1, l_max whole numbers from 1 on, both comma lists')
+    source = train.generator('cpu', 'test', 0)
+    tokens, targets = drawn(task, cfg.train_lengths, length, 2 if isinstance(model, Llama) else n)
+    kinds = ('text', 'feature') + ('position',) * sees_distances(model, tokens)
+    rows = [dict(kind='original', **scores_of(model, 'original', tokens, targets, 0, 0, None))]
+    for kind in kinds:
+        for gamma in values[0]:
+            for l in values[1]:
+                rows.append(dict(kind=kind, gamma=gamma, l_max=l, **scores_of(model, kind, tokens, targets, gamma, l, source)))
+                rows[-1]['cost'] = number(rows[-1]['loss'] - rows[0]['loss'])
+    near = min(values[0], key=lambda gamma: abs(gamma - 0.05))
+    cost = lambda kind: np.mean([row['cost'] for row in rows if row['kind'] == kind and row['gamma'] == near])
+    summary = {key: rows[0][key] for key in ('loss', 'token', 'exact')} | {f'cost_{kind}': number(cost(kind)) for kind in kinds} | dict(gamma=near)
+    return rows, summary, lambda plt: perturb_figure(plt, rows, kinds, *values, cfg)
+
+
+def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
+    """The figure of `perturb`: the cost in loss and the accuracy over gamma and l_max."""
+    fig, axes = plt.subplots(2, len(kinds), figsize=(3.6 * len(kinds) + 1, 6), squeeze=False, layout='constrained')
+    for line, (key, label) in zip(axes, (('cost', 'loss over the original (nats per token)'), ('token', 'share of tokens right'))):
+        values = {kind: [row[key] for row in rows if row['kind'] == kind] for kind in kinds}
+        table = {kind: np.array(x).reshape(len(gammas), len(lengths)).T for kind, x in values.items()}
+        top = max(x.max() for x in table.values()) if key == 'cost' else 1
+        for ax, kind in zip(line, kinds):
+            image = ax.imshow(table[kind], cmap='viridis', vmin=0, vmax=top, aspect='auto', origin='lower')
+            for (y, x), value in np.ndenumerate(table[kind]):
+                ax.text(x, y, f'{value:.3f}', ha='center', va='center', color='white' if value < 0.6 * top else 'black', fontsize=8)
+            ax.set_xticks(range(len(gammas)), gammas)
+            ax.set_yticks(range(len(lengths)), lengths)
+            ax.set(title=f'{kind} order' if kind != 'position' else 'position indices', xlabel='share perturbed, gamma')
+        line[0].set_ylabel('largest distance, l_max (tokens)')
+        fig.colorbar(image, ax=line, label=label)
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: perturbed positions; without, loss {rows[0]["loss"]}, tokens right {rows[0]["token"]}')
+    return fig
+
+
+def infinite_logits(near, far, d, L, first=10):
+    """LM-Infinite's logits from those at true distances (near) and those at distance L (far), [.., T, T]; d = t - s [T, T].
+
+    The last L keys as they are; before them, the first tokens only, at distance L.
+    """
+    start = torch.arange(d.shape[1]) < first
+    return torch.where(d <= L, near, torch.where(start, far, -torch.inf))
+
+
+def retrieved_logits(near, far, mid, d, l, first=10, top=32):
+    """InfLLM's: the last l keys as they are; of those before, the first tokens at the trained length's distance (far), and at distance l (mid) the
+    `top` that the query likes best.
+    """
+    start = torch.arange(d.shape[1]) < first
+    between = mid.masked_fill((d <= l) | start, -torch.inf)
+    least = between.topk(min(top, d.shape[1]), dim=-1)[0][..., -1:]
+    return torch.where(d <= l, near, torch.where(start, far, between.masked_fill(between < least, -torch.inf)))
+
+
+LAYOUTS = ('as trained', 'clamped', 'LM-Infinite', 'InfLLM')
+
+
+def laid_out(layout, window):
+    """For other_logits: attention with distances laid out for a trained length of `window` tokens (position_generalization.txt 4.2)."""
+    def change(enc, q, k, state, logits):
+        pos = torch.arange(q.shape[2])
+        d = pos[:, None] - pos
+        at = lambda distance: logits_at(enc, q, k, torch.full_like(pos, distance), torch.zeros_like(pos), state)
+        if layout == 'clamped':
+            return torch.where(d <= window, logits, at(window))
+        if layout == 'LM-Infinite':
+            return infinite_logits(logits, at(window), d, window)
+        return retrieved_logits(logits, at(window), at(window // 2), d, window // 2)
+    return change
+
+
+@torch.no_grad()
+def sliding(enc, q, k, v, state, t, window, step):
+    """Outputs [windows, H out_dim] of query t [1, H, T, D] over each stretch of window keys and values, as if it stood at their end."""
+    outputs = []
+    for i in range(0, k.shape[2] - window + 1, step):
+        pos, cut = torch.arange(window), slice(i, i + window)
+        weights = enc.logits(q[:, :, t:t + 1].expand(-1, -1, window, -1), k[:, :, cut], pos, state).softmax(dim=-1)
+        outputs.append(enc.mix(weights, v[:, :, cut], pos, state)[0, :, -1].flatten())
+    return torch.stack(outputs)
+
+
+def plane(x):
+    """(mean, the two main axes [2, D], their standard deviations) of points x [N, D]: PCA."""
+    _, size, axes = torch.linalg.svd(x - x.mean(dim=0), full_matrices=False)
+    return x.mean(dim=0), axes[:2], size[:2] / (len(x) - 1) ** 0.5
+
+
+def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
+    """What lets a model go beyond its trained length? Sliding windows, and distances that stop at the trained length (position_generalization.txt 4.2).
+
+    length: 0: the longest evaluated, of a text at most 512 tokens; window: tokens taken for the trained length, 0: that itself, or half of the sequence if
+    that is less; layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in nats, as trained; with distances clamped at the
+    window; with only the window and the first 10 tokens (LM-Infinite); with half of it, the first 10, and 32 retrieved keys for each query (InfLLM).
+    summary: means over the targets beyond the window; `inside`: share of the outputs of some queries over sliding windows within the 99 % ellipse of the
+    normal outputs on the plane of their two main axes (Figure 6).
+    """
+    tokens, targets = drawn(task, cfg.eval_lengths, length, 2 if isinstance(model, Llama) else n)
+    T, layer = tokens.shape[1], layer or (len(model.blocks) + 1) // 2
+    window = window or min(cfg.train_len, T // 2)
+    if layer > len(model.blocks) or not 1 < window < T:
+        raise train.UserError(f'stretch: layer is from 1 to {len(model.blocks)}, and window from 2 to {T - 1}, the tokens here less one')
+    if not (model.blocks[0].attn.pe.shift_invariant and sees_distances(model, tokens)):
+        raise train.UserError(f'stretch lays distances out anew, which pe={cfg.pe} does not see in attention: take a run with rope, pope, alibi or t5')
+    curves = {}
+    for layout in LAYOUTS:
+        with other_logits(model, laid_out(layout, window)) if layout != LAYOUTS[0] else contextlib.nullcontext():
+            curves[layout] = losses_by_position(model, tokens, targets)[:-1]
+    parts = torch.arange(T - 1).tensor_split(8)
+    means = lambda part: {name: number(curve[part].nanmean()) for name, curve in curves.items()}
+    rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **means(part)) for part in parts if len(part)]
+    normal, lines = windows_of(model, tokens[:1], layer - 1, window, queries)
+    mean, axes, std = plane(normal)
+    project = lambda x: (x - mean) @ axes.T
+    inside_share = ((torch.cat(lines) - mean) @ axes.T / std).square().sum(dim=-1).lt(9.21).double().mean()
+    summary = means(slice(window, None)) | dict(inside=number(inside_share), window=window, tokens=T, layer=layer)
+    return rows, summary, lambda plt: stretch_figure(plt, curves, project(normal), [project(x) for x in lines], window, layer, cfg)
+
+
+@torch.no_grad()
+def windows_of(model, tokens, layer, window, queries):
+    """A layer's attention outputs at the first window tokens [window, H out_dim], and of some queries over sliding windows [windows, H out_dim] each."""
+    attn, heard = model.blocks[layer].attn, []
+    handle = attn.register_forward_pre_hook(lambda m, inputs, named: heard.append(inputs[0] if inputs else named['hidden_states']), with_kwargs=True)
+    with listening(attn.tap_head_out) as outputs:
+        try:
+            enc, q, k, state = inside(model, tokens)[layer]
+        finally:
+            handle.remove()
+    v, T = attn.qkv_of(heard[0])[2].unflatten(-1, (attn.heads, -1)).transpose(1, 2), q.shape[2]
+    step = max(1, (T - window) // 40)
+    lines = [sliding(enc, q, k, v, state, t, window, step) for t in torch.linspace(window, T - 1, queries).long().tolist()]
+    return outputs[0][2][0, :, :window].transpose(0, 1).flatten(1), lines
+
+
+def stretch_figure(plt, curves, normal, lines, window, layer, cfg):
+    """The figure of `stretch`: loss by position for each layout, and attention's outputs on the plane of their two main axes."""
+    fig, axes = plt.subplots(1, 2, figsize=(12, 5), layout='constrained')
+    for (name, curve), colour in zip(curves.items(), ('black', '#d55e00', '#0072b2', '#009e73')):
+        known = ~curve.isnan()
+        at, y = torch.arange(1, len(curve) + 1)[known], curve[known]
+        width = max(1, len(y) // 24)
+        smooth = F.avg_pool1d(y[None, None], width, 1).squeeze(0).squeeze(0)
+        axes[0].plot((at[:len(smooth)] + (width - 1) / 2).numpy(), smooth.numpy(), color=colour, label=name)
+    axes[0].axvline(window, color='crimson', lw=1)
+    axes[0].set(xlabel=f'position; window of {window} tokens (red line)', ylabel='loss (nats per token)')
+    axes[0].legend()
+    axes[1].scatter(*normal.T.numpy(), s=8, color='#56b4e9', label='normal outputs')
+    for line, colour in zip(lines, plt.cm.plasma(np.linspace(0, 0.9, len(lines)))):
+        axes[1].plot(*line.T.numpy(), '-o', ms=2, lw=0.8, color=colour)
+    axes[1].plot([], '-o', ms=2, lw=0.8, color=plt.cm.plasma(0.4), label='one query over sliding windows')
+    axes[1].set(title=f'attention output of layer {layer}', xlabel='first main axis', ylabel='second main axis')
+    axes[1].legend(fontsize=8)
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: beyond {window} tokens')
+    return fig
+
+
+def entropies(W):
+    """Entropy in nats [.., T] of the attention of every row of causal logits W [.., T, T]."""
+    p = W.softmax(dim=-1)
+    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(dim=-1)
+
+
+def slope(y, x):
+    """Slope [..] of the least-squares line through y [.., n] over x [n]."""
+    x = x - x.mean()
+    return (y * x).sum(dim=-1) / x.square().sum()
+
+
+@torch.no_grad()
+def entropy(model, task, cfg, length=0, n=8):
+    """Does attention dilute as the row grows? Its entropy at row length n against log n, which uniform attention has (what vipe's log(n) corrects).
+
+    length: 0: the longest evaluated, of a text at most 512 tokens; n: sequences (of a Llama, 1). Rows, for each head or layer: `slope` of the entropy
+    over log n, 1 for uniform attention and 0 where it does not dilute, over row lengths from 8 on; `end`: entropy of the last row over log n.
+    """
+    rows = sequences(task, cfg.eval_lengths, length, 1 if isinstance(model, Llama) else n)
+    T = min(row.shape[1] for row in rows)
+    of_row = lambda enc, q, k, state: entropies(enc.logits(q, k, torch.arange(q.shape[2]), state))[0, :, :T].double()
+    found = torch.stack([torch.stack([of_row(*layer) for layer in inside(model, row)]) for row in rows]).mean(dim=0)       # (L, H, T)
+    logs, start = torch.arange(1, T + 1).double().log(), min(7, T // 2)
+    slopes = slope(found[..., start:], logs[start:])
+    columns = dict(slope=slopes, end=found[..., -1] / logs[-1])
+    summary = dict(mean_slope=number(slopes.mean()), highest=number(slopes.max()), mean_end=number(columns['end'].mean()), tokens=T)
+    return head_rows(columns), summary, lambda plt: entropy_figure(plt, found, slopes, cfg)
+
+
+def entropy_figure(plt, found, slopes, cfg):
+    """The figure of `entropy`: a curve for every layer, mean over heads, and the slope of every head."""
+    L, H, T = found.shape
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 1), layout='constrained')
+    n = torch.arange(1, T + 1)
+    axes[0].plot(n.numpy(), n.log().numpy(), '--', color='black', label='log n (uniform)')
+    bins = n.split(torch.tensor(np.logspace(0, np.log10(T + 1), 40)).round().long().unique().diff().tolist())        # of even width in log n
+    for i, layer in enumerate(found.mean(dim=1)):
+        axes[0].plot([part.double().mean() for part in bins], [layer[part - 1].mean() for part in bins], color=plt.cm.viridis(i / max(1, L - 1)),
+                     label=f'layer {i + 1}' if i in (0, L - 1) or L <= 8 else None)
+    if cfg.train_len < T:
+        axes[0].axvline(cfg.train_len, color='crimson', lw=1)
+    axes[0].set(xscale='log', xlabel=f'row length n (tokens); trained to {cfg.train_len} (red line)' if cfg.train_len < T else 'row length n (tokens)',
+                ylabel='entropy (nats), mean over heads')
+    axes[0].legend(fontsize=8)
+    head_grid(fig, axes[1], slopes, 'slope of the entropy over log n')
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: entropy of attention by row length')
+    return fig
+
+
+def tuples(model, task, cfg, length=0, n=4):
+    """Which pairs of features turn slowly and dominate the logits? Observation 1 (position_generalization.txt 3.3, Figure 4).
+
+    length, n: as for axes. Rows: the slow dominating pairs (see slow_dominating), the strongest 60: wavelength in tokens; `logit` = mean |q_r| mean |k_r| /
+    sqrt(d); `ratio` of that to the head's median pair; `rotation` over the trained length and mean starting `angle`, arg q_r - arg k_r, in radians;
+    `spread`: standard deviation of q_r conj(k_r) over all pairs of tokens, over the length of its mean; `fixed` = mean |k_r - kbar_r| / |kbar_r|, which
+    Observation 1 wants small.
+    """
+    z = [torch.stack([torch.stack(polar(enc, q[0], k[0])[:2]) for enc, q, k, _ in inside(model, row)]) for row in
+         sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n)]
+    zq, zk = torch.cat(z, dim=-2).unbind(dim=1)                                         # (L, H, T, n) of all sequences
+    enc = model.blocks[0].attn.pe
+    theta = frequencies_of(rotating(enc), zq.real)
+    product, slow = (torch.stack(x) for x in zip(*(slow_dominating(*one, theta, cfg.train_len) for one in zip(zq, zk))))       # (L, H, n)
+    qbar, kbar = zq.mean(dim=2), zk.mean(dim=2)
+    start = qbar * kbar.conj() * enc.scale
+    std = ((zq.abs().square().mean(dim=2) * zk.abs().square().mean(dim=2)) * enc.scale ** 2 - start.abs().square()).clamp(min=0).sqrt()
+    ratio, fixed = product / product.quantile(0.5, dim=-1, keepdim=True), (zk - kbar[:, :, None]).abs().mean(dim=2) / kbar.abs().clamp(min=1e-12)
+    rows = [dict(layer=i + 1, head=h + 1, pair=c, wavelength=number(2 * np.pi / theta[c], 1), logit=number(product[i, h, c] * enc.scale),
+                 ratio=number(ratio[i, h, c], 2), rotation=number(theta[c] * cfg.train_len), angle=number(start[i, h, c].angle()),
+                 spread=number(std[i, h, c] / start[i, h, c].abs()), fixed=number(fixed[i, h, c])) for i, h, c in slow.nonzero().tolist()]
+    rows.sort(key=lambda row: -row['logit'])
+    summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(), of_heads=slow[..., 0].numel(), share_of_pairs=number(slow.double().mean()))
+    return rows[:60], summary, lambda plt: tuples_figure(plt, start, std, theta, slow, product, cfg)
+
+
+def tuples_figure(plt, start, std, theta, slow, product, cfg):
+    """The figure of `tuples`, after Figure 4: mean pairs as arrows, standard deviations as circles, rotations over the trained length as arcs."""
+    L, H, n = start.shape
+    order = (product * slow).amax(dim=-1).flatten()
+    order = (order if order.any() else product.amax(dim=-1).flatten()).argsort(descending=True)[:6].tolist()
+    fig, axes = panels(plt, len(order), 4.2, 4.2)
+    for ax, (i, h) in zip(axes, (divmod(x, H) for x in order)):
+        for c in start[i, h].abs().argsort(descending=True)[:8].tolist():
+            x, y, colour = start[i, h, c].real.item(), start[i, h, c].imag.item(), KEY if slow[i, h, c] else QUERY
+            turned = start[i, h, c].angle() + torch.linspace(0, min(2 * np.pi, theta[c].item() * cfg.train_len), 100)
+            ax.annotate('', (x, y), (0, 0), arrowprops=dict(arrowstyle='->', color=colour))
+            ax.plot(*(start[i, h, c].abs() * torch.stack([turned.cos(), turned.sin()])).numpy(), color=colour, lw=0.7)
+            ax.add_patch(plt.Circle((x, y), std[i, h, c].item(), color=colour, alpha=0.12, lw=0))
+            if abs(complex(x, y)) > 0.1 * start[i, h].abs().max():
+                ax.annotate(str(c), (x, y), fontsize=8)
+        size = 1.15 * (start[i, h].abs() + std[i, h] * (start[i, h].abs() >= start[i, h].abs().sort()[0][-min(8, n)])).max().item()
+        ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit')
+        ax.axvline(0, color='grey', lw=0.5)
+    fig.suptitle(f'{cfg.task} with {cfg.pe}: the 8 longest pairs of each head; slow dominating ones in orange')
+    return fig
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a Llama-family checkpoint in place of a run
+
+class LlamaRoPE(encodings.RoPE):
+    """RoPE with the frequencies theta [d/2], and the scaling, of a checkpoint's own rotary module."""
+    def __init__(self, cfg, rotary):
+        super().__init__(cfg)
+        self.theta, self.scaling = rotary.inv_freq.float(), getattr(rotary, 'attention_scaling', 1.0)
+
+    def qk(self, q, k, pos, state=None):
+        angle = pos[:, None] * self.theta                                               # (T, D/2)
+        return encodings.rotate(q, angle) * self.scaling, encodings.rotate(k, angle) * self.scaling
+
+
+class LlamaAttention(Attention):
+    """A Llama's attention as one of ours, taps and all: keys and values repeated for the queries that share them (GQA), and the pairs of features
+    (c, c + d/2) that it rotates moved to (2c, 2c + 1).
+    """
+    def __init__(self, theirs, cfg, enc):
+        super().__init__(cfg, enc)
+        self.q_proj, self.k_proj, self.v_proj, self.proj = theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj
+
+    def make_projections(self, cfg):
+        pass
+
+    def qkv_of(self, x):
+        q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))     # (B, T, H or fewer, D)
+        q, k = (z.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2) for z in (q, k))             # halves -> pairs
+        k, v = (z.repeat_interleave(self.heads // z.shape[2], dim=2) for z in (k, v))
+        return q.flatten(-2), k.flatten(-2), v.flatten(-2)
+
+    def forward(self, hidden_states, **_):
+        return super().forward(hidden_states, torch.arange(hidden_states.shape[1], device=hidden_states.device), None), None
+
+
+class Llama(torch.nn.Module):
+    """A LlamaForCausalLM, or a Mistral or Qwen2, that the probes can look at: its attention layers are replaced by LlamaAttention."""
+    def __init__(self, net):
+        super().__init__()
+        c, self.net, self.blocks = net.config, net, net.model.layers
+        if c.model_type not in ('llama', 'mistral', 'qwen2'):
+            raise train.UserError(f'--hf takes checkpoints of the Llama family (llama, mistral, qwen2), not {c.model_type}')
+        head_dim = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads
+        self.cfg = encodings.PEConfig(d_model=c.num_attention_heads * head_dim, n_head=c.num_attention_heads, n_layer=c.num_hidden_layers,
+                                      train_len=c.max_position_embeddings)
+        for layer in self.blocks:
+            layer.attn = layer.self_attn = LlamaAttention(layer.self_attn, self.cfg, LlamaRoPE(self.cfg, net.model.rotary_emb))
+
+    def forward(self, tokens, targets=None, total_len=None):
+        return self.net(input_ids=tokens, use_cache=False).logits.float(), None
+
+
+class LlamaText(tasks.Corpus):
+    """A text file in a checkpoint's own tokens, all of it for tests; every stretch begins with the token that its tokenizer begins a text with, if any."""
+    first = 0
+
+    def __init__(self, tokenizer, path):
+        self.vocab, self.data = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), path
+        self.begin = tokenizer('').input_ids
+        self.ids = np.array(tokenizer(tasks.read_text(path), add_special_tokens=False, verbose=False).input_ids)
+
+    def read(self):
+        return [('test', self.ids)]
+
+    def lay_out(self, pieces, length):
+        return super().lay_out([[*self.begin, *piece][:length] for piece in pieces], length)
+
+
+def load_llama(path, text):
+    """(model, config) of a folder or GGUF file and the text to run it on, as train.load gives them of a run."""
+    if not os.path.exists(path) or not os.path.isfile(text):
+        raise train.UserError(f'no such {"text file: --text=" + text if os.path.exists(path) else "folder or GGUF file: --hf=" + path}')
+    is_gguf = path.endswith('.gguf')
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        if is_gguf:
+            import accelerate, gguf
+    except ImportError as error:
+        raise train.UserError(f'--hf needs {error.name}: pip install transformers' + ' gguf accelerate' * is_gguf) from None
+    folder, name = os.path.split(os.path.abspath(path))
+    where = dict(pretrained_model_name_or_path=folder, gguf_file=name) if is_gguf else dict(pretrained_model_name_or_path=path)
+    try:
+        net, tokenizer = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32), AutoTokenizer.from_pretrained(**where)
+    except (OSError, ValueError) as error:
+        raise train.UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
+    model = Llama(net.eval()).eval()
+    c, task = model.cfg, LlamaText(tokenizer, text)
+    values = dict(task=os.path.basename(os.path.normpath(path)), data=text, the_task=task, train_lengths=[c.train_len], eval_lengths=[c.train_len])
+    return model, types.SimpleNamespace(**vars(c), **values)
+
+
+PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum, gradients, loss,
+                                  tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)}
+LLAMA = (loss, tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)        # those that take a Llama in place of a run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1515,8 +2365,9 @@ def show(rows, summary):
 
 
 def read_flags(argv, function):
-    """--key=value -> the probe's own arguments, of the type of their defaults; seed and out_dir are every probe's."""
-    known = {'seed': None, 'out_dir': ''} | {name: p.default for name, p in list(inspect.signature(function).parameters.items())[3:]}
+    """--key=value -> what every probe takes, and the probe's own arguments, each of the type of its default."""
+    common = {'seed': None, 'out_dir': ''} | ({'hf': '', 'text': ''} if function in LLAMA else {})
+    known = common | {name: p.default for name, p in list(inspect.signature(function).parameters.items())[3:]}
     values = {}
     for arg in argv:
         key, equals, text = arg[2:].partition('=')
@@ -1530,7 +2381,36 @@ def read_flags(argv, function):
             values[key] = None
         if type(values[key]) is not kind or kind is int and values[key] < 0:
             raise train.UserError(f'{arg}: {key} must be {"a whole number from 0 on" if kind is int else kind.__name__}')
-    return values.pop('seed', None), values.pop('out_dir', ''), values
+    return {key: values.pop(key, default) for key, default in common.items()}, values
+
+
+def report(folder):
+    """One page of all that the probes have written into a folder, figures inside it, for any browser."""
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), 'probe_*.json')))
+    if not found:
+        raise train.UserError(f'no probe has looked at {folder} yet: python probe.py lists the probes')
+    cell = lambda x: '' if x is None else html.escape(str(x))
+    parts = []
+    for path in found:
+        with open(path) as f:
+            result = json.load(f)
+        name, png = os.path.basename(path)[len('probe_'):-len('.json')], path[:-len('.json')] + '.png'
+        columns = list(dict.fromkeys(key for row in result['rows'] for key in row))
+        lines = [[row.get(key) for key in columns] for row in result['rows']]
+        asks = (inspect.getdoc(PROBES[name]) or '').splitlines()[0] if name in PROBES else ''
+        summary = ', '.join(f'{cell(key)} <b>{cell(value)}</b>' for key, value in result['summary'].items())
+        parts += [f'<h2>{cell(name)}</h2><p>{cell(asks)}</p><p>{summary}</p>']
+        if os.path.exists(png):
+            with open(png, 'rb') as f:
+                parts += [f'<img alt="{cell(name)}" src="data:image/png;base64,{base64.b64encode(f.read()).decode()}">']
+        line_of = lambda tag, line: '<tr>' + ''.join(f'<{tag}>{cell(x)}</{tag}>' for x in line) + '</tr>'
+        table = line_of('th', columns) + ''.join(line_of('td', line) for line in lines)
+        parts += [f'<details><summary>{len(lines)} rows</summary><table>{table}</table></details>']
+    style = 'body{font-family:sans-serif;margin:2em;max-width:90em}img{max-width:100%}td,th{text-align:right;padding:0 .6em}'
+    title = cell(f'Probes of {os.path.normpath(folder)}')
+    page = f'<!DOCTYPE html><meta charset="utf-8"><title>{title}</title><style>{style}</style><h1>{title}</h1>' + '\n'.join(parts)
+    train.write(os.path.join(folder, 'report.html'), page)
+    print(f'wrote {os.path.join(folder, "report.html")}')
 
 
 def load(run, seed=None):
@@ -1544,21 +2424,28 @@ def load(run, seed=None):
 
 
 def main(argv):
-    """The program: the list of probes, or one probe on one run."""
+    """The program: the list of probes, or one probe on one run or on one Llama."""
     if not argv or {'--help', '-h'} & set(argv):
         print(__doc__)
         for name, function in PROBES.items():
             print(f'{name:12} {inspect.getdoc(function)}\n')
         return
+    if argv[0] == 'report':
+        if len(argv) != 2:
+            raise train.UserError('python probe.py report RUN: which run?')
+        return report(argv[1])
     if argv[0] not in PROBES:
         near = difflib.get_close_matches(argv[0], PROBES, 1)
         raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(PROBES)}')
-    if len(argv) < 2 or argv[1].startswith('--'):
-        raise train.UserError(f'python probe.py {argv[0]} RUN: which run? For example out/string_copy_prism')
-    name, run_dir, function = argv[0], argv[1], PROBES[argv[0]]
-    seed, out_dir, values = read_flags(argv[2:], function)
-    model, cfg = load(run_dir, seed)
-    out_dir = out_dir or cfg.out_dir
+    name, function = argv[0], PROBES[argv[0]]
+    run_dir = argv[1] if len(argv) > 1 and not argv[1].startswith('--') else ''
+    if not run_dir and not any(arg.startswith('--hf=') for arg in argv):
+        raise train.UserError(f'python probe.py {name} RUN: which run? For example out/string_copy_prism')
+    common, values = read_flags(argv[2 if run_dir else 1:], function)
+    if run_dir and common.get('hf'):
+        raise train.UserError(f'either a run or --hf={common["hf"]}, not both')
+    model, cfg = load(run_dir, common['seed']) if run_dir else load_llama(common['hf'], common['text'])
+    out_dir = common['out_dir'] or (cfg.out_dir if run_dir else f'out/{train.slug(cfg.task)}')
     train.make_folder(out_dir)
     try:
         rows, summary, figure = function(model, cfg.the_task, cfg, **values)

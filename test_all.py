@@ -2631,3 +2631,264 @@ def test_figures_of_the_toeplitz_probes():
         figure.canvas.draw()
         assert all(ax.get_title() or ax.get_xlabel() or ax.get_ylabel() for ax in figure.axes if ax.axison)
         plt.close(figure)
+
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# probe.py: position_generalization.txt, and the frequencies of pope.txt
+
+def at_random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_three_axes_solve_equation_7():
+    """A sum of three axes is found whole; of any other map the fit is the least-squares one."""
+    T, (i, j) = 9, torch.tril_indices(9, 9)
+    a, b, c = at_random(3, T)
+    W = torch.zeros(T, T).double().index_put((i, j), a[i - j] + b[i] + c[j])
+    fit = probe.three_axes(W[None])[-1][0]
+    close(fit[i, j], W[i, j], 1e-6)
+    close(probe.correlation(fit[i, j], W[i, j]), 1.0, 1e-9)
+    W = at_random(2, T, T)
+    design = torch.cat([F.one_hot(z, T) for z in (i - j, i, j)], dim=1).double()
+    ridged = torch.cat([design, 1e-3 * torch.eye(3 * T)])                               # ridge 1e-6
+    for one, fit, *abc in zip(W, probe.three_axes(W)[-1], *probe.three_axes(W)[:3]):
+        solution = np.linalg.lstsq(ridged.numpy(), torch.cat([one[i, j], torch.zeros(3 * T)]).numpy(), rcond=None)[0]
+        close(torch.cat(abc), torch.tensor(solution), 1e-5)
+        close(fit[i, j], design @ torch.tensor(solution), 1e-7)
+    assert torch.isnan(probe.correlation(torch.ones(5), torch.arange(5)))
+
+
+def test_two_axes_are_equation_12():
+    W, n = at_random(7, 7), 7
+    a, b, fit = probe.two_axes(W)
+    close(a[3], W[3].mean() - W.sum() / (2 * n * n))
+    close(b[2], W[:, 2].mean() - W.sum() / (2 * n * n))
+    close(fit, a[:, None] + b)
+    close(a.sum(), b.sum())                                                             # eq. 11
+    a, b = at_random(2, 7)
+    close(probe.two_axes(a[:, None] + b)[-1], a[:, None] + b)
+
+
+@pytest.mark.parametrize('kw', [dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', rope_heads=2), dict(pe='pope', attention='mla'),
+                                dict(pe='alibi', rope_heads=1), dict(pe='yarn'), dict(pe='pope+alibi'), dict(pe='nope')])
+def test_logits_at_other_distances(kw):
+    """logits_at gives the encoding's own logits at the true positions, and at fake ones those of a sequence that stands there; polar multiplies to them."""
+    enc = make(**kw).blocks[0].attn.pe
+    q, k = at_random(2, 1, enc.cfg.heads, 10, enc.cfg.head_dim)
+    pos = torch.arange(10)
+    W, below = enc.logits(q, k, pos), torch.ones(10, 10, dtype=torch.bool).tril()
+    close(probe.logits_at(enc, q, k, pos, pos)[..., below], W[..., below])
+    fake = probe.fake_logits(enc, q[:, :, 7:8], k, None)
+    close(fake[:, 7 - pos[:8], pos[:8]], W[0, :, 7, :8])
+    if kw['pe'] in ('rope', 'pope') and len(kw) == 1 + ('pope_delta' in kw):
+        zq, zk, theta = probe.polar(enc, q[0], k[0])
+        turn = torch.polar(torch.ones(()).double(), -(pos[:, None] - pos)[..., None] * theta)
+        close((zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1)[:, below] * enc.scale, W[0][:, below])
+
+
+def test_analytic_f_and_g():
+    """Eq. 15 where keys differ from their mean along it only: f + the signed g is the whole logit of a pair that stands still, and g loses the sign."""
+    theta = torch.tensor([1e-6, 1.0]).double()
+    size = torch.tensor([1.0, 3, 2, 5, 4]).double()
+    zk = torch.stack([size * cmath.exp(0.4j), at_random(5) * 0.1 + 0j], dim=-1)[None]
+    zq = torch.stack([torch.polar(2 + at_random(5).abs(), at_random(5, seed=1)), at_random(5, seed=2) * 0.1 + 0j], dim=-1)[None]
+    product, slow = probe.slow_dominating(zq, zk, theta, 1000)
+    assert slow.tolist() == [[False, False]]                                            # of two pairs none is above 3 times their median
+    four = lambda z: torch.cat([z, z[..., 1:], z[..., 1:]], dim=-1)
+    product, slow = probe.slow_dominating(four(zq), four(zk), four(theta), 1000)
+    assert slow.tolist() == [[True, False, False, False]] and not probe.slow_dominating(four(zq), four(zk), four(theta), 2e6)[1].any()
+    close(product[0, 0], zq[0, :, 0].abs().mean() * 3)
+    f, g, signed, whole = probe.analytic(zq, zk, theta, torch.tensor([[True, False]]))
+    below = torch.ones(5, 5, dtype=torch.bool).tril()
+    close((f + signed)[0][below], (zq[0, :, None, 0].conj() * zk[0, None, :, 0]).real[below], 1e-4)
+    cosine = torch.cos(zq[0, :, 0].angle() - 0.4) * zq[0, :, 0].abs()
+    close(g[0], cosine[:, None] * (size - 3).abs())
+    close(signed[0], cosine[:, None] * (size - 3))
+    close(whole, signed)                                                                # k - kbar along kbar
+
+
+def llama(**kw):
+    """A Llama with random weights, small, with shared keys."""
+    transformers = pytest.importorskip('transformers')
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=67, max_position_embeddings=64)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | kw, attn_implementation='eager', initializer_range=0.5)).eval()
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(head_dim=12), dict(attention_bias=True, rope_parameters=dict(rope_type='llama3', rope_theta=500.0, factor=4.0,
+                         low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16))], ids=['plain', 'wide', 'llama3'])
+@torch.no_grad()
+def test_a_llama_as_one_of_ours(kw):
+    """q, k and logits that the probes see give the attention and the output that transformers computes."""
+    net, tokens = llama(**kw), torch.randint(67, (2, 20), generator=torch.Generator().manual_seed(1))
+    theirs = net(input_ids=tokens, output_attentions=True, use_cache=False)
+    model = probe.Llama(net)
+    close(model(tokens)[0], theirs.logits, 1e-4)
+    for mine, attention, (enc, q, k, _) in zip(probe.attention_maps(model, tokens), theirs.attentions, probe.inside(model, tokens)):
+        assert q.shape == k.shape == (2, 4, 20, kw.get('head_dim', 8))
+        close(mine, attention, 1e-4)
+        close(enc.logits(q, k, torch.arange(20)).softmax(dim=-1), attention, 1e-4)
+        zq, zk, theta = probe.polar(enc, q[0], k[0])
+        turn = torch.polar(torch.ones(()), -(torch.arange(20)[:, None] - torch.arange(20))[..., None] * theta)
+        logits = (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1) * enc.scale + pe.causal(torch.zeros(20, 20))
+        close(logits.softmax(dim=-1), attention[0], 1e-4)
+
+
+def test_a_llama_from_a_folder(tmp_path, capsys):
+    """--hf and --text in place of a run, with every probe that takes a Llama."""
+    net, tokenizers = llama(), pytest.importorskip('tokenizers')
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f'w{i}': i for i in range(67)}, unk_token='w66'))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    net.save_pretrained(tmp_path / 'net')
+    sys.modules['transformers'].PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / 'net')
+    text = tmp_path / 'text'
+    text.write_text(' '.join(f'w{random.Random(i).randrange(1, 66)}' for i in range(200)))
+    where = [f'--hf={tmp_path / "net"}', f'--text={text}', f'--out_dir={tmp_path / "out"}']
+    probe.main(['axes', *where, '--length=16'])
+    assert len(json.loads((tmp_path / 'out' / 'probe_axes.json').read_text())['rows']) == 8
+    model, cfg = probe.load_llama(str(tmp_path / 'net'), str(text))
+    for function in probe.LLAMA:
+        given = dict(length=16) if function is not probe.norms else {}
+        rows, summary, _ = function(model, cfg.the_task, cfg, **given | (dict(gammas='0.5', l_max='3') if function is probe.perturb else {}))
+        assert summary and (rows or function is probe.tuples)
+    tokens = tasks.read_text(str(text)).split()
+    row = probe.sequences(cfg.the_task, [16], 0, 1)[0][0].tolist()
+    assert [f'w{i}' for i in row] in [tokens[i:i + 16] for i in range(len(tokens))]
+    for argv, says in ((['axes', where[0], '--text=none'], 'no such text file'), (['axes', '--hf=none', where[1]], 'no such folder'), (['axes', f'--hf={HERE}', where[1]], 'cannot load'),
+                       (['axes', 'run', where[0]], 'not both'), (['cursor', where[0]], 'not a flag')):
+        with pytest.raises(train.UserError, match=says):
+            probe.main(argv)
+
+
+def test_without_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    (tmp_path / 'x.gguf').touch()
+    with pytest.raises(train.UserError, match='pip install transformers gguf accelerate'):
+        probe.main(['axes', f'--hf={tmp_path / "x.gguf"}', f'--text={tmp_path / "x.gguf"}'])
+
+
+def test_entropies_and_their_slope():
+    flat = pe.causal(torch.zeros(20, 20)).double()
+    logs = torch.arange(1, 21).double().log()
+    close(probe.entropies(flat), logs)
+    close(probe.slope(probe.entropies(flat), logs), 1.0)
+    sharp = flat.masked_fill(~torch.eye(20, dtype=torch.bool), -math.inf)
+    close(probe.entropies(sharp), torch.zeros(20))
+    p = at_random(6, 6).softmax(dim=-1)
+    close(probe.entropies(p.log()), torch.tensor([-sum(x * math.log(x) for x in row) for row in p.tolist()]).double(), 1e-6)
+
+
+def test_transpositions_and_offsets():
+    for gamma, l_max in ((0.2, 3), (0.5, 1), (1.0, 40), (0.01, 5)):
+        moved = []
+        for seed in range(30):
+            source = torch.Generator().manual_seed(seed)
+            order, pos = probe.transposition(40, gamma, l_max, source), torch.arange(40)
+            assert torch.equal(order[order], pos) and (order - pos).abs().max() <= l_max
+            moved.append((order != pos).double().mean().item())
+            shift = probe.offsets(40, gamma, l_max, source)
+            assert shift.abs().max() <= l_max and (gamma < 1 or (shift != 0).all())
+        assert abs(statistics.mean(moved) - gamma) < (0.01 if gamma < 0.5 else 0.2)     # where neighbours run out, fewer
+
+
+def test_distances_laid_out_anew():
+    """LM-Infinite and InfLLM, entry by entry."""
+    T, L, first, top = 16, 6, 2, 3
+    near, far, mid = at_random(3, T, T)
+    d = torch.arange(T)[:, None] - torch.arange(T)
+    near = near + pe.causal(near)
+    infinite, retrieved = probe.infinite_logits(near, far, d, L, first), probe.retrieved_logits(near, far, mid, d, L, first, top)
+    for t in range(T):
+        between = sorted((mid[t, s].item() for s in range(first, t - L)), reverse=True)[:top]
+        for s in range(T):
+            close_by, start = t - s <= L, s < first
+            assert infinite[t, s] == (near[t, s] if close_by else far[t, s] if start else -math.inf)
+            assert retrieved[t, s] == (near[t, s] if close_by else far[t, s] if start else mid[t, s] if mid[t, s] in between else -math.inf)
+
+
+@pytest.mark.parametrize('name', ['rope', 'pope', 'alibi', 't5', 'yarn', 'nope', 'ape', 'fire', 'vipe', 'ape+rope'])
+def test_probes_move_keys_and_leave_no_trace(name):
+    """What attention sees of positions; windows as long as the sequence give attention's own output; afterwards the model is what it was."""
+    model, tokens = make(pe=name), torch.randint(1, 11, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(tokens)[0]
+        sees = probe.sees_distances(model, tokens)
+        assert sees == (name not in ('nope', 'ape', 'fire', 'vipe'))
+        if sees:
+            pos = torch.arange(12)
+            with probe.other_logits(model, lambda enc, q, k, state, logits: probe.logits_at(enc, q, k, pos, pos, state) + pe.causal(logits)):
+                close(model(tokens)[0], before)
+            with probe.other_logits(model, lambda enc, q, k, state, logits: probe.logits_at(enc, q, k, pos, pos // 2, state) + pe.causal(logits)):
+                assert not torch.allclose(model(tokens)[0], before)
+        with probe.hooked((model.blocks[0].attn.tap_k, lambda m, _, k: k.flip(2))):
+            assert not torch.allclose(model(tokens)[0], before)
+        with probe.listening(model.blocks[1].attn.tap_head_out) as outputs:
+            model(tokens[:1])
+        normal, lines = probe.windows_of(model, tokens[:1], 1, 11, 1)
+        close(normal, outputs[0][2][0, :, :11].transpose(0, 1).flatten(1))
+        if name != 'ape+rope' and name != 'ape' and name != 'vipe':
+            assert lines[0].shape == (2, outputs[0][2].shape[1] * outputs[0][2].shape[3])
+        assert torch.equal(model(tokens)[0], before)
+
+
+def test_sliding_over_everything_is_attention():
+    model, tokens = make(pe='rope'), torch.randint(1, 11, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), probe.listening(model.blocks[0].attn.tap_head_out, model.blocks[0].attn) as heard:
+        enc, q, k, state = probe.inside(model, tokens)[0]
+        y, x = heard[0][2], heard[1][1][0]
+        v = model.blocks[0].attn.qkv_of(x)[2].unflatten(-1, (4, -1)).transpose(1, 2)
+        close(probe.sliding(enc, q, k, v, state, 11, 12, 1)[0], y[0, :, -1].flatten())
+    points = at_random(50, 4) * torch.tensor([5.0, 3, 0.1, 0.1])
+    mean, axes, std = probe.plane(points)
+    assert (axes[:, 2:].abs() < 0.05).all() and (axes.diagonal().abs() > 0.9).all()
+    close(std, ((points - mean) @ axes.T).std(dim=0))
+
+
+def test_tuning_curves_and_row_norms():
+    """Curves with known answers; norms of the weights."""
+    row = torch.randint(1, 11, (1, 9), generator=torch.Generator().manual_seed(0))
+    model = make(pe='alibi')
+    curves = probe.tuning_curves(model, row, 6, 3)
+    close(curves - curves[..., :1], (-model.blocks[0].attn.pe.slope[:, None] * torch.arange(6)).expand_as(curves))
+    assert probe.tuning_curves(make(pe='ape'), row, 6, 3).shape == (1, 3, 4, 6)         # layer 1 only
+    model = make(pe='rope')
+    (enc, q, k, _), *_ = probe.inside(model, row)
+    t, s = torch.randint(9, (3, 2), generator=torch.Generator().manual_seed(0))[1].tolist()
+    zq, zk, theta = probe.polar(enc, q[0], k[0])
+    turn = torch.polar(torch.ones(6, 4).double(), -torch.arange(6)[:, None] * theta)
+    close(probe.tuning_curves(model, row, 6, 3)[0, 1], (zq[:, t].conj() * zk[:, s] @ turn.T).real * enc.scale)
+    close(probe.row_norms(model.blocks[0].attn)[1, 2, 3], model.blocks[0].attn.qkv.weight[32 + 2 * 8 + 3].norm())
+    assert probe.row_norms(make(pe='pope', attention='mla').blocks[0].attn).shape == (2, 2, 16)
+
+
+def test_probes_of_positions_on_runs(tmp_path):
+    """Every probe on runs that have what it asks for, figures and all; one line where they have not; a perturbation of nothing costs nothing."""
+    asked = dict(rope='tuning frequency norms axes disentangle tuples perturb stretch entropy', pope='frequency tuples', ape='tuning perturb')
+    for name, probes in asked.items():
+        run = tmp_path / name
+        train.main(flags(pe=name, out_dir=run, n_head=2, eval_lengths='1-9'))
+        for one in probes.split():
+            probe.main([one, str(run), *(['--n=2', '--gammas=0.5', '--l_max=3,9'] if one == 'perturb' else [])])
+            found = json.loads((run / f'probe_{one}.json').read_text())
+            assert found['summary'] and (found['rows'] or one == 'tuples')
+            if one in ('axes', 'disentangle'):
+                assert -1 <= found['summary']['mean_r'] <= 1
+    for name, one, says in (('ape', 'disentangle', 'pe=ape has not'), ('ape', 'frequency', 'RoPE and PoPE'), ('ape', 'norms', 'RoPE and PoPE'), ('ape', 'tuples', 'RoPE and PoPE'),
+                            ('ape', 'stretch', 'pe=ape does not see')):
+        with pytest.raises(train.UserError, match=says):
+            probe.main([one, str(tmp_path / name)])
+    rows = json.loads((tmp_path / 'rope' / 'probe_perturb.json').read_text())['rows']
+    assert {row['kind'] for row in rows} == {'original', 'text', 'feature', 'position'}
+    assert {row['kind'] for row in json.loads((tmp_path / 'ape' / 'probe_perturb.json').read_text())['rows']} == {'original', 'text', 'feature'}
+    model, cfg = train.load(tmp_path / 'rope')
+    tokens, targets = probe.drawn(cfg.the_task, [3], 0, 5)
+    score = train.evaluate(model, cfg.the_task, {3: (tokens, targets)})[3]
+    for kind in ('original', 'text', 'feature', 'position'):
+        same = probe.scores_of(model, kind, tokens, targets, 0.0, 1, torch.Generator())
+        assert abs(same['token'] - score['token']) < 1e-3 and abs(same['exact'] - score['exact']) < 1e-3 and abs(same['loss'] - model(tokens, targets)[1].item()) < 1e-3
+    probe.main(['report', str(tmp_path / 'rope')])
+    page = (tmp_path / 'rope' / 'report.html').read_text()
+    assert all(f'<h2>{one}</h2>' in page for one in asked['rope'].split()) and page.count('data:image/png') == page.count('<details>') == 9
+    with pytest.raises(train.UserError, match='no probe has looked'):
+        probe.main(['report', str(tmp_path)])
