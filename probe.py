@@ -63,12 +63,20 @@ def label_tokens(axis, labels):
         axis.set_ticks(range(len(labels)), labels, fontsize=6)
 
 
+def problems(task, lengths, n, split='test'):
+    """{length: (tokens, targets)}, up to n held-out problems of each."""
+    if missing := sorted(set(lengths) - set(task.existing(lengths, None))):
+        raise train.UserError(f'the task has no problems of length {missing[0]}')
+    if n < 1:
+        raise train.UserError(f'--n={n}: take at least one problem')
+    return {length: (tokens[:n], targets[:n]) for length, (tokens, targets) in
+            task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length)).items()}
+
+
 def drawn(task, lengths, length, n):
-    """(tokens, targets) [n, T] held out. length 0: the longest of lengths, of a corpus at most 512 tokens."""
+    """(tokens, targets) [n, T] of one length, held out. length 0: the longest of lengths, of a corpus at most 512 tokens."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
-    source = train.generator('cpu', 'test', length)
-    tokens, targets = task.held_out('test', n, [length], lambda length: source)[length] if task.corpus else task.sample(n, length, source)
-    return tokens[:n], targets[:n]
+    return problems(task, [length], n)[length]
 
 
 def sequences(task, lengths, length, n):
@@ -296,13 +304,6 @@ def iteration_head(name):
             match.mlp[2].weight[write + new, i] = 1e-3
         model.head.weight[tokens, write + tokens] = 100.0
     return model, cfg
-
-
-def problems(task, lengths, n, split='test'):
-    """{length: (tokens, targets)}, up to n held-out problems of each."""
-    if missing := sorted(set(lengths) - set(task.existing(lengths, None))):
-        raise train.UserError(f'the task has no problems of length {missing[0]}')
-    return task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length))
 
 
 def fewer(cfg, *pair):
@@ -839,11 +840,7 @@ def changing(module, change):
 def held_out_problems(task, cfg, length, n):
     """(length, tokens [n, T], targets [n, T]) of up to n held-out problems; length 0: the longest one trained on."""
     length = length or max(cfg.train_lengths)
-    if not n:
-        raise train.UserError('--n=0: take at least one problem')
-    if not task.existing([length], None):
-        raise train.UserError(f'{cfg.task} has no problems of length {length}: take one of the trained ones, --length={max(cfg.train_lengths)}')
-    return length, *task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
+    return length, *problems(task, [length], n)[length]
 
 
 def per_head(columns):
@@ -1529,9 +1526,7 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
     """
     length = length or max(cfg.eval_lengths)
-    if not task.existing([length], None):
-        raise train.UserError(f'{cfg.task} has no problems of length {length}: take one of eval_lengths, {cfg.eval_lengths}')
-    tokens, targets = task.held_out('test', n, [length], lambda length: train.generator('cpu', 'test', length))[length]
+    tokens, targets = problems(task, [length], n)[length]
     curves = {cfg.pe: losses_by_position(model, tokens, targets)[:-1]}
     for path in filter(None, beside.split(',')):
         net, other = train.load(path)
