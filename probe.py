@@ -20,6 +20,7 @@ import difflib
 import glob
 import html
 import inspect
+import io
 import json
 import os
 import signal
@@ -76,6 +77,8 @@ def problems(task, lengths, n, split='test'):
 def drawn(task, lengths, length, n):
     """(tokens, targets) [n, T] of one length, held out. length 0: the longest of lengths, of a corpus at most 512 tokens."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
+    if task.corpus and not 8 <= length <= 2 ** 13:
+        raise train.UserError(f'--length={length}: this probe makes maps of length x length, for lengths from 8 to 8,192')
     return problems(task, [length], n)[length]
 
 
@@ -376,7 +379,8 @@ def attention_figure(plt, shown, task, title):
         for layer, weights in enumerate(maps):
             for head in range(H):
                 ax = axes[layer][n * H + head]
-                image = ax.imshow(weights[head, :T, :T].numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest')
+                pixels = F.adaptive_max_pool2d(weights[None, head, :T, :T], min(T, 300))[0]            # no line of a large map is lost
+                image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest', extent=(-0.5, T - 0.5, T - 0.5, -0.5))
                 ax.set_title(f'head {layer + 1}.{head + 1}, length {length}', fontsize=9)
                 for axis in (ax.xaxis, ax.yaxis):
                     label_sequence(axis, words, size)
@@ -610,7 +614,7 @@ def steps_figure(plt, rows, distances, names, trained, cfg):
         for i, name in enumerate(names):
             found = [(row['length'], row[f'{name} d={d}']) for row in rows if f'{name} d={d}' in row]
             if found:
-                ax.plot(*zip(*found), 'o-', ms=3, color=COLOURS[i % 6], label=name)
+                ax.plot(*zip(*found), marker='o', ms=3, label=name, **(train.look(name) or dict(color=COLOURS[i % 6])))
         ax.axvline(trained, color='crimson', lw=1)
         ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
     axes[0][0].set_ylabel('accuracy of the next state')
@@ -770,10 +774,10 @@ def moved_from_first(model, offset):
             hook.remove()
 
 
-def shift(model, task, cfg, length=0, offsets='0,-2,-4,-6', n=32):
+def shift(model, task, cfg, length=0, offsets='', n=32):
     """Does attention to x_t move when every token stands nearer to BoS, or further, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
 
-    offsets: places added to every token's distance from BoS, a comma list; the positions of all others among themselves stay. length: 0: the longest
+    offsets: places added to every token's distance from BoS, a comma list, 0,-2,-4,-6 by default; the positions of all others among themselves stay. length: 0: the longest
     trained; n: problems. Rows: for every head and offset its mean weight on the correct key (x_t); on x_(t - offset), where D_1 = D_2 + 1 now (moved);
     how many inputs to the right of x_t its largest weight among the inputs lies (peak); all over the states that have both keys. The summary names
     the head that looks at x_t most, and says how many states are right.
@@ -783,7 +787,7 @@ def shift(model, task, cfg, length=0, offsets='0,-2,-4,-6', n=32):
     if set(cfg.pe.split('+')) <= {'nope', 'prism'} and not cfg.prism_absolute:
         raise train.UserError(f'{cfg.pe} sees no positions, so there is nothing to shift: take a run with rope or another encoding')
     try:
-        offsets = [int(offset) for offset in offsets.split(',')]
+        offsets = [int(offset) for offset in offsets.split(',')] if offsets else [offset for offset in (0, -2, -4, -6) if -offset < length]
     except ValueError:
         raise train.UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
     if max(map(abs, offsets)) >= length:
@@ -1397,6 +1401,8 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     above, which Theorem 6.1 wants above 1; of the strongest head the share of distances with H > 0 (`positive`; descent lowers such a logit) and
     `coherence`, how much does not cancel; `effective`, the number of heads that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
     """
+    if cfg.out_dir.startswith('out/by_hand_'):
+        raise train.UserError('gradients follows a training, and by_hand never had one: take a run')
     two = getattr(task, 'triggers', 0) == 2
     edge = edge or ('read' if two else 'all')
     if edge not in ('read', 'pair', 'all') or edge != 'all' and not two:
@@ -1426,7 +1432,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
     median, grows = (growth.median().item(), (growth > 1).double().mean().item()) if len(growth) else (None, None)
     first = next(row for row in rows if row['step'] == 'trained')
-    summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median, grows=grows)
+    summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median and round(median, 4), grows=grows and round(grows, 4))
     figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{cfg.task} with {cfg.pe}, length {length}')
     return rows + gradient_claims(tests, grows), summary, figure
 
@@ -1529,7 +1535,7 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     tokens, targets = problems(task, [length], n)[length]
     curves = {cfg.pe: losses_by_position(model, tokens, targets)[:-1]}
     for path in filter(None, beside.split(',')):
-        net, other = train.load(path)
+        net, other = load(path)
         if other.the_task is not task:
             raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: their losses do not compare')
         curves[path if other.pe in curves else other.pe] = losses_by_position(net, tokens, targets)[:-1]
@@ -1547,9 +1553,9 @@ def loss_figure(plt, curves, trained, name):
     """The figure of `loss`."""
     fig, ax = plt.subplots(figsize=(8, 4), layout='constrained')
     for label, curve in curves.items():
-        window = max(1, len(curve) // 32)
-        smooth = torch.nn.functional.avg_pool1d(curve.nan_to_num(curve.nanmean().item())[None, None], window, 1).squeeze()
-        ax.plot((torch.arange(len(smooth)) + (window + 1) / 2).numpy(), smooth.numpy(), label=label)
+        at, window = (~curve.isnan()).nonzero()[:, 0], max(1, len(curve) // 32)         # nothing is predicted elsewhere
+        smooth = lambda x: F.avg_pool1d(x[None, None], min(window, len(x)), 1)[0, 0]
+        ax.plot(smooth(at.double() + 1).numpy(), smooth(curve[at]).numpy(), label=label, **train.look(label))
     ax.axvline(trained, color='crimson', lw=1)
     ax.set(xlabel=f'position in the context; trained to {trained} (red line)', ylabel='loss (nats per token)', title=f'{name}: loss by position')
     ax.legend()
@@ -1796,7 +1802,7 @@ def maps_figure(plt, r, maps, names, title):
     for ax in axes[:, 0]:
         ax.set_ylabel(names[2])
     head_grid(fig, axes[0][-1], r, 'r', vmax=1)
-    axes[1][-1].hist(r[~r.isnan()].numpy(), bins=20, color=QUERY)
+    axes[1][-1].hist(r[~r.isnan()].numpy(), bins=np.linspace(min(0.9, r.nan_to_num(1).min().item()), 1 + 1e-6, 21), color=QUERY)
     axes[1][-1].set(xlabel='r', ylabel='heads')
     axes[1][-1].locator_params(nbins=4)
     fig.suptitle(title)
@@ -1845,7 +1851,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     heads.
     """
     enc = model.blocks[0].attn.pe
-    if not enc.shift_invariant or enc.widens:
+    if not enc.shift_invariant or enc.widens or not sees_distances(model, drawn(task, cfg.train_lengths, length, 1)[0]):
         raise train.UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take a run with rope, pope, alibi or t5')
     rotates = any(isinstance(m, (encodings.RoPE, encodings.PoPE)) for m in enc.modules())
     found, maps = [], []
@@ -1992,9 +1998,12 @@ def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max=
     token, share of tokens, and of sequences, right; `cost`: loss over the original one. summary: the original's, and each way's mean cost at the gamma
     nearest to 0.05.
     """
-    values = [float(x) for x in gammas.split(',')], [int(x) for x in l_max.split(',')]
+    try:
+        values = [float(x) for x in gammas.split(',')], [int(x) for x in l_max.split(',')]
+    except ValueError:
+        values = [0], [0]
     if min(values[0]) <= 0 or max(values[0]) > 1 or min(values[1]) < 1:
-        raise train.UserError('gammas are shares above 0 and up to 1, l_max whole numbers from 1 on, both comma lists')
+        raise train.UserError('--gammas are shares above 0 and up to 1, --l_max whole numbers from 1 on, both comma lists')
     source = train.generator('cpu', 'test', 0)
     tokens, targets = drawn(task, cfg.train_lengths, length, 2 if isinstance(model, Llama) else n)
     kinds = ('text', 'feature') + ('position',) * sees_distances(model, tokens)
@@ -2003,9 +2012,9 @@ def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max=
         for gamma in values[0]:
             for l in values[1]:
                 rows.append(dict(kind=kind, gamma=gamma, l_max=l, **scores_of(model, kind, tokens, targets, gamma, l, source)))
-                rows[-1]['cost'] = number(rows[-1]['loss'] - rows[0]['loss'])
+                rows[-1]['cost'] = None if None in (rows[-1]['loss'], rows[0]['loss']) else number(rows[-1]['loss'] - rows[0]['loss'])
     near = min(values[0], key=lambda gamma: abs(gamma - 0.05))
-    cost = lambda kind: np.mean([row['cost'] for row in rows if row['kind'] == kind and row['gamma'] == near])
+    cost = lambda kind: np.mean([row['cost'] for row in rows if row['kind'] == kind and row['gamma'] == near and row['cost'] is not None] or [np.nan])
     summary = {key: rows[0][key] for key in ('loss', 'token', 'exact')} | {f'cost_{kind}': number(cost(kind)) for kind in kinds} | dict(gamma=near)
     return rows, summary, lambda plt: perturb_figure(plt, rows, kinds, *values, cfg)
 
@@ -2015,12 +2024,12 @@ def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
     fig, axes = plt.subplots(2, len(kinds), figsize=(3.6 * len(kinds) + 1, 6), squeeze=False, layout='constrained')
     for line, (key, label) in zip(axes, (('cost', 'loss over the original (nats per token)'), ('token', 'share of tokens right'))):
         values = {kind: [row[key] for row in rows if row['kind'] == kind] for kind in kinds}
-        table = {kind: np.array(x).reshape(len(gammas), len(lengths)).T for kind, x in values.items()}
-        top = max(x.max() for x in table.values()) if key == 'cost' else 1
+        table = {kind: np.array(x, dtype=float).reshape(len(gammas), len(lengths)).T for kind, x in values.items()}
+        top = max(np.nanmax(x, initial=1e-9) for x in table.values()) if key == 'cost' else 1
         for ax, kind in zip(line, kinds):
             image = ax.imshow(table[kind], cmap='viridis', vmin=0, vmax=top, aspect='auto', origin='lower')
             for (y, x), value in np.ndenumerate(table[kind]):
-                ax.text(x, y, f'{value:.3f}', ha='center', va='center', color='white' if value < 0.6 * top else 'black', fontsize=8)
+                ax.text(x, y, f'{value:.3f}', ha='center', va='center', color='black' if value >= 0.6 * top or np.isnan(value) else 'white', fontsize=8)
             ax.set_xticks(range(len(gammas)), gammas)
             ax.set_yticks(range(len(lengths)), lengths)
             ax.set(title=f'{kind} order' if kind != 'position' else 'position indices', xlabel='share perturbed, gamma')
@@ -2320,6 +2329,8 @@ class LlamaText(tasks.Corpus):
 
 def load_llama(path, text):
     """(model, config) of a folder or GGUF file and the text to run it on, as train.load gives them of a run."""
+    if not text:
+        raise train.UserError('--hf needs --text=FILE, a text to look at')
     if not os.path.exists(path) or not os.path.isfile(text):
         raise train.UserError(f'no such {"text file: --text=" + text if os.path.exists(path) else "folder or GGUF file: --hf=" + path}')
     is_gguf = path.endswith('.gguf')
@@ -2352,7 +2363,7 @@ LLAMA = (loss, tuning, frequency, norms, axes, disentangle, tuples, perturb, str
 def show(rows, summary):
     """Print rows as a table, and the summary."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns] + [[str(row.get(key, '')) for key in columns] for row in rows]
+    lines = [columns] + [['' if row.get(key) is None else str(row[key]) for key in columns] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print('  '.join(f'{text:>{width}}' for text, width in zip(line, widths)))
@@ -2374,8 +2385,9 @@ def read_flags(argv, function):
             values[key] = text if kind is str else ast.literal_eval(text)
         except (ValueError, SyntaxError):
             values[key] = None
-        if type(values[key]) is not kind or kind is int and values[key] < 0:
-            raise train.UserError(f'{arg}: {key} must be {"a whole number from 0 on" if kind is int else kind.__name__}')
+        least = 1 if key in ('n', 'contents', 'queries') else 0
+        if type(values[key]) is not kind or kind is int and values[key] < least:
+            raise train.UserError(f'{arg}: {key} must be {f"a whole number from {least} on" if kind is int else kind.__name__}')
     return {key: values.pop(key, default) for key, default in common.items()}, values
 
 
@@ -2427,11 +2439,11 @@ def main(argv):
         return
     if argv[0] == 'report':
         if len(argv) != 2:
-            raise train.UserError('python probe.py report RUN: which run?')
-        return report(argv[1])
+            raise train.UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
+        return report(argv[1].replace('by_hand:', 'out/by_hand_'))
     if argv[0] not in PROBES:
         near = difflib.get_close_matches(argv[0], PROBES, 1)
-        raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(PROBES)}')
+        raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '.') + f' There are: {", ".join(PROBES)}')
     name, function = argv[0], PROBES[argv[0]]
     run_dir = argv[1] if len(argv) > 1 and not argv[1].startswith('--') else ''
     if not run_dir and not any(arg.startswith('--hf=') for arg in argv):
@@ -2441,23 +2453,29 @@ def main(argv):
         raise train.UserError(f'either a run or --hf={common["hf"]}, not both')
     model, cfg = load(run_dir, common['seed']) if run_dir else load_llama(common['hf'], common['text'])
     out_dir = common['out_dir'] or (cfg.out_dir if run_dir else f'out/{train.slug(cfg.task)}')
-    train.make_folder(out_dir)
-    try:
-        rows, summary, figure = function(model, cfg.the_task, cfg, **values)
-    except ValueError as error:
-        raise train.UserError(str(error)) from None
+    rows, summary, figure = function(model, cfg.the_task, cfg, **values)
     show(rows, summary)
-    path = os.path.join(out_dir, f'probe_{name}')
+    path, png = os.path.join(out_dir, f'probe_{name}'), drawing(figure)
+    train.make_folder(out_dir)
     train.write(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
+    if png is None:
+        print(f'(pip install matplotlib, and {path}.png is drawn as well)')
+        return
+    train.write(path + '.png', png)
+    print(f'wrote {path}.json and drew {path}.png')
+
+
+def drawing(figure):
+    """The PNG of a figure, None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        print(f'(pip install matplotlib, and {path}.png is drawn as well)')
-        return
+        return None
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    figure(plt).savefig(path + '.png', dpi=110)
-    print(f'wrote {path}.json and drew {path}.png')
+    png = io.BytesIO()
+    figure(plt).savefig(png, format='png', dpi=110)
+    return png.getvalue()
 
 
 if __name__ == '__main__':
@@ -2465,6 +2483,6 @@ if __name__ == '__main__':
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)                                       # ... | head
     try:
         main(sys.argv[1:])
-    except (train.UserError, OSError) as error:
+    except (train.UserError, tasks.DataError, OSError) as error:
         print(f'probe.py: {error}', file=sys.stderr)
         sys.exit(2)

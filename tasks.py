@@ -29,7 +29,7 @@ PAD, BOS, EOI, EOS = range(4)                                   # every task tha
 
 
 class DataError(ValueError):
-    """Data that are not there, or not what the task reads."""
+    """Data that are not there, or not what the task reads; problems that a task does not have."""
 
 
 class Task:
@@ -43,9 +43,9 @@ class Task:
     own_vocab = False                                           # the vocabulary comes from the data
 
     def sample(self, n, length, generator=None):
-        """n problems of the given length -> (tokens, targets), both [n, T] int64. ValueError if the task has no such length."""
+        """n problems of the given length -> (tokens, targets), both [n, T] int64. DataError if the task has no such length."""
         if length < self.min_length or (self.max_length and length > self.max_length):
-            raise ValueError(f'{type(self).__name__} problems have lengths from {self.min_length}'
+            raise DataError(f'{type(self).__name__} problems have lengths from {self.min_length}'
                              + (f' to {self.max_length}' if self.max_length else '') + f', not {length}')
         return self.problems(n, length, Draw(generator))
 
@@ -568,7 +568,7 @@ class Pairs(Task):
     def sample(self, n, length, generator=None):
         """n problems of the given length, drawn with replacement from the training part, from another where that has none."""
         if not self.existing([length], None):
-            raise ValueError(f'{type(self).__name__} has no problem of length {length}; there are {sorted({n for part in PARTS for n in self.rows[part]})}')
+            raise DataError(f'{type(self).__name__} has no problem of length {length}; there are {sorted({n for part in PARTS for n in self.rows[part]})}')
         tokens, targets = self.at(length, *PARTS)
         draw = Draw(generator)
         rows = draw.integers(len(tokens), n).cpu()

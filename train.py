@@ -1022,6 +1022,12 @@ def report(cfg, by_seed, best, top):
         print(f'{label:12}' + ''.join(f'{100 * scores[n][metric]:7.1f}' for n in columns) + '  %')
 
 
+def look(name):
+    """Colour and style that mean an encoding in every figure; nothing for other names."""
+    colours, names = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000'), list(encodings.ENCODINGS)
+    return dict(color=colours[names.index(name) % 7], ls=('-', '--', ':')[names.index(name) // 7]) if name in names else {}
+
+
 def figure(path, cfg, rows, swept):
     """lengths.png: a curve per (label, scores, metric), or a row of colours for each point of a sweep. Says so if matplotlib is missing."""
     try:
@@ -1036,7 +1042,7 @@ def figure(path, cfg, rows, swept):
     fig, ax = plt.subplots(figsize=(8, 1.6 + 0.28 * len(rows) if swept and not corpus else 4), layout='constrained')
     if corpus:
         for label, scores, _ in rows:
-            ax.plot(lengths, [math.exp(scores[n]['loss']) for n in lengths], marker='o', ms=3, label=label)
+            ax.plot(lengths, [math.exp(scores[n]['loss']) for n in lengths], marker='o', ms=3, label=label, **look(label))
         ax.axvline(longest, color='crimson', lw=1)
         ax.set(ylabel='perplexity of the same held-out text', yscale='log')
         ax.yaxis.set_minor_formatter('{x:g}')
