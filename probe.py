@@ -732,7 +732,7 @@ def prefix(model, task, cfg, length=0, n=16):
 
 def cases_of_D_1(task):
     """Appendix D.1's sequences, of this task's symbols: (tokens, m, other tokens, k), is position m of the one like position k of the other?"""
-    words = [word for word in task.vocab[1:] if word not in ('BoS', 'EoI', 'EoS')][:4]  # '1 2 3 4', or fewer
+    words = [word for word in task.vocab[1:] if word not in ('BoS', 'EoI', 'EoS') and word.isprintable() and word.strip()][:4]  # '1 2 3 4', or fewer
     a, b, *rest = words
     n, swapped = len(words), rest or [a]
     cases = [([a] * 4, 1, [a] * 4, 4), (words * 2, n, words * 2, 2 * n)]
@@ -2229,7 +2229,7 @@ def tuples(model, task, cfg, length=0, n=4):
     start = qbar * kbar.conj() * enc.scale
     std = ((zq.abs().square().mean(dim=2) * zk.abs().square().mean(dim=2)) * enc.scale ** 2 - start.abs().square()).clamp(min=0).sqrt()
     ratio, fixed = product / product.quantile(0.5, dim=-1, keepdim=True), (zk - kbar[:, :, None]).abs().mean(dim=2) / kbar.abs().clamp(min=1e-12)
-    rows = [dict(layer=i + 1, head=h + 1, pair=c, wavelength=number(2 * np.pi / theta[c], 1), logit=number(product[i, h, c] * enc.scale),
+    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1, wavelength=number(2 * np.pi / theta[c], 1), logit=number(product[i, h, c] * enc.scale),
                  ratio=number(ratio[i, h, c], 2), rotation=number(theta[c] * cfg.train_len), angle=number(start[i, h, c].angle()),
                  spread=number(std[i, h, c] / start[i, h, c].abs()), fixed=number(fixed[i, h, c])) for i, h, c in slow.nonzero().tolist()]
     rows.sort(key=lambda row: -row['logit'])
@@ -2251,9 +2251,9 @@ def tuples_figure(plt, start, std, theta, slow, product, cfg):
             ax.plot(*(start[i, h, c].abs() * torch.stack([turned.cos(), turned.sin()])).numpy(), color=colour, lw=0.7)
             ax.add_patch(plt.Circle((x, y), std[i, h, c].item(), color=colour, alpha=0.12, lw=0))
             if abs(complex(x, y)) > 0.1 * start[i, h].abs().max():
-                ax.annotate(str(c), (x, y), fontsize=8)
+                ax.annotate(str(c + 1), (x, y), fontsize=8)
         size = 1.15 * (start[i, h].abs() + std[i, h] * (start[i, h].abs() >= start[i, h].abs().sort()[0][-min(8, n)])).max().item()
-        ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit')
+        ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit', ylabel='imaginary part')
         ax.axvline(0, color='grey', lw=0.5)
     fig.suptitle(f'{cfg.task} with {cfg.pe}: the 8 longest pairs of each head; slow dominating ones in orange')
     return fig

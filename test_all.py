@@ -2,6 +2,7 @@
 import cmath
 import concurrent.futures
 import doctest
+import importlib.util
 import itertools
 import json
 import math
@@ -2894,6 +2895,7 @@ def test_probes_of_positions_on_runs(tmp_path):
         assert abs(same['token'] - score['token']) < 1e-3 and abs(same['exact'] - score['exact']) < 1e-3 and abs(same['loss'] - model(tokens, targets)[1].item()) < 1e-3
     probe.main(['report', str(tmp_path / 'rope')])
     page = (tmp_path / 'rope' / 'report.html').read_text()
-    assert all(f'<h2>{one}</h2>' in page for one in asked['rope'].split()) and page.count('data:image/png') == page.count('<details>') == 9
+    assert all(f'<h2>{one}</h2>' in page for one in asked['rope'].split()) and page.count('<details>') == 9
+    assert page.count('data:image/png') == (9 if importlib.util.find_spec('matplotlib') else 0)
     with pytest.raises(train.UserError, match='no probe has looked'):
         probe.main(['report', str(tmp_path)])
