@@ -1,4 +1,4 @@
-# PRISM carries parity from the 16 bits that it was trained on to 100. 3 minutes on 2 CPU cores. A larger prism_input than for copying: the gates have to
+# PRISM carries parity from the 16 bits that it was trained on to 100. 2 minutes on 2 CPU cores. A larger prism_input than for copying: the gates have to
 # hear whether a bit is 1. Compare: --pe=prism,vipe,shifted_ape,rope
 task = 'parity'
 pe = 'prism'
