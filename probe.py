@@ -40,15 +40,22 @@ QUERY, KEY = '#0072b2', '#d55e00'                               # colours that m
 
 
 @contextlib.contextmanager
+def hooked(*hooks):
+    """Forward hooks, pairs (module, hook), on these modules within."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
 def listening(*modules):
     """A list of (module, its inputs, its output) of every forward pass of these modules within."""
     heard = []
-    hooks = [m.register_forward_hook(lambda m, inputs, output: heard.append((m, inputs, output))) for m in modules]
-    try:
+    with hooked(*((m, lambda m, inputs, output: heard.append((m, inputs, output))) for m in modules)):
         yield heard
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def attention_maps(model, tokens):
@@ -112,8 +119,8 @@ def correlation(x, y):
 
 
 def number(x, digits=4):
-    """A JSON number, None for nan."""
-    return None if x != x else round(float(x), digits)
+    """A JSON number, None for nan and infinity."""
+    return round(float(x), digits) if np.isfinite(float(x)) else None
 
 
 def head_rows(columns):
@@ -831,29 +838,10 @@ def shift_figure(plt, shown, words, length, best, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 # toeplitz.txt
 
-@contextlib.contextmanager
-def changing(module, change):
-    """The output of this module is change(output) within."""
-    hook = module.register_forward_hook(lambda m, inputs, output: change(output))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def held_out_problems(task, cfg, length, n):
     """(length, tokens [n, T], targets [n, T]) of up to n held-out problems; length 0: the longest one trained on."""
     length = length or max(cfg.train_lengths)
     return length, *problems(task, [length], n)[length]
-
-
-def per_head(columns):
-    """Rows of {name: [L, H] tensor}: one for every head, or where these were too many for a table, for every layer, with the mean over its heads."""
-    L, H = next(iter(columns.values())).shape
-    value = lambda x: round(x.item(), 4) if x.isfinite() else None
-    if L * H > 60:
-        return [dict(layer=layer + 1, head='mean', **{name: value(x[layer].mean()) for name, x in columns.items()}) for layer in range(L)]
-    return [dict(layer=layer + 1, head=head + 1, **{name: value(x[layer, head]) for name, x in columns.items()}) for layer in range(L) for head in range(H)]
 
 
 def concentration(drops):
@@ -885,7 +873,7 @@ def heads(model, task, cfg, length=0, n=512):
     base, scores = score(), torch.zeros(L, H)
     for layer, block in enumerate(model.blocks):
         for head in range(H):
-            with changing(block.attn.tap_head_out, lambda y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0)):       # (B, H, T, out_dim)
+            with hooked((block.attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):      # (B, H, T, out_dim)
                 scores[layer, head] = score()
     drops = base - scores
     number = lambda x: round(x.item(), 3) if x.isfinite() else None
@@ -1081,7 +1069,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
                    **{f'error of {name}': error for name, error in errors.items()})
     words = [task.vocab[t] for t in tokens[0].tolist()]
     title = f'{cfg.task} with {cfg.pe}, length {length}'
-    return per_head(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, title)
+    return head_rows(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, title)
 
 
 def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
@@ -1160,7 +1148,7 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
     base, g, rows = score(), train.generator('cpu', 'test', 0), []
 
     def without(module, vectors):
-        with changing(module, lambda x: x - vectors[:x.shape[1]]):
+        with hooked((module, lambda m, _, x: x - vectors[:x.shape[1]])):
             return score()
     for layer, module in enumerate([model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]):
         noise = [torch.nn.functional.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True) for _ in range(draws)]
@@ -1903,17 +1891,6 @@ def analytic_fit(enc, q, k, state, trained):
     fill = lambda fit, heads: F.pad(correlation(W[:len(fit)], fit[:, lower]).where(heads, torch.nan), (0, len(W) - len(fit)), value=torch.nan)
     some = slow.any(dim=-1)
     return dict(r_fg=fill(f + g, some), r_signed=fill(f + signed, some), r_all=fill(f_all + g_all, torch.ones_like(some)))
-
-
-@contextlib.contextmanager
-def hooked(*hooks):
-    """Forward hooks, pairs (module, hook), on these modules within."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

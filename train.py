@@ -1102,14 +1102,20 @@ def made_by(cfg, command):
                 hardware=gpu or f'{platform.machine()} CPU, {torch.get_num_threads()} threads')
 
 
+def untrained(cfg):
+    """(model, checkpoint, its path): a model for --eval_only, into which the weights of the run's seeds fit."""
+    path = os.path.join(cfg.out_dir, 'ckpt.pt')
+    checkpoint = read_checkpoint(path)
+    check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * cfg.the_task.own_vocab)
+    return Transformer(cfg).to(pick_device(cfg), DTYPES[cfg.dtype]), checkpoint, path
+
+
 def evaluate_run(cfg):
     """--eval_only: {seed: {length: scores}} of a finished run at cfg.eval_lengths, added to its lengths.json; for a corpus, where other lengths and data
     are other text, instead of what its eval.json had.
     """
-    device, path = pick_device(cfg), os.path.join(cfg.out_dir, 'ckpt.pt')
-    checkpoint, task = read_checkpoint(path), cfg.the_task
-    check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * task.own_vocab)
-    model, sets, by_seed = Transformer(cfg).to(device, DTYPES[cfg.dtype]), held_out(cfg, task, 'test', device), {}
+    device, task, (model, checkpoint, path) = pick_device(cfg), cfg.the_task, untrained(cfg)
+    sets, by_seed = held_out(cfg, task, 'test', device), {}
     failed = {seed: checkpoint['seeds'][seed]['failed'] for seed in cfg.seeds if 'failed' in checkpoint['seeds'].get(seed, {})}
     if len(failed) < len(cfg.seeds):                                                    # a failed one is evaluated only if asked for alone
         print(''.join(f'left out: {line}\n' for line in failed.values()), end='')
@@ -1125,11 +1131,8 @@ def evaluate_run(cfg):
 
 def continuation(cfg):
     """cfg.prompt and how the first of the run's seeds goes on: drawn at cfg.temperature, to the end token or cfg.new_tokens."""
-    checkpoint, path = read_checkpoint(os.path.join(cfg.out_dir, 'ckpt.pt')), os.path.join(cfg.out_dir, 'ckpt.pt')
-    task, device = cfg.the_task, pick_device(cfg)
-    check_same(cfg, checkpoint['config'], path, ARCHITECTURE + ['data'] * task.own_vocab)
-    model = Transformer(cfg).to(device, DTYPES[cfg.dtype]).eval()
-    model.load_state_dict(weights(checkpoint, cfg.seeds[0], path))
+    device, task, (model, checkpoint, path) = pick_device(cfg), cfg.the_task, untrained(cfg)
+    model.eval().load_state_dict(weights(checkpoint, cfg.seeds[0], path))
     prompt = task.encode(cfg.prompt)[None].to(device)
     if not prompt.numel():
         raise UserError(f'--prompt={cfg.prompt!r} has no token of this task in it')
