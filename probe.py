@@ -37,6 +37,7 @@ import train
 from model import Attention, Transformer
 
 QUERY, KEY = '#0072b2', '#d55e00'                               # colours that mean the same in every figure
+BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 
 
 @contextlib.contextmanager
@@ -63,6 +64,21 @@ def attention_maps(model, tokens):
     with listening(*(block.attn.tap_logits for block in model.blocks)) as heard, torch.no_grad():
         model(tokens)
     return [logits.softmax(dim=-1) for _, _, logits in heard]
+
+
+def made(cfg):
+    """What a model is called beside others of its task: by its encoding, or that its weights are set by hand."""
+    return BY_HAND if cfg.out_dir.startswith(BY_HAND_DIR) else cfg.pe
+
+
+def titled(cfg):
+    """What a figure is of."""
+    return f'{cfg.task} with {made(cfg)}'
+
+
+def trained_to(cfg, length):
+    """What a figure says of the longest trained length: weights set by hand were not trained."""
+    return f'runs are trained to {length}' if made(cfg) == BY_HAND else f'trained to {length}'
 
 
 def label_tokens(axis, labels):
@@ -263,7 +279,7 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
         label_tokens(ax.xaxis, words(row[0]))
         label_tokens(ax.yaxis, words(row[0]))
     fig.colorbar(image, cax=axes[3][3], label='probability, attention weight')
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: exact match {100 * exact:.0f} % at length {length}, trained to {trained}')
+    fig.suptitle(f'{titled(cfg)}: exact match {100 * exact:.0f} % at length {length}, trained to {trained}')
     return fig
 
 
@@ -291,7 +307,7 @@ def iteration_head(name):
     table += [(s + 4, x + 4, rules[name](s, x) + 4) for s in symbols for x in symbols]
     one, dist, read, write, C = V, V + 1, V + 2, 2 * V + 2, 3 * V + 2                   # the residual stream: token, 1, D, token read, next token
     cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=1, n_layer=2, d_ff=len(table),
-                       norm='rmsnorm', dtype='float64', out_dir=f'out/by_hand_{name}')
+                       norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
     model, tokens, unit = Transformer(cfg).double().eval(), torch.arange(V), 1e-3       # D is kept in thousands
     with torch.no_grad():
         for p_name, p in model.named_parameters():
@@ -359,10 +375,10 @@ def attention(model, task, cfg, length=0, n=16):
                 means['s_to_x_t'] = masses([weights], *ladder(cfg, L)).mean(dim=(1, 2))
             rows += [dict(length=L, layer=layer, head=h + 1, **{name: round(mean[h].item(), 3) for name, mean in means.items()})
                      for h in range(weights.shape[1])]
-    summary = dict(trained=trained, length=length)
+    summary = dict(trained=trained, length=length, n=len(tokens))
     for name in [name for name in rows[0] if name in ('x_to_BoS', 's_to_EoI', 's_to_x_t', 'largest')]:
         summary |= {f'{name}, length {L}': max(row[name] for row in rows if row['length'] == L) for L in shown}
-    return rows, summary, lambda plt: attention_figure(plt, shown, task, f'{cfg.task} with {cfg.pe}, trained to {trained}')
+    return rows, summary, lambda plt: attention_figure(plt, shown, task, f'{titled(cfg)}, {trained_to(cfg, trained)}')
 
 
 def means_of(weights, tokens, asked, task):
@@ -489,9 +505,9 @@ def linear_figure(plt, errors, cfg):
         seen = len(errors[target, 0, 'trained']) - 1
         ax.axvline(seen, color='crimson', lw=1)
         ax.set(ylim=(0, None), ylabel='root mean squared error (tokens)', title='absolute position' if target == 'position' else 'distance to EoI',
-               xlabel=f'{"position" if target == "position" else "distance to EoI"} (tokens); trained to {seen} (red line)')
+               xlabel=f'{"position" if target == "position" else "distance to EoI"} (tokens); {trained_to(cfg, seen)} (red line)')
     axes[0][0].legend(fontsize=8)
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: linear probes')
+    fig.suptitle(f'{titled(cfg)}: linear probes')
     return fig
 
 
@@ -521,7 +537,7 @@ def alignment(model, task, cfg, length=0, n=32):
     tail = [row for row in rows if row['length'] >= trained]
     holds_to = lambda key, least: max((row['length'] for i, row in enumerate(tail) if all(r[key] >= least for r in tail[:i + 1])), default=0)
     over = lambda part: mean(torch.cat([f['right'][part(f)] for L, f in found.items() if L > trained] or [torch.empty(0)]))
-    summary = dict(head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5))
+    summary = dict(n=min(len(f['exact']) for f in found.values()), head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5))
     summary |= {f'accuracy beyond, {where}': over(part) for where, part in {
         'seen positions': lambda f: f['seen'], 'unseen positions': lambda f: ~f['seen'],
         'peak on x_t': lambda f: f['peak'][best], 'peak elsewhere': lambda f: ~f['peak'][best]}.items()}
@@ -562,7 +578,7 @@ def alignment_figure(plt, rows, found, names, best, cfg):
     axes[1].set(title='where the states are predicted', ylabel='accuracy')
     for ax in axes[:2]:
         ax.axvline(trained, color='crimson', lw=1)
-        ax.set(ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
+        ax.set(ylim=(-0.03, 1.03), xlabel=f'input length; {trained_to(cfg, trained)} (red line)')
         ax.legend(fontsize=8)
     grid = torch.full((longest, len(found)), float('nan'))
     for i, (L, f) in enumerate(found.items()):
@@ -576,7 +592,7 @@ def alignment_figure(plt, rows, found, names, best, cfg):
         axes[2].legend(fontsize=8, loc='upper left', facecolor='0.6')
     axes[2].set(title=f'head {names[best]}, weight on the correct key', xlabel='input length', ylabel='t of the state $s_t$')
     fig.colorbar(image, ax=axes[2], label='attention weight')
-    fig.suptitle(f'{cfg.task} with {cfg.pe}')
+    fig.suptitle(f'{titled(cfg)}')
     return fig
 
 
@@ -586,12 +602,12 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     distances: of s_(t-1) from EoI, a comma list; n: problems of each length; beside: further runs, a comma list. Rows: accuracy of the next state
     predicted there, at every input length at which this is still within the trained total length. Only the context is longer than in training.
     """
-    runs = {cfg.pe: (model, cfg)}
+    runs = {made(cfg): (model, cfg)}
     for path in filter(None, beside.split(',')):
         net, other = load(path)
         if other.task != cfg.task or other.train_len != cfg.train_len:
             raise train.UserError(f'{path} was trained on {other.task} to {other.train_len} tokens, this run on {cfg.task} to {cfg.train_len}')
-        runs[path if other.pe in runs else other.pe] = net, other
+        runs[path if made(other) in runs else made(other)] = net, other
     try:
         wanted = sorted({int(d) for d in distances.split(',')})
     except ValueError:
@@ -623,7 +639,7 @@ def steps_figure(plt, rows, distances, names, trained, cfg):
             if found:
                 ax.plot(*zip(*found), marker='o', ms=3, label=name, **(train.look(name) or dict(color=COLOURS[i % 6])))
         ax.axvline(trained, color='crimson', lw=1)
-        ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03), xlabel=f'input length; trained to {trained} (red line)')
+        ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03), xlabel=f'input length; {trained_to(cfg, trained)} (red line)')
     axes[0][0].set_ylabel('accuracy of the next state')
     axes[0][0].legend(fontsize=8)
     fig.suptitle(f'{cfg.task}: states at trained positions in longer contexts')
@@ -676,11 +692,11 @@ def stats(model, task, cfg, length=0, n=64):
     for i in np.linspace(0, tokens.shape[1] - 1, min(48, tokens.shape[1])).round().astype(int).tolist():
         values = {f'{label}, {name}': found[part][i].item() for part, label in enumerate(labels) for name, found in curves.items() if i < len(found[part])}
         rows.append(dict(n=i + 1, token=task.vocab[tokens[0, i]]) | short(values))
-    summary = dict(length=length, mu=mu.item(), sigma=var.sqrt().item(), mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
+    summary = dict(length=length, n=len(tokens), mu=mu.item(), sigma=var.sqrt().item(), mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
     summary |= {f'error of eq. 4, {label}, {name}': (curves[name][part] - curves['eq. 4'][part][:len(curves[name][part])]).abs().mean().item()
                 for part, label in enumerate(labels) for name in ('measured', 'uniform')}
     anchor = (tokens[0] == task.vocab.index('EoI')).int().argmax().item() + 1 if 'EoI' in task.vocab else None
-    return rows, short(summary), lambda plt: stats_figure(plt, curves, labels, anchor, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows, short(summary), lambda plt: stats_figure(plt, curves, labels, anchor, f'{titled(cfg)}, length {length}')
 
 
 def short(row):
@@ -727,7 +743,7 @@ def prefix(model, task, cfg, length=0, n=16):
 
     beta, z = betas(tokens)
     rows = [dict(case=f'z = V beta, head {h + 1}', z=gap(z[:, h], beta[:, h] @ V[h])) for h in range(cfg.heads)]
-    summary = dict(error=max(row['z'] for row in rows))
+    summary = dict(n=len(tokens), error=max(row['z'] for row in rows))
     for first, m, second, k in cases_of_D_1(task):
         one, other = (torch.tensor([[task.vocab.index(word) for word in words]]) for words in (first, second))
         shares = [torch.nn.functional.one_hot(x[0, :i], C).double().mean(dim=0) for x, i in ((one, m), (other, k))]
@@ -758,7 +774,7 @@ def prefix_figure(plt, rows, cfg):
         ax.barh(np.arange(len(cases)) + 0.25 * (i - 1), [row[key] for row in cases], 0.22, color=COLOURS[i], label=label)
     ax.set_yticks(range(len(cases)), [row['case'] for row in cases], fontsize=8)
     ax.invert_yaxis()
-    ax.set(xlabel='how far apart the two prefixes are, relative to the larger', title=f'{cfg.task} with {cfg.pe}: which prefixes layer 1 can tell apart')
+    ax.set(xlabel='how far apart the two prefixes are, relative to the larger', title=f'{titled(cfg)}: which prefixes layer 1 can tell apart')
     ax.legend(fontsize=8)
     return fig
 
@@ -801,7 +817,7 @@ def shift(model, task, cfg, length=0, offsets='', n=32):
         raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones, or a larger --length')
     tokens, targets = fewer(cfg, *problems(task, [length], n)[length])
     rows = [dict(head=f'{layer}.{head}') for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
-    summary, shown = dict(length=length), {}
+    summary, shown = dict(length=length, n=len(tokens)), {}
     for offset in offsets:
         with moved_from_first(model, offset):
             maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
@@ -831,7 +847,7 @@ def shift_figure(plt, shown, words, length, best, cfg):
         ax.set(title=f'distance to BoS {offset:+d}', xlabel='key')
     axes[0][0].set_ylabel('query')
     fig.colorbar(image, ax=axes, label='attention weight', shrink=0.8)
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: head {best}; dots: the correct keys')
+    fig.suptitle(f'{titled(cfg)}: head {best}; dots: the correct keys')
     return fig
 
 
@@ -884,7 +900,7 @@ def heads(model, task, cfg, length=0, n=512):
     summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1, largest=number(drops.max()),
                    second=number(drops.flatten().sort().values[-2]), **{key: number(x) for key, x in concentration(drops.flatten()).items()})
     label = 'loss (nats)' if task.corpus else 'exact match (%)'
-    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), label, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), label, f'{titled(cfg)}, length {length}')
 
 
 def heads_figure(plt, scores, base, label, title):
@@ -1068,7 +1084,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
     summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4), **{name: round(value.mean().item(), 4) for name, value in columns.items()},
                    **{f'error of {name}': error for name, error in errors.items()})
     words = [task.vocab[t] for t in tokens[0].tolist()]
-    title = f'{cfg.task} with {cfg.pe}, length {length}'
+    title = f'{titled(cfg)}, length {length}'
     return head_rows(columns), summary, lambda plt: toeplitz_figure(plt, columns, chance, profiles, words, cfg.train_len, title)
 
 
@@ -1160,7 +1176,7 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
                                              'norm': round((p.norm(dim=-1).mean() / heard[0][2].norm(dim=-1).mean()).item(), 3)}))
     label = 'loss (nats)' if task.corpus else 'exact match (%)'
     summary = dict(length=length, n=len(tokens), unit=label, base=round(abs(base), 4), most_more_at=max(rows, key=lambda row: row['more'])['layer'])
-    return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), label, f'{cfg.task} with {cfg.pe}, length {length}')
+    return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), label, f'{titled(cfg)}, length {length}')
 
 
 def positions_figure(plt, rows, base, label, title):
@@ -1260,7 +1276,7 @@ def spectrum(model, task, cfg, length=0, n=8):
     values = torch.tensor(list(ratio.values()))
     summary = dict(length=length, n=len(tokens), tokens=T, ratio=round(values.mean().item(), 4), narrower=round((values < 1).double().mean().item(), 4))
     widest = max(pairs, key=lambda name: widths(pairs[name][1]))
-    return rows, summary, lambda plt: spectrum_figure(plt, pairs[widest], f'head {widest}, {cfg.task} with {cfg.pe}, length {length}')
+    return rows, summary, lambda plt: spectrum_figure(plt, pairs[widest], f'head {widest}, {titled(cfg)}, length {length}')
 
 
 def spectrum_figure(plt, pair, title):
@@ -1389,7 +1405,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     above, which Theorem 6.1 wants above 1; of the strongest head the share of distances with H > 0 (`positive`; descent lowers such a logit) and
     `coherence`, how much does not cancel; `effective`, the number of heads that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
     """
-    if cfg.out_dir.startswith('out/by_hand_'):
+    if made(cfg) == BY_HAND:
         raise train.UserError('gradients follows a training, and by_hand never had one: take a run')
     two = getattr(task, 'triggers', 0) == 2
     edge = edge or ('read' if two else 'all')
@@ -1421,7 +1437,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     median, grows = (growth.median().item(), (growth > 1).double().mean().item()) if len(growth) else (None, None)
     first = next(row for row in rows if row['step'] == 'trained')
     summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median and round(median, 4), grows=grows and round(grows, 4))
-    figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{cfg.task} with {cfg.pe}, length {length}')
+    figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{titled(cfg)}, length {length}')
     return rows + gradient_claims(tests, grows), summary, figure
 
 
@@ -1507,7 +1523,7 @@ def gradients_figure(plt, rows, curves, at, edge, title):
 def losses_by_position(model, tokens, targets):
     """Mean cross-entropy at every position [T], in nats, of what is predicted there; nan where nothing is."""
     total, count = torch.zeros(2, tokens.shape[1], dtype=torch.float64)
-    for x, y in zip(tokens.split(8), targets.split(8)):
+    for x, y in zip(*(z.split(max(1, 2 ** 13 // tokens.shape[1])) for z in (tokens, targets))):
         total += train.token_losses(model(x)[0], y).sum(dim=0)
         count += (y != -100).sum(dim=0)
     return total / count
@@ -1516,17 +1532,17 @@ def losses_by_position(model, tokens, targets):
 def loss(model, task, cfg, length=0, n=32, beside=''):
     """Loss by position in contexts longer than the trained ones: where does a model profit from what lies far back, and where does it break?
 
-    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text; beside: further runs, a comma list, on the same text.
+    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text (of a Llama 2, unless given); beside: further runs, a comma list, on the same text.
     Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
     """
     length = length or max(cfg.eval_lengths)
     tokens, targets = problems(task, [length], n)[length]
-    curves = {cfg.pe: losses_by_position(model, tokens, targets)[:-1]}
+    curves = {made(cfg): losses_by_position(model, tokens, targets)[:-1]}
     for path in filter(None, beside.split(',')):
         net, other = load(path)
         if other.the_task is not task:
             raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: their losses do not compare')
-        curves[path if other.pe in curves else other.pe] = losses_by_position(net, tokens, targets)[:-1]
+        curves[path if made(other) in curves else made(other)] = losses_by_position(net, tokens, targets)[:-1]
     mean = lambda curve: None if curve.isnan().all() else round(curve.nanmean().item(), 4)
     parts = torch.arange(tokens.shape[1] - 1).tensor_split(16)
     rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **{name: mean(curve[part]) for name, curve in curves.items()})
@@ -1534,10 +1550,10 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     trained = cfg.train_len
     summary = dict(length=length) | {f'{name}, {where}': mean(curve[cut]) for name, curve in curves.items()
                                      for where, cut in (('trained positions', slice(0, trained - 1)), ('beyond', slice(trained - 1, None)))}
-    return rows, summary, lambda plt: loss_figure(plt, curves, trained, cfg.task)
+    return rows, summary, lambda plt: loss_figure(plt, curves, trained, cfg)
 
 
-def loss_figure(plt, curves, trained, name):
+def loss_figure(plt, curves, trained, cfg):
     """The figure of `loss`."""
     fig, ax = plt.subplots(figsize=(8, 4), layout='constrained')
     for label, curve in curves.items():
@@ -1545,7 +1561,7 @@ def loss_figure(plt, curves, trained, name):
         smooth = lambda x: F.avg_pool1d(x[None, None], min(window, len(x)), 1)[0, 0]
         ax.plot(smooth(at.double() + 1).numpy(), smooth(curve[at]).numpy(), label=label, **train.look(label))
     ax.axvline(trained, color='crimson', lw=1)
-    ax.set(xlabel=f'position in the context; trained to {trained} (red line)', ylabel='loss (nats per token)', title=f'{name}: loss by position')
+    ax.set(xlabel=f'position in the context; {trained_to(cfg, trained)} (red line)', ylabel='loss (nats per token)', title=f'{cfg.task}: loss by position')
     ax.legend()
     return fig
 
@@ -1588,7 +1604,7 @@ def frequency(model, task, cfg, length=0, n=8):
     heads, 1 where all are used alike; `fast` the share of the norm in the faster half, `fast_after_first` the same without layer 1.
     """
     norms, theta = [], None
-    for row in sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n):
+    for row in sequences(task, cfg.train_lengths, length, n):
         layers = []
         for enc, q, k, _ in inside(model, row):
             zq, zk, theta = polar(enc, q[0], k[0])
@@ -1602,7 +1618,7 @@ def frequency(model, task, cfg, length=0, n=8):
     used, fast = share.mul(-share.clamp(min=1e-12).log()).sum(dim=-1).exp() / len(theta), share[..., :len(theta) // 2].sum(dim=-1)
     summary = dict(used=number(used.mean()), used_q=number(used[:, 0].mean()), used_k=number(used[:, 1].mean()), fast=number(fast.mean()),
                    fast_after_first=number(fast[1:].mean()), frequencies=len(theta))
-    title = f'{cfg.task} with {cfg.pe}: mean norm at each frequency'
+    title = f'{titled(cfg)}: mean norm at each frequency'
     return rows, summary, lambda plt: frequency_figure(plt, norms, theta, 'mean norm', title)
 
 
@@ -1656,7 +1672,7 @@ def norms(model, task, cfg):
         columns = {name: x.gather(1, best[name[-1]]) for name, x in columns.items()}
     rows = [{key: x for key, x in row.items() if key != 'head' or not many} for row in head_rows(columns)]
     summary = dict(ratio_q=number(ratio[:, 0].mean()), ratio_k=number(ratio[:, 1].mean()), slow=number((at >= len(theta) // 2).double().mean()))
-    title = f'{cfg.task} with {cfg.pe}: norms of the rows of W_Q and W_K at each frequency'
+    title = f'{titled(cfg)}: norms of the rows of W_Q and W_K at each frequency'
     return rows, summary, lambda plt: frequency_figure(plt, found, theta, 'norm of the rows', title)
 
 
@@ -1720,7 +1736,7 @@ def tuning_figure(plt, curves, spread, cfg):
         ax.set(title=f'head {i + 1}.{h + 1}', xlabel='distance t - s (tokens)', ylabel='logit')
         if cfg.train_len < T:
             ax.axvline(cfg.train_len, color='crimson', lw=1)
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: logits of 8 pairs of a query and a key, and the mean of all; red: longest trained')
+    fig.suptitle(f'{titled(cfg)}: logits of 8 pairs of a query and a key, and the mean of all; {trained_to(cfg, cfg.train_len)} (red line)')
     return fig
 
 
@@ -1748,11 +1764,11 @@ def three_axes(W, ridge=1e-6):
 def axes(model, task, cfg, length=0, n=8):
     """Is a logit a sum of what the distance, the query and the key say alone? W_ij ~ a_{i-j} + b_i + c_j for i >= j (position_generalization.txt 3.1).
 
-    length: of the problems or of the text, 0: the longest trained on, of a text at most 512 tokens; n: sequences (of a Llama, 1).
+    length: of the problems or of the text, 0: the longest trained on, of a text at most 512 tokens; n: sequences (of a Llama 1, unless given).
     Rows: Pearson's r of the fit with the logits, over i >= j, for each head, or each layer where there are many. summary.mean_r: over all heads.
     """
     found, first = [], None
-    for row in sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n):
+    for row in sequences(task, cfg.train_lengths, length, n):
         lower, layers = torch.ones(row.shape[1], row.shape[1], dtype=torch.bool).tril(), inside(model, row)
         found.append(torch.stack([correlation(*(x[:, lower] for x in axes_of(*layer))) for layer in layers]))
         first = first or layers
@@ -1763,7 +1779,7 @@ def axes(model, task, cfg, length=0, n=8):
         W, fit = (x[h].float() for x in axes_of(*first[i]))
         above = torch.ones_like(W, dtype=torch.bool).triu(1)
         return W.masked_fill(above, torch.nan), fit.masked_fill(above, torch.nan)
-    title = f'{cfg.task} with {cfg.pe}: logits over distance + query + key, mean r {summary["mean_r"]}'
+    title = f'{titled(cfg)}: logits over distance + query + key, mean r {summary["mean_r"]}'
     names = ('logits W', r'$a_{i-j} + b_i + c_j$', 'query i', 'key j')
     return head_rows(dict(r=r)), summary, lambda plt: maps_figure(plt, r, one, names, title)
 
@@ -1843,7 +1859,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
         raise train.UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take a run with rope, pope, alibi or t5')
     rotates = any(isinstance(m, (encodings.RoPE, encodings.PoPE)) for m in enc.modules())
     found, maps = [], []
-    for row in sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n):
+    for row in sequences(task, cfg.train_lengths, length, n):
         layers = []
         for enc, q, k, state in inside(model, row):
             layers.append(dict(r=fake_fit(enc, q, k, state, queries)) | (analytic_fit(enc, q, k, state, cfg.train_len) if rotates else {}))
@@ -1860,7 +1876,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
         W = fake_logits(enc, q[:, :, q.shape[2] // 2:][:, :, :1], k, state)[h]
         return W, two_axes(W)[-1]
     names = ("fake logits W'", r'$a_d + b_j$', 'fake distance d', 'key j')
-    title = f'{cfg.task} with {cfg.pe}: logits over distance + key, mean r {summary["mean_r"]}'
+    title = f'{titled(cfg)}: logits over distance + key, mean r {summary["mean_r"]}'
     return head_rows(columns), summary, lambda plt: maps_figure(plt, columns['r'], one, names, title)
 
 
@@ -1969,7 +1985,7 @@ def scores_of(model, kind, tokens, targets, *perturbation):
 def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max='5,10,100'):
     """How much disorder does a model bear? Scores, a share gamma of positions perturbed within l_max (position_generalization.txt 4.1, Figure 5, Table 1).
 
-    length: as for axes; n: problems, or stretches of text (of a Llama, 2). Three ways: `text`: tokens change places in pairs, scored where the token to be
+    length: as for axes; n: problems, or stretches of text (of a Llama 2, unless given). Three ways: `text`: tokens change places in pairs, scored where the token to be
     predicted has not moved (an algorithmic task's problem is then another one, and the old answer is still asked for); `feature`: keys change places, in
     every layer others; `position`: a key counts as up to l_max places away from where it is, where attention sees distances. Rows: loss in nats per
     token, share of tokens, and of sequences, right; `cost`: loss over the original one. summary: the original's, and each way's mean cost at the gamma
@@ -1982,7 +1998,7 @@ def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max=
     if min(values[0]) <= 0 or max(values[0]) > 1 or min(values[1]) < 1:
         raise train.UserError('--gammas are shares above 0 and up to 1, --l_max whole numbers from 1 on, both comma lists')
     source = train.generator('cpu', 'test', 0)
-    tokens, targets = drawn(task, cfg.train_lengths, length, 2 if isinstance(model, Llama) else n)
+    tokens, targets = drawn(task, cfg.train_lengths, length, n)
     kinds = ('text', 'feature') + ('position',) * sees_distances(model, tokens)
     rows = [dict(kind='original', **scores_of(model, 'original', tokens, targets, 0, 0, None))]
     for kind in kinds:
@@ -2012,7 +2028,7 @@ def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
             ax.set(title=f'{kind} order' if kind != 'position' else 'position indices', xlabel='share perturbed, gamma')
         line[0].set_ylabel('largest distance, l_max (tokens)')
         fig.colorbar(image, ax=line, label=label)
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: perturbed positions; without, loss {rows[0]["loss"]}, tokens right {rows[0]["token"]}')
+    fig.suptitle(f'{titled(cfg)}: perturbed positions; without, loss {rows[0]["loss"]}, tokens right {rows[0]["token"]}')
     return fig
 
 
@@ -2072,13 +2088,13 @@ def plane(x):
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     """What lets a model go beyond its trained length? Sliding windows, and distances that stop at the trained length (position_generalization.txt 4.2).
 
-    length: 0: the longest evaluated, of a text at most 512 tokens; window: tokens taken for the trained length, 0: that itself, or half of the sequence if
+    length: 0: the longest evaluated, of a text at most 512 tokens; n: as for perturb; window: tokens taken for the trained length, 0: that itself, or half of the sequence if
     that is less; layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in nats, as trained; with distances clamped at the
     window; with only the window and the first 10 tokens (LM-Infinite); with half of it, the first 10, and 32 retrieved keys for each query (InfLLM).
     summary: means over the targets beyond the window; `inside`: share of the outputs of some queries over sliding windows within the 99 % ellipse of the
     normal outputs on the plane of their two main axes (Figure 6).
     """
-    tokens, targets = drawn(task, cfg.eval_lengths, length, 2 if isinstance(model, Llama) else n)
+    tokens, targets = drawn(task, cfg.eval_lengths, length, n)
     T, layer = tokens.shape[1], layer or (len(model.blocks) + 1) // 2
     window = window or min(cfg.train_len, T // 2)
     if layer > len(model.blocks) or not 1 < window < T:
@@ -2134,7 +2150,7 @@ def stretch_figure(plt, curves, normal, lines, window, layer, cfg):
     axes[1].plot([], '-o', ms=2, lw=0.8, color=plt.cm.plasma(0.4), label='one query over sliding windows')
     axes[1].set(title=f'attention output of layer {layer}', xlabel='first main axis', ylabel='second main axis')
     axes[1].legend(fontsize=8)
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: beyond {window} tokens')
+    fig.suptitle(f'{titled(cfg)}: beyond {window} tokens')
     return fig
 
 
@@ -2154,10 +2170,10 @@ def slope(y, x):
 def entropy(model, task, cfg, length=0, n=8):
     """Does attention dilute as the row grows? Its entropy at row length n against log n, which uniform attention has (what vipe's log(n) corrects).
 
-    length: 0: the longest evaluated, of a text at most 512 tokens; n: sequences (of a Llama, 1). Rows, for each head or layer: `slope` of the entropy
+    length: 0: the longest evaluated, of a text at most 512 tokens; n: sequences (of a Llama 1, unless given). Rows, for each head or layer: `slope` of the entropy
     over log n, 1 for uniform attention and 0 where it does not dilute, over row lengths from 8 on; `end`: entropy of the last row over log n.
     """
-    rows = sequences(task, cfg.eval_lengths, length, 1 if isinstance(model, Llama) else n)
+    rows = sequences(task, cfg.eval_lengths, length, n)
     T = min(row.shape[1] for row in rows)
     of_row = lambda enc, q, k, state: entropies(enc.logits(q, k, torch.arange(q.shape[2]), state))[0, :, :T].double()
     found = torch.stack([torch.stack([of_row(*layer) for layer in inside(model, row)]) for row in rows]).mean(dim=0)       # (L, H, T)
@@ -2180,11 +2196,11 @@ def entropy_figure(plt, found, slopes, cfg):
                      label=f'layer {i + 1}' if i in (0, L - 1) or L <= 8 else None)
     if cfg.train_len < T:
         axes[0].axvline(cfg.train_len, color='crimson', lw=1)
-    axes[0].set(xscale='log', xlabel=f'row length n (tokens); trained to {cfg.train_len} (red line)' if cfg.train_len < T else 'row length n (tokens)',
+    axes[0].set(xscale='log', xlabel=f'row length n (tokens); {trained_to(cfg, cfg.train_len)} (red line)' if cfg.train_len < T else 'row length n (tokens)',
                 ylabel='entropy (nats), mean over heads')
     axes[0].legend(fontsize=8)
     head_grid(fig, axes[1], slopes, 'slope of the entropy over log n')
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: entropy of attention by row length')
+    fig.suptitle(f'{titled(cfg)}: entropy of attention by row length')
     return fig
 
 
@@ -2197,7 +2213,7 @@ def tuples(model, task, cfg, length=0, n=4):
     Observation 1 wants small.
     """
     z = [torch.stack([torch.stack(polar(enc, q[0], k[0])[:2]) for enc, q, k, _ in inside(model, row)]) for row in
-         sequences(task, cfg.train_lengths, length, 1 if isinstance(model, Llama) else n)]
+         sequences(task, cfg.train_lengths, length, n)]
     zq, zk = torch.cat(z, dim=-2).unbind(dim=1)                                         # (L, H, T, n) of all sequences
     enc = model.blocks[0].attn.pe
     theta = frequencies_of(rotating(enc), zq.real)
@@ -2232,7 +2248,7 @@ def tuples_figure(plt, start, std, theta, slow, product, cfg):
         size = 1.15 * (start[i, h].abs() + std[i, h] * (start[i, h].abs() >= start[i, h].abs().sort()[0][-min(8, n)])).max().item()
         ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit', ylabel='imaginary part')
         ax.axvline(0, color='grey', lw=0.5)
-    fig.suptitle(f'{cfg.task} with {cfg.pe}: the 8 longest pairs of each head; slow dominating ones in orange')
+    fig.suptitle(f'{titled(cfg)}: the 8 longest pairs of each head; slow dominating ones in orange')
     return fig
 
 
@@ -2304,11 +2320,11 @@ class LlamaText(tasks.Corpus):
         return super().lay_out([[*self.begin, *piece][:length] for piece in pieces], length)
 
 
-def load_llama(path, text):
+def load_llama(path, text='', needs_text=True):
     """(model, config) of a folder or GGUF file and the text to run it on, as train.load gives them of a run."""
-    if not text:
+    if not text and needs_text:
         raise train.UserError('--hf needs --text=FILE, a text to look at')
-    if not os.path.exists(path) or not os.path.isfile(text):
+    if not os.path.exists(path) or text and not os.path.isfile(text):
         raise train.UserError(f'no such {"text file: --text=" + text if os.path.exists(path) else "folder or GGUF file: --hf=" + path}')
     is_gguf = path.endswith('.gguf')
     try:
@@ -2324,14 +2340,14 @@ def load_llama(path, text):
     except (OSError, ValueError) as error:
         raise train.UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
     model = Llama(net.eval()).eval()
-    c, task = model.cfg, LlamaText(tokenizer, text)
-    values = dict(task=os.path.basename(os.path.normpath(path)), data=text, the_task=task, train_lengths=[c.train_len], eval_lengths=[c.train_len])
-    return model, types.SimpleNamespace(**vars(c), **values)
+    c, name = model.cfg, os.path.basename(os.path.normpath(path))
+    values = dict(task=name, data=text, the_task=LlamaText(tokenizer, text) if text else None, train_lengths=[c.train_len], eval_lengths=[c.train_len])
+    return model, types.SimpleNamespace(**vars(c), **values, out_dir=f'out/{train.slug(name)}')
 
 
 PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum, gradients, loss,
                                   tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)}
-LLAMA = (loss, tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)        # those that take a Llama in place of a run
+LLAMA = {loss: 2, tuning: None, frequency: 1, norms: None, axes: 1, disentangle: 1, tuples: 1, perturb: 2, stretch: 2, entropy: 1}  # on a Llama: --n unless given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2400,6 +2416,8 @@ def report(folder):
 def load(run, seed=None):
     """(model, cfg) of a run, or of by_hand:TASK; cfg.seeds is the one seed and cfg.out_dir the folder."""
     if run.startswith('by_hand:'):
+        if seed is not None:
+            raise train.UserError(f'--seed={seed} picks one of a run\'s models, and {run} has one only, its weights set by hand')
         return iteration_head(run.partition(':')[2])
     seed = train.first_sound(train.read_checkpoint(os.path.join(run, 'ckpt.pt'))) if seed is None else seed
     model, cfg = train.load(run, seed)
@@ -2417,7 +2435,7 @@ def main(argv):
     if argv[0] == 'report':
         if len(argv) != 2:
             raise train.UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
-        return report(argv[1].replace('by_hand:', 'out/by_hand_'))
+        return report(argv[1].replace('by_hand:', BY_HAND_DIR))
     if argv[0] not in PROBES:
         near = difflib.get_close_matches(argv[0], PROBES, 1)
         raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '.') + f' There are: {", ".join(PROBES)}')
@@ -2428,8 +2446,16 @@ def main(argv):
     common, values = read_flags(argv[2 if run_dir else 1:], function)
     if run_dir and common.get('hf'):
         raise train.UserError(f'either a run or --hf={common["hf"]}, not both')
-    model, cfg = load(run_dir, common['seed']) if run_dir else load_llama(common['hf'], common['text'])
-    out_dir = common['out_dir'] or (cfg.out_dir if run_dir else f'out/{train.slug(cfg.task)}')
+    if run_dir:
+        if common.get('text'):
+            raise train.UserError('--text is the text that a checkpoint is run on, with --hf; a run has its own')
+        model, cfg = load(run_dir, common['seed'])
+    else:
+        if common['seed'] is not None:
+            raise train.UserError(f'--seed={common["seed"]} picks one of a run\'s models, and a checkpoint has one only')
+        model, cfg = load_llama(common['hf'], common['text'], needs_text=function is not norms)
+        values = ({'n': LLAMA[function]} if LLAMA[function] else {}) | values
+    out_dir = common['out_dir'] or cfg.out_dir
     rows, summary, figure = function(model, cfg.the_task, cfg, **values)
     show(rows, summary)
     path, png = os.path.join(out_dir, f'probe_{name}'), drawing(figure)
