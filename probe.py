@@ -25,6 +25,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import types
 
 import numpy as np
@@ -158,9 +159,9 @@ def panels(plt, n, width, height):
     return fig, axes.flat[:n]
 
 
-def head_grid(fig, ax, values, label, **limits):
-    """A picture of values [layers, heads]."""
-    image = ax.imshow(values.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', **limits)
+def head_grid(fig, ax, values, label):
+    """A picture of values [layers, heads], its colours from the least to the largest."""
+    image = ax.imshow(values.numpy(), aspect='auto', cmap='viridis', interpolation='nearest')
     for axis, n in ((ax.xaxis, values.shape[1]), (ax.yaxis, values.shape[0])):
         axis.set_ticks(range(0, n, 1 + n // 12), range(1, n + 1, 1 + n // 12))
     ax.set(xlabel='head', ylabel='layer')
@@ -504,7 +505,7 @@ def linear_figure(plt, errors, cfg):
         ax.plot([], 'k--', lw=1, label='trained lengths')
         seen = len(errors[target, 0, 'trained']) - 1
         ax.axvline(seen, color='crimson', lw=1)
-        ax.set(ylim=(0, None), ylabel='root mean squared error (tokens)', title='absolute position' if target == 'position' else 'distance to EoI',
+        ax.set(ylabel='root mean squared error (tokens)', title='absolute position' if target == 'position' else 'distance to EoI',
                xlabel=f'{"position" if target == "position" else "distance to EoI"} (tokens); {trained_to(cfg, seen)} (red line)')
     axes[0][0].legend(fontsize=8)
     fig.suptitle(f'{titled(cfg)}: linear probes')
@@ -564,7 +565,7 @@ def answers_right(model, tokens, targets):
 def alignment_figure(plt, rows, found, names, best, cfg):
     """The figure of `alignment`: every head's weight on the correct key beside accuracy; seen and unseen positions; the best head, state by state."""
     trained, longest = max(cfg.train_lengths), max(found)
-    fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout='constrained')
     draw = lambda ax, key, *style, **kw: ax.plot(*zip(*((row['length'], row[key]) for row in rows if key in row)), *style, **kw)
     for i, name in enumerate(names):
         draw(axes[0], name, color=COLOURS[0] if i == best else '0.7', lw=2 if i == best else 1, label=f'weight of head {name}' if i == best else None)
@@ -579,7 +580,7 @@ def alignment_figure(plt, rows, found, names, best, cfg):
     for ax in axes[:2]:
         ax.axvline(trained, color='crimson', lw=1)
         ax.set(ylim=(-0.03, 1.03), xlabel=f'input length; {trained_to(cfg, trained)} (red line)')
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.15), ncols=2)
     grid = torch.full((longest, len(found)), float('nan'))
     for i, (L, f) in enumerate(found.items()):
         grid[:L, i] = f['mass'][best].mean(dim=0)
@@ -672,16 +673,19 @@ def proposition_1(n, mu, var, mu_2, var_2):
 def stats(model, task, cfg, length=0, n=64):
     """Do hidden-state statistics tell the position, as Proposition 1 says of NoPE (vipe.txt eq. 2-4, Figure 16)?
 
-    Mean and variance over the coordinates of the first attention layer's output z_n (all heads), and mean of z_(n+1) - z_n: measured; with this
-    model's values under uniform weights 1/n (eq. 2); and by eq. 4, whose mu, sigma, mu_2, sigma_2 are those of the values, at BoS for the latter
-    two. Averages over n problems of `length` (0: the longest trained), n counted from 1. Eq. 4 takes values for independent between positions: those
-    of few symbols repeat, so their average keeps a variance that does not decay. Summary: mean absolute errors of eq. 4.
+    Rows: mean and variance (var) over the coordinates of the first attention layer's output z_n (all heads), and mean of z_(n+1) - z_n (diff): measured;
+    with this model's values under uniform weights (1/n, eq. 2); and by eq. 4 (eq4), whose mu, sigma, mu_2, sigma_2 are those of the values, at BoS
+    for the latter two. Averages over n problems of `length` (0: the longest trained), n counted from 1. Eq. 4 takes values for independent between
+    positions: those of p symbols repeat, so z_n goes to their mean vector, whose variance stays (sigma^2 / p if they are independent of each other).
+    Summary: mean absolute errors of eq. 4.
     """
     if 'BoS' not in task.vocab:
         raise train.UserError(f'Proposition 1 is about sequences that begin with BoS, and those of {cfg.task} do not')
     length = length or max(cfg.train_lengths)
     tokens, = fewer(cfg, problems(task, [length], n)[length][0])
     v, z = (x.transpose(1, 2).flatten(2).double() for x in first_attention(model, tokens, cfg)[1:])                     # (B, T, H D)
+    if not v.any():
+        raise train.UserError(f'every value of the first layer of {titled(cfg)} is 0, and so is z_n: take another run')
     place = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)                   # (T,)
     mu, var, mu_2, var_2 = v[:, 1:].mean(), v[:, 1:].var(correction=0), v[:, 0].mean(), v[:, 0].var(correction=0)
     curves = {'measured': coordinate_statistics(z), 'uniform': coordinate_statistics(v.cumsum(dim=1) / place[:, None])}
@@ -690,7 +694,8 @@ def stats(model, task, cfg, length=0, n=64):
     labels = ('mean', 'variance', 'difference')
     rows = []
     for i in np.linspace(0, tokens.shape[1] - 1, min(48, tokens.shape[1])).round().astype(int).tolist():
-        values = {f'{label}, {name}': found[part][i].item() for part, label in enumerate(labels) for name, found in curves.items() if i < len(found[part])}
+        values = {label + of: found[part][i].item() for part, label in enumerate(('mean', 'var', 'diff'))
+                  for of, found in zip(('', ' 1/n', ' eq4'), curves.values()) if i < len(found[part])}
         rows.append(dict(n=i + 1, token=task.vocab[tokens[0, i]]) | short(values))
     summary = dict(length=length, n=len(tokens), mu=mu.item(), sigma=var.sqrt().item(), mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
     summary |= {f'error of eq. 4, {label}, {name}': (curves[name][part] - curves['eq. 4'][part][:len(curves[name][part])]).abs().mean().item()
@@ -711,12 +716,12 @@ def stats_figure(plt, curves, labels, anchor, title):
     for part, (ax, label) in enumerate(zip(axes, labels)):
         for (name, found), colour, style in zip(curves.items(), COLOURS, ('-', '-', 'k--')):
             y = found[part][:len(curves['measured'][part])]
-            ax.plot(np.arange(1, len(y) + 1), y.numpy(), style, label=names[name], **({} if style == 'k--' else dict(color=colour)))
+            ax.plot(np.arange(1, len(y) + 1), y.numpy(), style, label=names[name] if part == 0 else None, **({} if style == 'k--' else dict(color=colour)))
         if anchor:
             ax.axvline(anchor, color='crimson', lw=1)
         ax.set(title={'mean': 'mean of $z_n$', 'variance': 'variance of $z_n$', 'difference': 'mean of $z_{n+1} - z_n$'}[label],
                xlabel='position n' + (' (red line: EoI)' if anchor else ''), ylabel=f'{label} over the coordinates')
-    axes[0].legend(fontsize=8)
+    fig.legend(fontsize=8, loc='outside lower center', ncols=3)
     fig.suptitle(title)
     return fig
 
@@ -860,6 +865,15 @@ def held_out_problems(task, cfg, length, n):
     return length, *problems(task, [length], n)[length]
 
 
+def scoring(model, task, length, tokens, targets):
+    """(score(), what it is now, its name): of a corpus minus the loss; else exact match, or the tokens right where no problem is solved at all."""
+    for metric, scale, name in [('loss', -1, 'loss (nats)')] if task.corpus else [('exact', 100, 'exact match (%)'), ('token', 100, 'tokens right (%)')]:
+        score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
+        if base := score():
+            break
+    return score, base, name
+
+
 def concentration(drops):
     """How unevenly drops [.., H] fall on the heads, those below 0 taken as 0: a dictionary of tensors [..], nan where there is no drop at all.
 
@@ -876,7 +890,7 @@ def heads(model, task, cfg, length=0, n=512):
     """Which heads does the answer hang on, and is it a single one? Zeroes one head's output at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
 
     length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match without that head,
-    in points (of a corpus: rise of the loss, in nats); `share`: of the largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`,
+    in points (where it is 0 anyway: of the tokens right; of a corpus: rise of the loss, in nats); `share`: of the largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`,
     the number of heads that carry it: share near 1 with a large drop is the single-head deposit. Drops below 0 count as 0 there; where none is
     above 0, they are empty. Summary: the same over all heads.
     """
@@ -884,9 +898,7 @@ def heads(model, task, cfg, length=0, n=512):
     if H == 1:
         raise train.UserError('heads compares the heads of a layer, and this run has one: train it with more, --n_head=4')
     length, *problems = held_out_problems(task, cfg, length, n)
-    metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
-    score = lambda: train.evaluate(model, task, {length: problems})[length][metric] * scale
-    base, scores = score(), torch.zeros(L, H)
+    (score, base, unit), scores = scoring(model, task, length, *problems), torch.zeros(L, H)
     for layer, block in enumerate(model.blocks):
         for head in range(H):
             with hooked((block.attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):      # (B, H, T, out_dim)
@@ -896,11 +908,9 @@ def heads(model, task, cfg, length=0, n=512):
     rows = [dict(layer=layer + 1, **{f'drop {head + 1}': round(x, 3) for head, x in enumerate(drops[layer].tolist())},
                  **{key: number(x[layer]) for key, x in concentration(drops).items()}) for layer in range(L)]
     worst = drops.argmax().item()
-    unit = 'nats' if task.corpus else '% exact match'
     summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1, largest=number(drops.max()),
                    second=number(drops.flatten().sort().values[-2]), **{key: number(x) for key, x in concentration(drops.flatten()).items()})
-    label = 'loss (nats)' if task.corpus else 'exact match (%)'
-    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), label, f'{titled(cfg)}, length {length}')
+    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), unit, f'{titled(cfg)}, length {length}')
 
 
 def heads_figure(plt, scores, base, label, title):
@@ -1099,11 +1109,12 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     at = range(len(names))
     fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
     ax = axes[0][0]
-    ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="each problem's own")
-    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color='#56b4e9', label='one for all problems')
-    ax.axhline(chance, color='black', lw=1, ls=':', label='white noise, own')
+    ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="of each problem")
+    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color='#56b4e9', label='one for all')
+    ax.axhline(chance, color='black', lw=1, ls=':', label='white noise')
     ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, bars['shared'].min()), 1.02))
-    ax.legend(fontsize=8)
+    below = dict(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.15))
+    ax.legend(**below, ncols=3)
     terms, what = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}, 'terms of eq. 1'
     if len(terms) < 2:
         terms, what = {name: bars[name] for name in ('G_e off', 'free G_e off', 'impossible') if name in bars}, 'eq. 2 with a single G_e: how far off'
@@ -1112,9 +1123,8 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
         ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
                color=('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00')[number])
     if terms:
-        ax.margins(y=0.25)
         ax.set(title=what, ylabel='share of variance' + ', of pairs' * ('impossible' in terms))
-        ax.legend(fontsize=8)
+        ax.legend(**below, ncols=5)
     else:
         ax.axis('off')
     for ax in axes[0][:2]:
@@ -1148,7 +1158,7 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
     """Does a layer still read the vectors p_i that were added to the embeddings? Takes them out of the residual stream (toeplitz.txt 5.4; Figure 8).
 
     At each layer p_i is subtracted from the stream before it, so for that layer and all after it; or a random vector of the same length, a fresh one for
-    every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in % (of a corpus: loss in nats)
+    every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in % (see heads; of a corpus: loss)
     `without p`, `random` (mean over draws) and its standard deviation; `more`: what p costs beyond the random vectors; `norm`: mean |p_i| over mean |x_i|.
     For ape, learned, random, shifted_ape (without a shift, as in evaluation) and sums with them.
     """
@@ -1159,9 +1169,7 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
                               f'train with pe=ape or pe=ape+{cfg.pe}')
     if not draws:
         raise train.UserError('--draws=0: take at least one draw of random vectors')
-    metric, scale = ('loss', -1) if task.corpus else ('exact', 100)
-    score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
-    base, g, rows = score(), train.generator('cpu', 'test', 0), []
+    (score, base, unit), g, rows = scoring(model, task, length, tokens, targets), train.generator('cpu', 'test', 0), []
 
     def without(module, vectors):
         with hooked((module, lambda m, _, x: x - vectors[:x.shape[1]])):
@@ -1174,9 +1182,8 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
         rows.append(dict(layer=layer + 1, **{'without p': round(abs(removed), 3), 'random': round(random.mean().abs().item(), 3),
                                              'sd': round(random.std(correction=0).item(), 3), 'more': round(random.mean().item() - removed, 3),
                                              'norm': round((p.norm(dim=-1).mean() / heard[0][2].norm(dim=-1).mean()).item(), 3)}))
-    label = 'loss (nats)' if task.corpus else 'exact match (%)'
-    summary = dict(length=length, n=len(tokens), unit=label, base=round(abs(base), 4), most_more_at=max(rows, key=lambda row: row['more'])['layer'])
-    return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), label, f'{titled(cfg)}, length {length}')
+    summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4), most_more_at=max(rows, key=lambda row: row['more'])['layer'])
+    return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), unit, f'{titled(cfg)}, length {length}')
 
 
 def positions_figure(plt, rows, base, label, title):
@@ -1210,7 +1217,11 @@ def lemma_b1(w, phase):
 
 
 def spectral_claims(seed=0):
-    """Lemma B.1 and Prop. B.3 beside what they say: rows (what, claimed, found). The phases of the statement are i theta_i, those of its proof theta_i."""
+    """Lemma B.1 and Prop. B.3 beside what they say: rows (what, claimed, found).
+
+    The phases of the lemma's statement are i theta_i: equal theta_i do give equality then (f is g shifted), but so do others. Those of its proof are
+    theta_i: then neither follows from the other.
+    """
     g, pi = torch.Generator().manual_seed(seed), torch.pi
     vector = lambda *x: torch.tensor(x, dtype=torch.float64)
     largest = lambda f, g: (f.abs().max() / g.abs().max()).item()
@@ -1222,10 +1233,10 @@ def spectral_claims(seed=0):
     plain, turned, quarter = (spectrum_with(phase) for phase in (0 * d, 0.7 * d, -pi / 2 * d.clamp(max=1)))
     claims = (('max |f| / max |g|, the largest of 200 draws', '<= 1', max(largest(*lemma_b1(*draw())) for _ in range(200))),
               ('max |f| / max |g| with w = 1 1 1, phases 0 1 2: theta 0 1 2, or 5 1 1', '< 1', largest(*lemma_b1(one, steps))),
-              ('max |f| / max |g| with w = 1 1, equal phases pi/2', '1', largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
+              ('max |f| / max |g| with w = 1 1, phases pi/2: equal theta in the proof', '1', largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
               ('range of g / 4 sum w with w = 0 1 1', '1', width(lemma_b1(*sine)[1]) / 8),
               ('range of f / range of g with w = 0 1 1, phases -pi/2', '<= 1', width(lemma_b1(*sine)[0]) / width(lemma_b1(*sine)[1])),
-              ('largest change of an eigenvalue from W to W o E, E positive definite, |E_ij| = 1', '> 0', (turned - plain).abs().max().item()),
+              ('largest change of an eigenvalue from W to W o E, E semidefinite, |E_ij| = 1', '> 0', (turned - plain).abs().max().item()),
               ('width of the spectrum of W o E / of W, |E_ij| = 1, E not definite', '< 1', width(quarter) / width(plain)))
     return [dict(what=what, claimed=claimed, found=round(found, 6)) for what, claimed, found in claims]
 
@@ -1238,8 +1249,8 @@ def spectrum(model, task, cfg, length=0, n=8):
     of the logits (with RoPE both in complex form, sum_m q^(m) conj(k^(m))), of every head, or where these are more than 12 of the widest in each layer; the
     encoding's own Toeplitz factors: `B`, `p_i p_j` (its Toeplitz part), RoPE's `T^(m)`. Each is continued to i < j as a Hermitian matrix: range of its symbol,
     of its eigenvalues (which lie within the former) and, of the logits, `ratio`: width of that range over the content's. Then what the paper claims and what is
-    found. Prop. B.3 is empty: a positive definite E with |E_ij| = 1 has rank one, E_ij = e^(i phi (i - j)), so that W o E has exactly the eigenvalues of W;
-    without definiteness the spectrum can grow. Summary: mean ratio, and share of the heads where it is below 1.
+    found. Prop. B.3 is empty: no E with |E_ij| = 1 is positive definite (its 2 x 2 minors are 0); a semidefinite one has rank one, E_ij = e^(i phi (i - j)),
+    so that W o E has exactly the eigenvalues of W; any other can widen the spectrum. Summary: mean ratio, and share of the heads where it is below 1.
     """
     length, tokens, _ = held_out_problems(task, cfg, length, n)
     T = tokens.shape[1]
@@ -1267,10 +1278,10 @@ def spectrum(model, task, cfg, length=0, n=8):
     chosen = list(pairs) if len(pairs) <= 12 else [max((name for name in pairs if name.startswith(f'{layer + 1}.')), key=lambda name: widths(pairs[name][1]))
                                                    for layer in range(len(net.blocks))]
 
-    def row(what, a, **more):
+    def row(name, a, **more):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
         ends = {'symbol from': f.min(), 'symbol to': f.max(), 'eigenvalues from': e[0], 'eigenvalues to': e[-1]}
-        return dict(what=what) | {key: round(x.item(), 4) for key, x in ends.items()} | more
+        return {'of': name} | {key: round(x.item(), 4) for key, x in ends.items()} | more
     rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]), row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
     rows += [row(name, a) for name, a in factors.items() if name[2:] in chosen or name[0] != 'B'] + spectral_claims()
     values = torch.tensor(list(ratio.values()))
@@ -1282,10 +1293,10 @@ def spectrum(model, task, cfg, length=0, n=8):
 def spectrum_figure(plt, pair, title):
     """The figure of `spectrum`: symbols and eigenvalues of one head's content and logits, and the counterexample to Lemma B.1's last sentence."""
     fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
-    for a, colour, name in zip(pair, ('#009e73', QUERY), ('content', 'logits')):
+    for a, colour, width, name in zip(pair, ('#009e73', QUERY), (3, 1), ('content', 'logits')):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
-        axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=name)
-        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', ms=3, color=colour, label=f'{name}, from {e[0]:.1f} to {e[-1]:.1f}')
+        axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, lw=width, color=colour, label=name)
+        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', lw=width, ms=2 * width, color=colour, label=f'{name}, from {e[0]:.3g} to {e[-1]:.3g}')
     fig.suptitle(title)
     axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')
     axes[1].set(title='eigenvalues', xlabel='eigenvalue, from the largest', ylabel='value')
@@ -1511,7 +1522,7 @@ def gradients_figure(plt, rows, curves, at, edge, title):
     axes[1][2].set(title='heads that share the gradient', ylabel='effective number of heads', ylim=(0.9, len(H) + 0.1))
     for ax in axes[:, 2]:
         ax.set(xlabel='training step', xticks=range(len(steps)), xticklabels=steps)
-        ax.legend(fontsize=8)
+    axes[1][2].legend(fontsize=8)
     fig.suptitle(f'{title}; edges: {edge}')
     return fig
 
@@ -1560,8 +1571,11 @@ def loss_figure(plt, curves, trained, cfg):
         at, window = (~curve.isnan()).nonzero()[:, 0], max(1, len(curve) // 32)         # nothing is predicted elsewhere
         smooth = lambda x: F.avg_pool1d(x[None, None], min(window, len(x)), 1)[0, 0]
         ax.plot(smooth(at.double() + 1).numpy(), smooth(curve[at]).numpy(), label=label, **train.look(label))
-    ax.axvline(trained, color='crimson', lw=1)
-    ax.set(xlabel=f'position in the context; {trained_to(cfg, trained)} (red line)', ylabel='loss (nats per token)', title=f'{cfg.task}: loss by position')
+    longer = trained <= max(map(len, curves.values()))
+    if longer:
+        ax.axvline(trained, color='crimson', lw=1)
+    ax.set(xlabel='position in the context' + f'; {trained_to(cfg, trained)} (red line)' * longer, ylabel='loss (nats per token), smoothed',
+           title=f'{cfg.task}: loss by position')
     ax.legend()
     return fig
 
@@ -1627,7 +1641,7 @@ def frequency_figure(plt, norms, theta, label, title):
     L, _, H, n = norms.shape
     fig, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout='constrained')
     for ax, x, name in zip(axes, norms.unbind(dim=1), ('queries', 'keys')):
-        image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', vmin=0, vmax=norms.max())
+        image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', vmin=norms.min(), vmax=norms.max())
         ax.set_xticks([i * H + (H - 1) / 2 for i in range(0, L, 1 + L // 16)], range(1, L + 1, 1 + L // 16))
         ax.set(title=name, xlabel='layer, and within it head' if H > 1 else 'layer')
         for i in range(1, L):
@@ -1730,13 +1744,16 @@ def tuning_figure(plt, curves, spread, cfg):
     order = spread.flatten().argsort(descending=True)[:6].tolist()
     fig, axes = panels(plt, len(order), 4, 3)
     for ax, (i, h) in zip(axes, (divmod(x, H) for x in order)):
-        for curve in curves[i, :8, h]:
-            ax.plot(curve.numpy(), color=QUERY, alpha=0.3, lw=0.8)
-        ax.plot(curves[i, :, h].mean(dim=0).numpy(), color=KEY, lw=2 if T < 200 else 0.8)
+        for number, curve in enumerate(curves[i, :8, h]):
+            ax.plot(curve.numpy(), color=QUERY, alpha=0.3, lw=0.8, label='one query and key (dot: at its largest)' if number == 0 and ax is axes[0] else None)
+            if curve.max() > curve.min():
+                ax.plot(curve.argmax(), curve.max(), 'o', color=QUERY, ms=4)
+        ax.plot(curves[i, :, h].mean(dim=0).numpy(), color=KEY, lw=2 if T < 200 else 0.8, label='mean of all' if ax is axes[0] else None)
         ax.set(title=f'head {i + 1}.{h + 1}', xlabel='distance t - s (tokens)', ylabel='logit')
         if cfg.train_len < T:
-            ax.axvline(cfg.train_len, color='crimson', lw=1)
-    fig.suptitle(f'{titled(cfg)}: logits of 8 pairs of a query and a key, and the mean of all; {trained_to(cfg, cfg.train_len)} (red line)')
+            ax.axvline(cfg.train_len, color='crimson', lw=1, label=trained_to(cfg, cfg.train_len) if ax is axes[0] else None)
+    fig.legend(fontsize=8, loc='outside lower center', ncols=3)
+    fig.suptitle(titled(cfg))
     return fig
 
 
@@ -1801,14 +1818,16 @@ def maps_figure(plt, r, maps, names, title):
         seen = both[0][~both[0].isnan()]
         for ax, m, name in zip(column, both, names):
             image = ax.imshow(m.numpy(), cmap='viridis', interpolation='nearest', vmin=seen.quantile(0.005), vmax=seen.quantile(0.995))
-            ax.set(title=f'{name}, head {i + 1}.{h + 1}' + (f', r {r[i, h]:.3f}' if ax is column[1] else ''), xlabel=names[3])
+            ax.set_title(f'{name}, head {i + 1}.{h + 1}' + (f', r {r[i, h]:.3f}' if ax is column[1] else ''), fontsize=10)
+            ax.set_xlabel(names[3])
         fig.colorbar(image, ax=column, label='logit', location='bottom', shrink=0.8)
     for ax in axes[:, 0]:
         ax.set_ylabel(names[2])
-    head_grid(fig, axes[0][-1], r, 'r', vmax=1)
+    head_grid(fig, axes[0][-1], r, 'r of each head')
     axes[1][-1].hist(r[~r.isnan()].numpy(), bins=np.linspace(min(0.9, r.nan_to_num(1).min().item()), 1 + 1e-6, 21), color=QUERY)
     axes[1][-1].set(xlabel='r', ylabel='heads')
     axes[1][-1].locator_params(nbins=4)
+    axes[1][-1].locator_params(axis='y', integer=True)
     fig.suptitle(title)
     return fig
 
@@ -2028,7 +2047,7 @@ def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
             ax.set(title=f'{kind} order' if kind != 'position' else 'position indices', xlabel='share perturbed, gamma')
         line[0].set_ylabel('largest distance, l_max (tokens)')
         fig.colorbar(image, ax=line, label=label)
-    fig.suptitle(f'{titled(cfg)}: perturbed positions; without, loss {rows[0]["loss"]}, tokens right {rows[0]["token"]}')
+    fig.suptitle(f'{titled(cfg)}: perturbed positions\nwithout, loss {rows[0]["loss"]}, tokens right {rows[0]["token"]}')
     return fig
 
 
@@ -2051,6 +2070,7 @@ def retrieved_logits(near, far, mid, d, l, first=10, top=32):
     return torch.where(d <= l, near, torch.where(start, far, between.masked_fill(between < least, -torch.inf)))
 
 
+ELLIPSE = 9.21                                                                          # 99 % of a normal distribution in the plane: chi^2 with 2 degrees
 LAYOUTS = ('as trained', 'clamped', 'LM-Infinite', 'InfLLM')
 
 
@@ -2111,14 +2131,14 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     normal, lines = windows_of(model, tokens[:1], layer - 1, window, queries)
     mean, axes, std = plane(normal)
     project = lambda x: (x - mean) @ axes.T
-    inside_share = ((torch.cat(lines) - mean) @ axes.T / std).square().sum(dim=-1).lt(9.21).double().mean()
+    inside_share = (project(torch.cat(list(lines.values()))) / std).square().sum(dim=-1).lt(ELLIPSE).double().mean()
     summary = means(slice(window, None)) | dict(inside=number(inside_share), window=window, tokens=T, layer=layer)
-    return rows, summary, lambda plt: stretch_figure(plt, curves, project(normal), [project(x) for x in lines], window, layer, cfg)
+    return rows, summary, lambda plt: stretch_figure(plt, curves, project(normal), std, {t: project(x) for t, x in lines.items()}, window, layer, cfg)
 
 
 @torch.no_grad()
 def windows_of(model, tokens, layer, window, queries):
-    """A layer's attention outputs at the first window tokens [window, H out_dim], and of some queries over sliding windows [windows, H out_dim] each."""
+    """A layer's attention outputs at the first window tokens [window, H out_dim], and {t: outputs over sliding windows [windows, H out_dim]} of some queries."""
     attn, heard = model.blocks[layer].attn, []
     handle = attn.register_forward_pre_hook(lambda m, inputs, named: heard.append(inputs[0] if inputs else named['hidden_states']), with_kwargs=True)
     with listening(attn.tap_head_out) as outputs:
@@ -2128,28 +2148,29 @@ def windows_of(model, tokens, layer, window, queries):
             handle.remove()
     v, T = attn.qkv_of(heard[0])[2].unflatten(-1, (attn.heads, -1)).transpose(1, 2), q.shape[2]
     step = max(1, (T - window) // 40)
-    lines = [sliding(enc, q, k, v, state, t, window, step) for t in torch.linspace(window, T - 1, queries).long().tolist()]
+    lines = {t: sliding(enc, q, k, v, state, t, window, step) for t in torch.linspace(window, T - 1, queries).long().tolist()}
     return outputs[0][2][0, :, :window].transpose(0, 1).flatten(1), lines
 
 
-def stretch_figure(plt, curves, normal, lines, window, layer, cfg):
-    """The figure of `stretch`: loss by position for each layout, and attention's outputs on the plane of their two main axes."""
-    fig, axes = plt.subplots(1, 2, figsize=(12, 5), layout='constrained')
-    for (name, curve), colour in zip(curves.items(), ('black', '#d55e00', '#0072b2', '#009e73')):
+def stretch_figure(plt, curves, normal, std, lines, window, layer, cfg):
+    """The figure of `stretch`: loss by position for each layout, and attention's outputs on the plane of their two main axes, six queries at most."""
+    fig, axes = plt.subplots(1, 2, figsize=(15, 5), layout='constrained')
+    for (name, curve), colour, style in zip(curves.items(), ('black', '#d55e00', '#0072b2', '#009e73'), ('-', '-', '--', ':')):
         known = ~curve.isnan()
         at, y = torch.arange(1, len(curve) + 1)[known], curve[known]
-        width = max(1, len(y) // 24)
-        smooth = F.avg_pool1d(y[None, None], width, 1).squeeze(0).squeeze(0)
-        axes[0].plot((at[:len(smooth)] + (width - 1) / 2).numpy(), smooth.numpy(), color=colour, label=name)
+        width = max(1, len(y) // 12)
+        smooth = F.avg_pool1d(y[None, None], width, 1)[0, 0]
+        axes[0].plot((at[:len(smooth)] + (width - 1) / 2).numpy(), smooth.numpy(), style, color=colour, lw=2, label=name)
     axes[0].axvline(window, color='crimson', lw=1)
-    axes[0].set(xlabel=f'position; window of {window} tokens (red line)', ylabel='loss (nats per token)')
+    axes[0].set(title='loss', xlabel=f'position; window of {window} tokens (red line)', ylabel='loss (nats per token), smoothed')
     axes[0].legend()
-    axes[1].scatter(*normal.T.numpy(), s=8, color='#56b4e9', label='normal outputs')
-    for line, colour in zip(lines, plt.cm.plasma(np.linspace(0, 0.9, len(lines)))):
-        axes[1].plot(*line.T.numpy(), '-o', ms=2, lw=0.8, color=colour)
-    axes[1].plot([], '-o', ms=2, lw=0.8, color=plt.cm.plasma(0.4), label='one query over sliding windows')
+    axes[1].scatter(*normal.T.numpy(), s=14, color='0.75', label='first window: every query over the keys up to it')
+    angle = np.linspace(0, 2 * np.pi, 200)
+    axes[1].plot(*(ELLIPSE ** 0.5 * std.numpy()[:, None] * np.stack([np.cos(angle), np.sin(angle)])), '--', color='black', lw=1, label='99 % of these, if normal')
+    for (t, line), colour in zip(lines.items(), COLOURS):
+        axes[1].plot(*line.T.numpy(), 'o', ms=3.5, alpha=0.8, mew=0, color=colour, label=f'query {t + 1} over sliding windows')
     axes[1].set(title=f'attention output of layer {layer}', xlabel='first main axis', ylabel='second main axis')
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     fig.suptitle(f'{titled(cfg)}: beyond {window} tokens')
     return fig
 
@@ -2231,24 +2252,29 @@ def tuples(model, task, cfg, length=0, n=4):
 
 
 def tuples_figure(plt, start, std, theta, slow, product, cfg):
-    """The figure of `tuples`, after Figure 4: mean pairs as arrows, standard deviations as circles, rotations over the trained length as arcs."""
+    """The figure of `tuples`, after Figure 4: mean pairs as arrows, standard deviations as circles, rotations over the trained length as arcs; the heads
+    with the strongest slow dominating pair, or, where no head has one, with the strongest pair.
+    """
     L, H, n = start.shape
     order = (product * slow).amax(dim=-1).flatten()
     order = (order if order.any() else product.amax(dim=-1).flatten()).argsort(descending=True)[:6].tolist()
-    fig, axes = panels(plt, len(order), 4.2, 4.2)
+    fig, axes = panels(plt, len(order), 4.2, 4.6)
     for ax, (i, h) in zip(axes, (divmod(x, H) for x in order)):
-        for c in start[i, h].abs().argsort(descending=True)[:8].tolist():
-            x, y, colour = start[i, h, c].real.item(), start[i, h, c].imag.item(), KEY if slow[i, h, c] else QUERY
-            turned = start[i, h, c].angle() + torch.linspace(0, min(2 * np.pi, theta[c].item() * cfg.train_len), 100)
-            ax.annotate('', (x, y), (0, 0), arrowprops=dict(arrowstyle='->', color=colour))
-            ax.plot(*(start[i, h, c].abs() * torch.stack([turned.cos(), turned.sin()])).numpy(), color=colour, lw=0.7)
-            ax.add_patch(plt.Circle((x, y), std[i, h, c].item(), color=colour, alpha=0.12, lw=0))
-            if abs(complex(x, y)) > 0.1 * start[i, h].abs().max():
-                ax.annotate(str(c + 1), (x, y), fontsize=8)
-        size = 1.15 * (start[i, h].abs() + std[i, h] * (start[i, h].abs() >= start[i, h].abs().sort()[0][-min(8, n)])).max().item()
+        longest = start[i, h].abs().argsort(descending=True)[:5].tolist()
+        for c, colour in zip(longest, COLOURS):
+            z, turn = complex(start[i, h, c]), theta[c].item() * cfg.train_len
+            ax.annotate('', (z.real, z.imag), (0, 0), arrowprops=dict(arrowstyle='-|>', color=colour, lw=3 if slow[i, h, c] else 1.2, shrinkA=0, shrinkB=0))
+            ax.add_patch(plt.Circle((z.real, z.imag), std[i, h, c].item(), color=colour, fill=False, lw=0.8, ls=':'))
+            if turn < 2 * np.pi:
+                arc = z * np.exp(1j * np.linspace(0, turn, 100))
+                ax.plot(arc.real, arc.imag, color=colour, lw=1)
+            length = 2 * np.pi / theta[c].item()
+            ax.plot([], color=colour, lw=3 if slow[i, h, c] else 1.2, label=f'pair {c + 1}: {length:,.0f} tokens' + ', slow, dominating' * slow[i, h, c].item())
+        size = 1.1 * (start[i, h].abs() + std[i, h])[longest].max().item()
         ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit', ylabel='imaginary part')
         ax.axvline(0, color='grey', lw=0.5)
-    fig.suptitle(f'{titled(cfg)}: the 8 longest pairs of each head; slow dominating ones in orange')
+        ax.legend(fontsize=7, loc='lower left')
+    fig.suptitle(f'{titled(cfg)}: the 5 longest pairs of each head\narrow: mean; dotted: standard deviation; arc: rotation over the trained length, if within a turn')
     return fig
 
 
@@ -2353,14 +2379,24 @@ LLAMA = {loss: 2, tuning: None, frequency: 1, norms: None, axes: 1, disentangle:
 # ---------------------------------------------------------------------------------------------------------------------
 # running
 
+def tables(rows):
+    """Rows as tables, one for all rows that share columns: lists of lines of text, the first the names of the columns."""
+    found = []
+    for row in rows:
+        if not found or not found[-1][0].keys() & row.keys():
+            found.append(({}, []))
+        found[-1][0].update(row)
+        found[-1][1].append(row)
+    return [[list(columns)] + [['' if row.get(key) is None else str(row[key]) for key in columns] for row in of] for columns, of in found]
+
+
 def show(rows, summary):
-    """Print rows as a table, and the summary."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns] + [['' if row.get(key) is None else str(row[key]) for key in columns] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        print('  '.join(f'{text:>{width}}' for text, width in zip(line, widths)))
-    print(', '.join(f'{key} {value}' for key, value in summary.items()))
+    """Print rows as tables, and the summary."""
+    for lines in tables(rows):
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        for line in lines:
+            print('  '.join(f'{text:>{width}}' for text, width in zip(line, widths)))
+    print(textwrap.fill(', '.join(f'{key} {value}' for key, value in summary.items()), 130, break_long_words=False, break_on_hyphens=False))
 
 
 def read_flags(argv, function):
@@ -2395,8 +2431,6 @@ def report(folder):
         with open(path) as f:
             result = json.load(f)
         name, png = os.path.basename(path)[len('probe_'):-len('.json')], path[:-len('.json')] + '.png'
-        columns = list(dict.fromkeys(key for row in result['rows'] for key in row))
-        lines = [[row.get(key) for key in columns] for row in result['rows']]
         asks = (inspect.getdoc(PROBES[name]) or '').splitlines()[0] if name in PROBES else ''
         summary = ', '.join(f'{cell(key)} <b>{cell(value)}</b>' for key, value in result['summary'].items())
         parts += [f'<h2>{cell(name)}</h2><p>{cell(asks)}</p><p>{summary}</p>']
@@ -2404,8 +2438,8 @@ def report(folder):
             with open(png, 'rb') as f:
                 parts += [f'<img alt="{cell(name)}" src="data:image/png;base64,{base64.b64encode(f.read()).decode()}">']
         line_of = lambda tag, line: '<tr>' + ''.join(f'<{tag}>{cell(x)}</{tag}>' for x in line) + '</tr>'
-        table = line_of('th', columns) + ''.join(line_of('td', line) for line in lines)
-        parts += [f'<details><summary>{len(lines)} rows</summary><table>{table}</table></details>']
+        lines = ['<table>' + line_of('th', columns) + ''.join(line_of('td', line) for line in of) + '</table>' for columns, *of in tables(result['rows'])]
+        parts += [f'<details><summary>{len(result["rows"])} rows</summary>{"".join(lines)}</details>']
     style = 'body{font-family:sans-serif;margin:2em;max-width:90em}img{max-width:100%}td,th{text-align:right;padding:0 .6em}'
     title = cell(f'Probes of {os.path.normpath(folder)}')
     page = f'<!DOCTYPE html><meta charset="utf-8"><title>{title}</title><style>{style}</style><h1>{title}</h1>' + '\n'.join(parts)
@@ -2477,7 +2511,9 @@ def drawing(figure):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     png = io.BytesIO()
-    figure(plt).savefig(png, format='png', dpi=110)
+    fig = figure(plt)
+    fig.savefig(png, format='png', dpi=110)
+    plt.close(fig)
     return png.getvalue()
 
 

@@ -2184,6 +2184,10 @@ def test_iteration_head_is_right_at_every_length():
                 assert model(tokens, targets)[1] < 1e-6, (name, length)
     with pytest.raises(train.UserError, match='set by hand for copy, parity, polynomial only'):
         probe.load('by_hand:mode')
+    with pytest.raises(train.UserError, match='--seed=3 .* set by hand'):
+        probe.main(['attention', 'by_hand:copy', '--seed=3'])
+    with pytest.raises(train.UserError, match='every value .* is 0'):
+        probe.main(['stats', 'by_hand:copy'])
 
 
 def test_probes_attention_and_alignment_see_the_iteration_head(tmp_path):
@@ -2293,9 +2297,9 @@ def test_proposition_1():
     rows, summary, _ = untouched(model, cfg, lambda: probe.stats(model, cfg.the_task, cfg, n=4))
     assert len(rows) == 19 and rows[0]['token'] == 'BoS' and rows[9]['token'] == 'EoI'
     for row in rows:
-        assert all(row[f'{part}, measured'] == row[f'{part}, uniform'] for part in ('mean', 'variance', 'difference') if f'{part}, measured' in row)
-    assert rows[-1]['variance, measured'] > 2 * rows[-1]['variance, eq. 4']
-    assert rows[0]['variance, measured'] == rows[0]['variance, eq. 4'] == pytest.approx(summary['sigma_2'] ** 2, rel=0.01)
+        assert all(row[part] == row[f'{part} 1/n'] for part in ('mean', 'var', 'diff') if part in row)
+    assert rows[-1]['var'] > 2 * rows[-1]['var eq4']
+    assert rows[0]['var'] == rows[0]['var eq4'] == pytest.approx(summary['sigma_2'] ** 2, rel=0.01)
     for kw, says in ((dict(pe='vrope'), 'turns the values'), (dict(task='string_copy', pe='nope'), 'begin with BoS')):
         model, cfg = nano(**kw)
         with pytest.raises(train.UserError, match=says):
@@ -2404,6 +2408,8 @@ def test_probe_heads_finds_the_head_that_carries_the_answer():
     assert torch.equal(model(tokens)[0], before) and not any(m._forward_hooks for m in model.modules())
     with pytest.raises(train.UserError, match='--n_head=4'):
         probe.heads(Transformer(train.Config()), cfg.the_task, train.Config())
+    rows, summary, _ = probe.heads(*probe_args(nano('polynomial', n_head=2)), n=200)          # untrained: no problem right, some tokens are
+    assert summary['unit'] == 'tokens right (%)' and 0 < summary['base'] < 60 and any(abs(row['drop 1']) + abs(row['drop 2']) > 0 for row in rows)
 
 
 def test_concentration_of_drops():
@@ -2524,7 +2530,7 @@ def test_probe_spectrum_of_runs_with_and_without_turns():
     for name, factors in (('rope', {'T^(m), each'}), ('ape+alibi', {f'B {x}.{y}' for x in (1, 2) for y in (1, 2)} | {'p_i p_j'}), ('pope', set())):
         cfg = train.Config(task='copy', pe=name, d_model=32, n_head=2, train_lengths=[3], eval_lengths=[3])
         rows, summary, _ = probe.spectrum(Transformer(cfg).eval(), cfg.the_task, cfg, length=8)
-        found = {row['what']: row for row in rows if 'eigenvalues to' in row}
+        found = {row['of']: row for row in rows if 'eigenvalues to' in row}
         assert factors == {what for what in found if what.split()[0] not in ('content', 'logits')} and len(rows) == 8 + len(factors) + 7
         assert all(row['symbol from'] - 1e-3 <= row['eigenvalues from'] and row['eigenvalues to'] <= row['symbol to'] + 1e-3 for row in found.values())
     one = probe.spectrum(Transformer(train.Config(task='copy', d_model=4, n_head=2)).eval(), cfg.the_task, cfg)[1]         # one frequency: similar matrices
@@ -2625,6 +2631,29 @@ def test_probe_gradients_repeats_the_first_steps_of_the_run(tmp_path):
     assert (tmp_path / 'run' / 'ckpt.pt').read_bytes() == saved
     with pytest.raises(train.UserError, match='need two triggers'):
         probe.main(['gradients', run, '--edge=pair'])
+
+
+def test_tables_are_narrow(capsys):
+    """A table for rows that share columns; what is printed fits into 130 columns."""
+    a, b, c = dict(step=0, layer=1), dict(layer=2, first=None), dict(what='x', found=3)
+    assert probe.tables([a, b, c]) == [[['step', 'layer', 'first'], ['0', '1', ''], ['', '2', '']], [['what', 'found'], ['x', '3']]]
+    for name, pair, flags in (('gradients', nano('parity', pe='rope', n_head=2), dict(steps=0)), ('spectrum', nano('parity', pe='rope', n_head=2), {}),
+                              ('stats', nano('parity', pe='nope'), {}), ('linear', nano('parity', pe='nope'), {})):
+        model, cfg = pair
+        probe.show(*probe.PROBES[name](model, cfg.the_task, cfg, n=4, **flags)[:2])
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 130, name
+
+
+def test_figures_of_weights_set_by_hand():
+    """They say so, and nothing of training."""
+    plt = pytest.importorskip('matplotlib.pyplot')
+    model, cfg = probe.iteration_head('copy')
+    for name in ('attention', 'alignment', 'linear', 'steps', 'shift', 'toeplitz', 'tuning', 'entropy', 'loss'):
+        figure = probe.PROBES[name](model, cfg.the_task, cfg, **({} if name == 'tuning' else dict(n=2)))[2](plt)
+        words = [text.get_text() for text in figure.findobj(plt.Text)]
+        assert any('set by hand' in text for text in words) and not any('vipe' in text for text in words), name
+        assert not any('trained to' in text.replace('runs are trained to', '') for text in words), name
+        plt.close(figure)
 
 
 def test_figures_of_the_toeplitz_probes():
@@ -2741,7 +2770,7 @@ def test_a_llama_as_one_of_ours(kw):
         close(logits.softmax(dim=-1), attention[0], 1e-4)
 
 
-def test_a_llama_from_a_folder(tmp_path, capsys):
+def test_a_llama_from_a_folder(tmp_path, monkeypatch):
     """--hf and --text in place of a run, with every probe that takes a Llama."""
     net, tokenizers = llama(), pytest.importorskip('tokenizers')
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f'w{i}': i for i in range(67)}, unk_token='w66'))
@@ -2761,7 +2790,16 @@ def test_a_llama_from_a_folder(tmp_path, capsys):
     tokens = tasks.read_text(str(text)).split()
     row = probe.sequences(cfg.the_task, [16], 0, 1)[0][0].tolist()
     assert [f'w{i}' for i in row] in [tokens[i:i + 16] for i in range(len(tokens))]
-    for argv, says in ((['axes', where[0], '--text=none'], 'no such text file'), (['axes', '--hf=none', where[1]], 'no such folder'), (['axes', f'--hf={HERE}', where[1]], 'cannot load'),
+    text_of = lambda n: len(probe.sequences(cfg.the_task, [16], 0, n))
+    probe.main(['norms', where[0], where[2]])                                               # of the weights alone: no text
+    seen, axes_of = [], probe.axes_of
+    monkeypatch.setattr(probe, 'axes_of', lambda *layer: seen.append(1) or axes_of(*layer))
+    for n, flag in ((1, []), (3, ['--n=3'])):
+        seen.clear()
+        probe.main(['axes', *where, '--length=16', *flag])
+        assert len(seen) in (2 * n, 2 * n + 4) and text_of(n) == n                          # two layers, and the four maps of the figure, if drawn
+    for argv, says in ((['axes', *where, '--seed=3'], 'has one only'), (['axes', 'run', where[1]], '--text is the text'), (['norms', *where, '--n=2'], 'not a flag'),
+                       (['axes', where[0], '--text=none'], 'no such text file'), (['axes', '--hf=none', where[1]], 'no such folder'), (['axes', f'--hf={HERE}', where[1]], 'cannot load'),
                        (['axes', 'run', where[0]], 'not both'), (['cursor', where[0]], 'not a flag')):
         with pytest.raises(train.UserError, match=says):
             probe.main(argv)
@@ -2834,7 +2872,7 @@ def test_probes_move_keys_and_leave_no_trace(name):
         normal, lines = probe.windows_of(model, tokens[:1], 1, 11, 1)
         close(normal, outputs[0][2][0, :, :11].transpose(0, 1).flatten(1))
         if name != 'ape+rope' and name != 'ape' and name != 'vipe':
-            assert lines[0].shape == (2, outputs[0][2].shape[1] * outputs[0][2].shape[3])
+            assert lines[11].shape == (2, outputs[0][2].shape[1] * outputs[0][2].shape[3])
         assert torch.equal(model(tokens)[0], before)
 
 
