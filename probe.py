@@ -1,15 +1,16 @@
 """See why a trained model works or breaks: a probe for every question, on any run of train.py.
 
     python probe.py                                       lists the probes
-    python probe.py cursor out/string_copy_prism          prints a table, writes probe_cursor.json and, with matplotlib, probe_cursor.png into the run
+    python probe.py cursor out/string_copy_prism          prints a table, writes probe_cursor.json and .png into the run
     python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
     python probe.py attention by_hand:parity              of a Transformer whose weights are set by hand (iteration_head)
     python probe.py report RUN                            gathers what the probes have found there on one page, RUN/report.html
     python probe.py axes --hf=FOLDER_OR_GGUF --text=FILE --out_dir=FOLDER      looks inside a Llama-family checkpoint, where a probe can
 
-A probe is one function, NAME(model, task, cfg, ...) -> (rows, summary, figure): rows are dictionaries, a line of the table each, summary is a
-dictionary, figure a function that draws with the matplotlib.pyplot it is given. Its further arguments are flags of the command line. probe_NAME.json
-holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model and nothing in a run but its own output.
+A probe is one function, NAME(model, task, cfg, ...) -> (rows, summary, figure): rows are dictionaries, a line of the table each, summary is
+a dictionary, figure a function that draws with the matplotlib.pyplot it is given (without matplotlib there is no .png). Its further
+arguments are flags of the command line. probe_NAME.json holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model and
+nothing in a run but its own output.
 """
 import ast
 import base64
@@ -121,7 +122,7 @@ def inside(model, tokens):
 
 
 def logits_at(enc, q, k, pos_q, pos_k, state=None):
-    """Attention logits [B, H, Tq, Tk] of queries at pos_q and keys at pos_k, wherever those are, nothing masked; of encodings that see distances only."""
+    """Logits [B, H, Tq, Tk] of queries at pos_q and keys at pos_k, wherever those are, unmasked; of encodings that see distances only."""
     (q, _), (_, k) = enc.scaled_qk(q, q, pos_q, state), enc.scaled_qk(k, k, pos_k, state)
     bias = enc.by_distance((pos_q[:, None] - pos_k).clamp(min=0))
     logits = q @ k.transpose(-2, -1) * enc.scale
@@ -141,12 +142,14 @@ def number(x, digits=4):
 
 
 def head_rows(columns):
-    """Rows from {name: [layers, heads]}: one for each head, or where those are more than 60, one for each layer, with the ends of the first column."""
+    """Rows from {name: [layers, heads]}: one for each head, or, of more than 60, for each layer, with the ends of the first column."""
     first = next(iter(columns.values()))
     layers, heads = first.shape
     if layers * heads <= 60:
-        return [dict(layer=i + 1, head=h + 1, **{name: number(x[i, h]) for name, x in columns.items()}) for i in range(layers) for h in range(heads)]
-    return [dict(layer=i + 1, **{name: number(x[i].nanmean()) for name, x in columns.items()}, lowest=number(first[i].nan_to_num(torch.inf).min()),
+        return [dict(layer=i + 1, head=h + 1, **{name: number(x[i, h]) for name, x in columns.items()})
+                for i in range(layers) for h in range(heads)]
+    return [dict(layer=i + 1, **{name: number(x[i].nanmean()) for name, x in columns.items()},
+                 lowest=number(first[i].nan_to_num(torch.inf).min()),
                  highest=number(first[i].nan_to_num(-torch.inf).max())) for i in range(layers)]
 
 
@@ -175,8 +178,8 @@ def head_grid(fig, ax, values, label):
 def cursors_of(model, tokens):
     """What PRISM's cursors do on tokens [B, T]: a dictionary for every cursor of every layer and head, query cursors first.
 
-    incr, decr, keep, reset, jump [B, T], the last None where there is no copy branch; histogram [B, T, 2T+1] over the offsets -T..T, after each
-    token's gates; gamma, alpha, mu.
+    incr, decr, keep, reset, jump [B, T], the last None where there is no copy branch; histogram [B, T, 2T+1] over the offsets -T..T, after
+    each token's gates; gamma, alpha, mu.
     """
     layers = [[m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)] for block in model.blocks]
     with listening(*(m for m in model.modules() if isinstance(m, encodings.Cursors))) as heard:
@@ -200,19 +203,19 @@ def cursors_of(model, tokens):
 
 
 def pace(mode, asked):
-    """Places that a cursor's mode [B, T] moves with a token, on average over the tokens `asked` [B, T]; (mean, share of them at the commonest pace)."""
+    """Places that a cursor's mode [B, T] moves with a token, over the tokens `asked` [B, T]: (mean, share of the commonest pace)."""
     moves = mode.diff(dim=1)[asked[:, 1:]]
     values, counts = moves.unique(return_counts=True)
     return moves.double().mean().item(), (counts.max() / counts.sum()).item()
 
 
 def cursor(model, task, cfg, length=0):
-    """Where PRISM's cursors go: gates before and after training, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-20).
+    """Where do PRISM's cursors go? Gates, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-20).
 
-    length: the problem length shown beside the longest one trained on, 0: four times that. The table is of that length: gates and moves over
-    the answer's tokens, in up to 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it makes its commonest
-    move; `peak`: largest bin; `jump`: mean probability of a jump, where a cursor can copy; `weight`: (1 - mu) |alpha|, what the cursor counts in its
-    head. A cursor that holds at every length is steady.
+    length: the problem length shown beside the longest one trained on, 0: four times that. The table is of that length: gates and moves
+    over the answer's tokens, in up to 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it
+    makes its commonest move; `peak`: largest bin; `jump`: mean probability of a jump, where a cursor can copy; `weight`: (1 - mu) |alpha|,
+    what the cursor counts in its head. A cursor that holds at every length is steady.
     """
     if not any(isinstance(m, encodings.PRISM) for m in model.modules()):
         raise train.UserError(f'cursor looks at PRISM\'s cursors, and this run has pe={cfg.pe}: train one with pe=prism')
@@ -229,27 +232,31 @@ def cursor(model, task, cfg, length=0):
     for c in found:
         moves, steady = pace(c['histogram'].argmax(dim=-1), asked)
         means = {name: round(c[name][asked].mean().item(), 3) for name in ('incr', 'decr', 'keep', 'reset')}
-        rows.append(dict({key: c[key] for key in ('layer', 'head', 'cursor', 'of')}, weight=round((1 - c['mu']) * c['alpha'], 3), gamma=round(c['gamma'], 3),
-                         **means, moves=round(moves, 3), steady=round(steady, 3), peak=round(c['histogram'].max(dim=-1)[0][asked].mean().item(), 3),
+        rows.append(dict({key: c[key] for key in ('layer', 'head', 'cursor', 'of')}, weight=round((1 - c['mu']) * c['alpha'], 3),
+                         gamma=round(c['gamma'], 3), **means, moves=round(moves, 3), steady=round(steady, 3),
+                         peak=round(c['histogram'].max(dim=-1)[0][asked].mean().item(), 3),
                          **({} if c['jump'] is None else dict(jump=round(c['jump'][asked].mean().item(), 3)))))
     total = sum(row['weight'] for row in rows)
     with torch.no_grad():
         right = (model(tokens)[0].argmax(dim=-1) == targets) | ~asked
-    summary = dict(length=length, exact=right.all(dim=1).double().mean().item(), steady=round(sum(r['steady'] * r['weight'] for r in rows) / total, 4))
+    summary = dict(length=length, exact=right.all(dim=1).double().mean().item(),
+                   steady=round(sum(r['steady'] * r['weight'] for r in rows) / total, 4))
     figure = lambda plt: cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, length, summary['exact'])
     return rows, summary, figure
 
 
 def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, length, exact):
-    """The figure of `cursor`: gates; modes; the strongest query cursor's histogram; attention. short, tokens: problems of the lengths trained and length."""
+    """The figure of `cursor`: gates; modes; the strongest query cursor's histogram; attention. short, tokens: problems of both lengths."""
     strongest = max((c for c in found if c['of'] == 'query'), key=lambda c: (1 - c['mu']) * c['alpha'])
     T = tokens.shape[1]
     fig, axes = plt.subplots(4, 4, figsize=(14, 16), width_ratios=(1, 1, 1, 0.05), layout='constrained')
     words = lambda row: [task.vocab[i] for i in row.tolist()]
     names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
-    for row, (when, cursors) in enumerate((('before training', cursors_of(before, short[:1])), ('after training', cursors_of(model, short[:1])))):
+    for row, (when, cursors) in enumerate((('before training', cursors_of(before, short[:1])),
+                                           ('after training', cursors_of(model, short[:1])))):
         for ax, gate, title in zip(axes[row], ('incr', 'decr', 'reset'), ('increment', 'decrement', 'reset')):
-            image = ax.imshow(torch.stack([c[gate][0] for c in cursors]).numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
+            image = ax.imshow(torch.stack([c[gate][0] for c in cursors]).numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis',
+                              interpolation='nearest')
             ax.set_title(f'P({title}), {when}')
             ax.set_yticks(range(len(names)) if len(names) <= 32 else [], names if len(names) <= 32 else [], fontsize=6)
             label_tokens(ax.xaxis, words(short[0]))
@@ -270,8 +277,8 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
     axes[2][0].set(ylabel='offset', ylim=[f(ends) for f, ends in zip((min, max), zip(axes[2][0].get_ylim(), axes[2][1].get_ylim()))])
     axes[2][3].axis('off')
     at = '{layer}.{head}'.format(**strongest)
-    axes[3][0].imshow(strongest['histogram'][0].T.numpy(), origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0, vmax=1,
-                      cmap='viridis', interpolation='nearest')
+    axes[3][0].imshow(strongest['histogram'][0].T.numpy(), origin='lower', extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5), aspect='auto', vmin=0,
+                      vmax=1, cmap='viridis', interpolation='nearest')
     axes[3][0].set(title=f'strongest query cursor, {at}.{strongest["cursor"]}, length {length}', xlabel='token', ylabel='offset')
     for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
         weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
@@ -292,23 +299,23 @@ COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
 
 
 def iteration_head(name):
-    """(model, cfg) of a two-layer Transformer with weights set by hand: the circuit of vipe.txt Figure 1b and A.2, right at every length up to 1,000.
+    """(model, cfg) of a Transformer with weights set by hand: the circuit of vipe.txt Figure 1b and A.2, right at every length up to 1,000.
 
-    Layer 1 measures distances to the anchors: every token attends to EoI, those that cannot see it and EoI itself to BoS, and ViPE's value channel
-    (eq. 8) hands over the distance D, so D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized vector (D, c) has its
-    largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up. Neighbouring distances differ by 1e-7 in that product: float64.
-    cfg calls lengths to 16 trained, as the paper's are.
+    Layer 1 measures distances to the anchors: every token attends to EoI, those that cannot see it and EoI itself to BoS, and ViPE's value
+    channel (eq. 8) hands over the distance D, so D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized
+    vector (D, c) has its largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up. Neighbouring distances differ by
+    1e-7 in that product: float64. cfg calls lengths to 16 trained, as the paper's are.
     """
     rules = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2, 'polynomial': lambda s, x: (s * x + 1) % 5}
     if name not in rules:
         raise train.UserError(f'by_hand:{name}: weights are set by hand for {", ".join(rules)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
-    table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]                                # (state, input, next state)
+    table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]  # (state, input, next state)
     table += [(s + 4, x + 4, rules[name](s, x) + 4) for s in symbols for x in symbols]
-    one, dist, read, write, C = V, V + 1, V + 2, 2 * V + 2, 3 * V + 2                   # the residual stream: token, 1, D, token read, next token
-    cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=1, n_layer=2, d_ff=len(table),
-                       norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
+    one, dist, read, write, C = V, V + 1, V + 2, 2 * V + 2, 3 * V + 2  # the residual stream: token, 1, D, token read, next token
+    cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=1, n_layer=2,
+                       d_ff=len(table), norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
     model, tokens, unit = Transformer(cfg).double().eval(), torch.arange(V), 1e-3       # D is kept in thousands
     with torch.no_grad():
         for p_name, p in model.named_parameters():
@@ -321,7 +328,7 @@ def iteration_head(name):
         anchor.attn.pe.W_p.fill_(unit)
         anchor.attn.proj.weight[dist, C] = 1.0                                          # D from the channel behind the values
         q, k, v = match.attn.qkv.weight.view(3, C, C)
-        q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0                              # <(D_2 + 1, c), (D_1, c)>: c^2 = 2, as the token and the
+        q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0                              # <(D_2 + 1, c), (D_1, c)>: c^2 = 2, for token and
         q[1, one], k[1, one] = 2.0, 1.0                                                 # constant add 1 each to the length of the vector
         q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0                             # EoI asks for the smallest D but BoS's: for x_1
         q *= 1e9 * C ** 0.5
@@ -340,7 +347,7 @@ def fewer(cfg, *pair):
 
 
 def ladder(cfg, length):
-    """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) stand, and the input that each needs for the next state: x_t for s_(t-1), D_1 = D_2 + 1."""
+    """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) stand, and the input that each needs next: x_t for s_(t-1), D_1 = D_2 + 1."""
     name, t = cfg.task.partition(':')[0], torch.arange(1, length + 1)
     if name not in ITERATIVE:
         raise train.UserError(f'{cfg.task} has not one correct key for each state: train copy, parity, polynomial or reverse')
@@ -360,9 +367,10 @@ def masses(maps, queries, keys):
 def attention(model, task, cfg, length=0, n=16):
     """Where does every head look, at the trained length and at a longer one (vipe.txt Figures 1, 2, 6-8, 10, 11)?
 
-    length: the longer one, 0: 2.5 times the trained one (the paper's 39 after 16), at most the longest of eval_lengths; n: problems averaged over.
-    Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI and these to the one input
-    that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary: the best head's. Figure: one problem.
+    length: the longer one, 0: 2.5 times the trained one (the paper's 39 after 16), at most the longest of eval_lengths; n: problems
+    averaged over. Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI
+    and these to the one input that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary:
+    the best head's. Figure: one problem.
     """
     trained = max(cfg.train_lengths)
     length, rows, shown = length or min(max(cfg.eval_lengths), 5 * trained // 2), [], {}
@@ -404,7 +412,8 @@ def attention_figure(plt, shown, task, title):
             for head in range(H):
                 ax = axes[layer][n * H + head]
                 pixels = F.adaptive_max_pool2d(weights[None, head, :T, :T], min(T, 300))[0]            # no line of a large map is lost
-                image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest', extent=(-0.5, T - 0.5, T - 0.5, -0.5))
+                image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest',
+                                  extent=(-0.5, T - 0.5, T - 0.5, -0.5))
                 ax.set_title(f'head {layer + 1}.{head + 1}, length {length}', fontsize=9)
                 for axis in (ax.xaxis, ax.yaxis):
                     label_sequence(axis, words, size)
@@ -416,7 +425,7 @@ def attention_figure(plt, shown, task, title):
 
 
 def label_sequence(axis, words, inches):
-    """Write the tokens along an axis so many inches long; only BoS, EoI, EoS and a few numbers where the tokens would run into each other."""
+    """Write the tokens along an axis so many inches long; only BoS, EoI, EoS and a few numbers where they would run into each other."""
     axis.set_tick_params(labelrotation=90 if axis.axis_name == 'x' and len(words) <= 10 * inches else 0)
     if len(words) <= 10 * inches:
         return axis.set_ticks(range(len(words)), words, fontsize=6)
@@ -428,7 +437,7 @@ def label_sequence(axis, words, inches):
 
 @torch.no_grad()
 def ridge(x, y, penalty=1e-6):
-    """Linear regression of y [N] on x [N, C], features scaled to variance 1, with `penalty` times the squared weights -> (w [C], b): y ~ x w + b."""
+    """Regression of y [N] on x [N, C], scaled to variance 1, with `penalty` times the squared weights -> (w [C], b): y ~ x w + b."""
     x, y = x.double(), y.double()
     mean, std = x.mean(dim=0), x.std(dim=0, correction=0)
     z = (x - mean) / (std := std.clamp(min=1e-9 * std.max() + 1e-30))                   # (N, C)
@@ -443,16 +452,19 @@ def ranks(x):
 
 
 def agreement(y, y_hat):
-    """How well y_hat [N] predicts y [N]: RMSE and MAE in y's units, R2 = 1 - squared error / variance, Pearson's and Spearman's correlation."""
+    """How well y_hat [N] predicts y [N]: RMSE and MAE in y's units, R2 = 1 - squared error / variance, Pearson's and Spearman's r."""
     y, y_hat = y.double(), y_hat.double()
     pearson = lambda a, b: torch.corrcoef(torch.stack([a, b]))[0, 1].item()
     error = y_hat - y
-    return dict(rmse=error.square().mean().sqrt().item(), mae=error.abs().mean().item(), r2=1 - (error.square().mean() / y.var(correction=0)).item(),
+    return dict(rmse=error.square().mean().sqrt().item(), mae=error.abs().mean().item(),
+                r2=1 - (error.square().mean() / y.var(correction=0)).item(),
                 pearson=pearson(y, y_hat), spearman=pearson(ranks(y), ranks(y_hat)))
 
 
 def hidden_states(model, task, lengths, n, split):
-    """Every token of n problems of these lengths: its vectors [N, C] after the embedding and each layer; its position and distance to EoI [N], 0 before."""
+    """Every token of n problems of each length: vectors [N, C] after the embedding and each layer; position; distance to EoI, 0 before it
+    [N].
+    """
     found = []
     for tokens, _ in problems(task, lengths, n, split).values():
         with listening(model.tap_resid, *(block.tap_resid for block in model.blocks)) as heard, torch.no_grad():
@@ -468,14 +480,14 @@ def hidden_states(model, task, lengths, n, split):
 def linear(model, task, cfg, n=32):
     """How exactly do hidden states hold the position, and the distance to EoI (vipe.txt Figure 5, Tables 1, 4, 5)?
 
-    A ridge regression of each from the residual stream after each layer (0: the embedding), fitted on n held-out problems of every trained length,
-    scored on other problems of the trained lengths and on the longer ones of eval_lengths. rmse, mae in tokens. The distance is that of the
-    tokens behind EoI. The paper reports position from layer 1 and distance from layer 2 of 3: for NoPE R2 0.975 and 0.891, then 0.864 and
-    0.814 on longer problems; RoPE 0.943 and 0.869, then 0.542 and 0.667; APE 1.000 and 0.891, then 0.721 and 0.614.
+    A ridge regression of each from the residual stream after each layer (0: the embedding), fitted on n held-out problems of every trained
+    length, scored on other problems of the trained lengths and on the longer ones of eval_lengths. rmse, mae in tokens. The distance is
+    that of the tokens behind EoI. The paper reports position from layer 1 and distance from layer 2 of 3: for NoPE R2 0.975 and 0.891, then
+    0.864 and 0.814 on longer problems; RoPE 0.943 and 0.869, then 0.542 and 0.667; APE 1.000 and 0.891, then 0.721 and 0.614.
     """
     longer = [length for length in cfg.eval_lengths if length > max(cfg.train_lengths)]
     if not longer:
-        raise train.UserError(f'linear compares the trained lengths with longer ones, and eval_lengths={cfg.eval_lengths} has none: train with longer ones')
+        raise train.UserError(f'linear asks for lengths beyond the trained ones, eval_lengths={cfg.eval_lengths} has none: train with longer ones')
     fit = hidden_states(model, task, cfg.train_lengths, n, 'eval')
     parts = {'trained': hidden_states(model, task, cfg.train_lengths, n, 'test'), 'longer': hidden_states(model, task, longer, n, 'test')}
     rows, errors = [], {}
@@ -486,7 +498,8 @@ def linear(model, task, cfg, n=32):
             for part, hidden in parts.items():
                 x, y = asked(hidden, layer)
                 y_hat = x.double() @ w + b
-                rows.append(dict(target=target, layer=layer, lengths=part, **{key: round(value, 4) for key, value in agreement(y, y_hat).items()}))
+                rows.append(dict(target=target, layer=layer, lengths=part,
+                                 **{key: round(value, 4) for key, value in agreement(y, y_hat).items()}))
                 errors[target, layer, part] = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()
     summary = {f'{row["target"]} from layer {row["layer"]}, r2 {row["lengths"]}': row['r2'] for row in rows
                if row['layer'] == min(len(model.blocks), 1 + (row['target'] == 'distance'))}
@@ -513,13 +526,14 @@ def linear_figure(plt, errors, cfg):
 
 
 def alignment(model, task, cfg, length=0, n=32):
-    """Does attention still find the one correct key x_t for s_(t-1), D_1 = D_2 + 1, at the lengths where the answers break (vipe.txt section 3.1, A.3)?
+    """Does attention still find the correct key x_t for s_(t-1), D_1 = D_2 + 1, at lengths where the answers break (vipe.txt 3.1, A.3)?
 
-    length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Rows: exact match; accuracy of the states, of those that are
-    predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the correct key;
-    peak: share of the best head's queries whose largest weight is on it. Summary: the length to which, from the longest trained one on, 90 % of the
-    states are right (right_to) and the best head has half its weight on the correct key (aligned_to), 0: not even there; A.3's two notions
-    apart: accuracy in longer problems at seen positions (longer context only) and at unseen ones; and where the peak is on x_t, and where not.
+    length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Rows: exact match; accuracy of the states, of those
+    that are predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the
+    correct key; peak: share of the best head's queries whose largest weight is on it. Summary: the length to which, from the longest
+    trained one on, 90 % of the states are right (right_to) and the best head has half its weight on the correct key (aligned_to), 0: not
+    even there; A.3's two notions apart: accuracy in longer problems at seen positions (longer context only) and at unseen ones; and where
+    the peak is on x_t, and where not.
     """
     trained = max(cfg.train_lengths)
     length, found = length or max(cfg.eval_lengths), {}
@@ -532,13 +546,15 @@ def alignment(model, task, cfg, length=0, n=32):
     mean = lambda x: round(x.double().mean().item(), 4) if x.numel() else None
     rows = []
     for L, f in found.items():
-        row = dict(length=L, exact=mean(f['exact']), states=mean(f['right']), seen=mean(f['right'][f['seen']]), unseen=mean(f['right'][~f['seen']]),
+        row = dict(length=L, exact=mean(f['exact']), states=mean(f['right']), seen=mean(f['right'][f['seen']]),
+                   unseen=mean(f['right'][~f['seen']]),
                    **{name: mean(mass) for name, mass in zip(names, f['mass'])}, peak=mean(f['peak'][best]))
         rows.append({key: value for key, value in row.items() if value is not None})
     tail = [row for row in rows if row['length'] >= trained]
-    holds_to = lambda key, least: max((row['length'] for i, row in enumerate(tail) if all(r[key] >= least for r in tail[:i + 1])), default=0)
+    holds_to = lambda key, least: max([0, *(row['length'] for i, row in enumerate(tail) if all(r[key] >= least for r in tail[:i + 1]))])
     over = lambda part: mean(torch.cat([f['right'][part(f)] for L, f in found.items() if L > trained] or [torch.empty(0)]))
-    summary = dict(n=min(len(f['exact']) for f in found.values()), head=names[best], right_to=holds_to('states', 0.9), aligned_to=holds_to(names[best], 0.5))
+    summary = dict(n=min(len(f['exact']) for f in found.values()), head=names[best], right_to=holds_to('states', 0.9),
+                   aligned_to=holds_to(names[best], 0.5))
     summary |= {f'accuracy beyond, {where}': over(part) for where, part in {
         'seen positions': lambda f: f['seen'], 'unseen positions': lambda f: ~f['seen'],
         'peak on x_t': lambda f: f['peak'][best], 'peak elsewhere': lambda f: ~f['peak'][best]}.items()}
@@ -546,14 +562,14 @@ def alignment(model, task, cfg, length=0, n=32):
 
 
 def on_the_ladder(model, cfg, L, tokens, targets):
-    """For the states of problems [B, T] of length L: every head's weight on the correct key [heads, B, L]; is it the largest; is the state right [B, L];
-    is its position one of those trained [B, L]; and is the whole answer right [B].
+    """For the states of problems [B, T] of length L: every head's weight on the correct key [heads, B, L]; is it the largest; is the state
+    right [B, L]; is its position one of those trained [B, L]; and is the whole answer right [B].
     """
     queries, keys = ladder(cfg, L)
     maps, right = attention_maps(model, tokens), answers_right(model, tokens, targets)
     peak = by_head(weights[:, :, queries].argmax(dim=-1) == keys for weights in maps)
-    return dict(mass=masses(maps, queries, keys), peak=peak, right=right[:, queries], seen=(queries + 1 < cfg.train_len).expand(len(tokens), L),
-                exact=(right | (targets == -100)).all(dim=1))
+    return dict(mass=masses(maps, queries, keys), peak=peak, right=right[:, queries],
+                seen=(queries + 1 < cfg.train_len).expand(len(tokens), L), exact=(right | (targets == -100)).all(dim=1))
 
 
 @torch.no_grad()
@@ -563,12 +579,13 @@ def answers_right(model, tokens, targets):
 
 
 def alignment_figure(plt, rows, found, names, best, cfg):
-    """The figure of `alignment`: every head's weight on the correct key beside accuracy; seen and unseen positions; the best head, state by state."""
+    """The figure of `alignment`: weights on the correct key beside accuracy; seen and unseen positions; the best head, state by state."""
     trained, longest = max(cfg.train_lengths), max(found)
     fig, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout='constrained')
     draw = lambda ax, key, *style, **kw: ax.plot(*zip(*((row['length'], row[key]) for row in rows if key in row)), *style, **kw)
     for i, name in enumerate(names):
-        draw(axes[0], name, color=COLOURS[0] if i == best else '0.7', lw=2 if i == best else 1, label=f'weight of head {name}' if i == best else None)
+        draw(axes[0], name, color=COLOURS[0] if i == best else '0.7', lw=2 if i == best else 1,
+             label=f'weight of head {name}' if i == best else None)
     if len(names) > 1:
         axes[0].plot([], color='0.7', lw=1, label='weight of the other heads')
     draw(axes[0], 'states', 'k--', label='accuracy of the states')
@@ -587,7 +604,7 @@ def alignment_figure(plt, rows, found, names, best, cfg):
     edges = [0.5, *((a + b) / 2 for a, b in zip(list(found), list(found)[1:])), longest + 0.5]
     image = axes[2].pcolormesh(edges, np.arange(longest + 1) + 0.5, grid.numpy(), vmin=0, vmax=1, cmap='viridis')
     axes[2].axvline(trained, color='crimson', lw=1)
-    last = [(L, cfg.train_len - 1.5 - L) for L in range(trained, min(longest + 1, cfg.train_len - 1))]                  # query L + t, train_len - 2 at most
+    last = [(L, cfg.train_len - 1.5 - L) for L in range(trained, min(longest + 1, cfg.train_len - 1))]  # query L + t, train_len - 2 at most
     if last:
         axes[2].plot(*zip(*last), color='white', lw=1, label='last seen position')
         axes[2].legend(fontsize=8, loc='upper left', facecolor='0.6')
@@ -600,23 +617,24 @@ def alignment_figure(plt, rows, found, names, best, cfg):
 def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     """How long do the first states stay right while the input grows, at positions that were trained (vipe.txt Figure 4)?
 
-    distances: of s_(t-1) from EoI, a comma list; n: problems of each length; beside: further runs, a comma list. Rows: accuracy of the next state
-    predicted there, at every input length at which this is still within the trained total length. Only the context is longer than in training.
+    distances: of s_(t-1) from EoI, a comma list; n: problems of each length; beside: further runs, a comma list. Rows: accuracy of the next
+    state predicted there, at every input length at which this is still within the trained total length. Only the context is longer than in
+    training.
     """
     runs = {made(cfg): (model, cfg)}
     for path in filter(None, beside.split(',')):
         net, other = load(path)
         if other.task != cfg.task or other.train_len != cfg.train_len:
-            raise train.UserError(f'{path} was trained on {other.task} to {other.train_len} tokens, this run on {cfg.task} to {cfg.train_len}')
+            raise train.UserError(f'{path} was trained on {other.task} to {other.train_len} tokens, not {cfg.task} to {cfg.train_len}')
         runs[path if made(other) in runs else made(other)] = net, other
     try:
         wanted = sorted({int(d) for d in distances.split(',')})
     except ValueError:
         raise train.UserError(f'--distances={distances}: whole numbers, as in 1,3,7') from None
-    last = cfg.train_len - 3 - wanted[0]                                                # query L + 1 + d, target behind it, within train_len tokens
+    last = cfg.train_len - 3 - wanted[0]  # query L + 1 + d, target behind it, within train_len tokens
     if wanted[0] < 0 or last < wanted[0] + 1:
         raise train.UserError(f'--distances={distances}: from 0 on, and some within the trained {cfg.train_len} tokens')
-    ladder(cfg, last)                                                                   # a task with a state for every input, or a UserError
+    ladder(cfg, last)  # a task with a state for every input, or a UserError
     rows = []
     for L, (tokens, targets) in problems(task, range(1, last + 1), n).items():
         right = {name: answers_right(net, tokens, targets).double().mean(dim=0) for name, (net, _) in runs.items()}
@@ -633,14 +651,16 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
 
 def steps_figure(plt, rows, distances, names, trained, cfg):
     """The figure of `steps`: a panel for each distance, a line for each run."""
-    fig, axes = plt.subplots(1, len(distances), figsize=(4.4 * len(distances), 3.6), sharex=True, sharey=True, squeeze=False, layout='constrained')
+    fig, axes = plt.subplots(1, len(distances), figsize=(4.4 * len(distances), 3.6), sharex=True, sharey=True, squeeze=False,
+                             layout='constrained')
     for ax, d in zip(axes[0], distances):
         for i, name in enumerate(names):
             found = [(row['length'], row[f'{name} d={d}']) for row in rows if f'{name} d={d}' in row]
             if found:
                 ax.plot(*zip(*found), marker='o', ms=3, label=name, **(train.look(name) or dict(color=COLOURS[i % 6])))
         ax.axvline(trained, color='crimson', lw=1)
-        ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03), xlabel=f'input length; {trained_to(cfg, trained)} (red line)')
+        ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03),
+               xlabel=f'input length; {trained_to(cfg, trained)} (red line)')
     axes[0][0].set_ylabel('accuracy of the next state')
     axes[0][0].legend(fontsize=8)
     fig.suptitle(f'{cfg.task}: states at trained positions in longer contexts')
@@ -656,7 +676,7 @@ def first_attention(model, tokens, cfg):
     (_, _, x), (_, _, logits), (_, _, z) = heard
     v = block.attn.qkv_of(x)[2].unflatten(-1, (cfg.heads, -1)).transpose(1, 2)
     if not torch.equal(block.attn.pe.value(v, torch.arange(tokens.shape[1]), None), v):
-        raise train.UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take a run with another encoding')
+        raise train.UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take another encoding')
     return logits.softmax(dim=-1), v, z[..., :v.shape[-1]]                              # ViPE's distance code stands behind the values
 
 
@@ -666,18 +686,18 @@ def coordinate_statistics(z):
 
 
 def proposition_1(n, mu, var, mu_2, var_2):
-    """Eq. 4: the statistics of z_n under uniform weights, values of mean mu and variance var but mu_2, var_2 at BoS, independent between positions."""
+    """Eq. 4: the statistics of z_n under uniform weights, of independent values with mean mu and variance var, at BoS mu_2 and var_2."""
     return mu + (mu_2 - mu) / n, (var_2 + (n - 1) * var) / n ** 2, -(mu_2 - mu) / (n * (n + 1))
 
 
 def stats(model, task, cfg, length=0, n=64):
     """Do hidden-state statistics tell the position, as Proposition 1 says of NoPE (vipe.txt eq. 2-4, Figure 16)?
 
-    Rows: mean and variance (var) over the coordinates of the first attention layer's output z_n (all heads), and mean of z_(n+1) - z_n (diff): measured;
-    with this model's values under uniform weights (1/n, eq. 2); and by eq. 4 (eq4), whose mu, sigma, mu_2, sigma_2 are those of the values, at BoS
-    for the latter two. Averages over n problems of `length` (0: the longest trained), n counted from 1. Eq. 4 takes values for independent between
-    positions: those of p symbols repeat, so z_n goes to their mean vector, whose variance stays (sigma^2 / p if they are independent of each other).
-    Summary: mean absolute errors of eq. 4.
+    Rows: mean and variance (var) over the coordinates of the first attention layer's output z_n (all heads), and mean of z_(n+1) - z_n
+    (diff): measured; with this model's values under uniform weights (1/n, eq. 2); and by eq. 4 (eq4), whose mu, sigma, mu_2, sigma_2 are
+    those of the values, at BoS for the latter two. Averages over n problems of `length` (0: the longest trained), n counted from 1. Eq. 4
+    takes values for independent between positions: those of p symbols repeat, so z_n goes to their mean vector, whose variance stays
+    (sigma^2 / p if they are independent of each other). Summary: mean absolute errors of eq. 4.
     """
     if 'BoS' not in task.vocab:
         raise train.UserError(f'Proposition 1 is about sequences that begin with BoS, and those of {cfg.task} do not')
@@ -698,7 +718,8 @@ def stats(model, task, cfg, length=0, n=64):
                   for of, found in zip(('', ' 1/n', ' eq4'), curves.values()) if i < len(found[part])}
         rows.append(dict(n=i + 1, token=task.vocab[tokens[0, i]]) | short(values))
     summary = dict(length=length, n=len(tokens), mu=mu.item(), sigma=var.sqrt().item(), mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
-    summary |= {f'error of eq. 4, {label}, {name}': (curves[name][part] - curves['eq. 4'][part][:len(curves[name][part])]).abs().mean().item()
+    error = lambda found, of: (found - of[:len(found)]).abs().mean().item()
+    summary |= {f'error of eq. 4, {label}, {name}': error(curves[name][part], curves['eq. 4'][part])
                 for part, label in enumerate(labels) for name in ('measured', 'uniform')}
     anchor = (tokens[0] == task.vocab.index('EoI')).int().argmax().item() + 1 if 'EoI' in task.vocab else None
     return rows, short(summary), lambda plt: stats_figure(plt, curves, labels, anchor, f'{titled(cfg)}, length {length}')
@@ -714,20 +735,20 @@ def stats_figure(plt, curves, labels, anchor, title):
     fig, axes = plt.subplots(1, 3, figsize=(13, 4), layout='constrained')
     names = {'measured': 'measured', 'uniform': 'its values under uniform weights', 'eq. 4': 'Proposition 1 (eq. 4)'}
     for part, (ax, label) in enumerate(zip(axes, labels)):
-        for (name, found), colour, style in zip(curves.items(), COLOURS, ('-', '-', 'k--')):
+        for (name, found), colour, style in zip(curves.items(), (*COLOURS[:2], 'black'), ('-', '-', '--')):
             y = found[part][:len(curves['measured'][part])]
-            ax.plot(np.arange(1, len(y) + 1), y.numpy(), style, label=names[name] if part == 0 else None, **({} if style == 'k--' else dict(color=colour)))
+            ax.plot(np.arange(1, len(y) + 1), y.numpy(), style, color=colour, label=names[name])
         if anchor:
             ax.axvline(anchor, color='crimson', lw=1)
         ax.set(title={'mean': 'mean of $z_n$', 'variance': 'variance of $z_n$', 'difference': 'mean of $z_{n+1} - z_n$'}[label],
                xlabel='position n' + (' (red line: EoI)' if anchor else ''), ylabel=f'{label} over the coordinates')
-    fig.legend(fontsize=8, loc='outside lower center', ncols=3)
+    fig.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc='outside lower center', ncols=3)
     fig.suptitle(title)
     return fig
 
 
 def prefix(model, task, cfg, length=0, n=16):
-    """Is the first layer's output a picture of what stands in the prefix, and nothing else: z_n = V beta_n (vipe.txt Proposition 2, appendix D.1)?
+    """Does the first layer's output tell what stands in the prefix, and nothing else: z_n = V beta_n (vipe.txt Proposition 2, D.1)?
 
     beta_n: the attention that position n pays to each token of the vocabulary, V: the tokens' values. Rows: for each head the largest
     |z_n - V beta_n| over n problems of `length` (0: the longest trained), relative to the largest |z_n|; then D.1's cases: how far two
@@ -743,8 +764,8 @@ def prefix(model, task, cfg, length=0, n=16):
     def betas(tokens):
         weights, v, z = first_attention(model, tokens, cfg)
         if gap(V[:, tokens].transpose(0, 1), v) > 1e-4:
-            raise train.UserError(f'Proposition 2 needs values that depend on the token alone; {cfg.pe} adds positions to the embeddings: take another run')
-        return weights @ torch.nn.functional.one_hot(tokens, C).to(weights.dtype)[:, None], z                             # (B, H, T, C), (B, H, T, D)
+            raise train.UserError(f'Proposition 2 needs values of the token alone; {cfg.pe} adds positions to the embeddings: take another')
+        return weights @ torch.nn.functional.one_hot(tokens, C).to(weights.dtype)[:, None], z  # (B, H, T, C), (B, H, T, D)
 
     beta, z = betas(tokens)
     rows = [dict(case=f'z = V beta, head {h + 1}', z=gap(z[:, h], beta[:, h] @ V[h])) for h in range(cfg.heads)]
@@ -759,8 +780,9 @@ def prefix(model, task, cfg, length=0, n=16):
 
 
 def cases_of_D_1(task):
-    """Appendix D.1's sequences, of this task's symbols: (tokens, m, other tokens, k), is position m of the one like position k of the other?"""
-    words = [word for word in task.vocab[1:] if word not in ('BoS', 'EoI', 'EoS') and word.isprintable() and word.strip()][:4]  # '1 2 3 4', or fewer
+    """D.1's sequences, of this task's symbols: (tokens, m, other tokens, k), is position m of the one like position k of the other?"""
+    # '1 2 3 4', or fewer
+    words = [word for word in task.vocab[1:] if word not in ('BoS', 'EoI', 'EoS') and word.isprintable() and word.strip()][:4]
     a, b, *rest = words
     n, swapped = len(words), rest or [a]
     cases = [([a] * 4, 1, [a] * 4, 4), (words * 2, n, words * 2, 2 * n)]
@@ -779,7 +801,8 @@ def prefix_figure(plt, rows, cfg):
         ax.barh(np.arange(len(cases)) + 0.25 * (i - 1), [row[key] for row in cases], 0.22, color=COLOURS[i], label=label)
     ax.set_yticks(range(len(cases)), [row['case'] for row in cases], fontsize=8)
     ax.invert_yaxis()
-    ax.set(xlabel='how far apart the two prefixes are, relative to the larger', title=f'{titled(cfg)}: which prefixes layer 1 can tell apart')
+    ax.set(xlabel='how far apart the two prefixes are, relative to the larger',
+           title=f'{titled(cfg)}: which prefixes layer 1 can tell apart')
     ax.legend(fontsize=8)
     return fig
 
@@ -805,10 +828,10 @@ def moved_from_first(model, offset):
 def shift(model, task, cfg, length=0, offsets='', n=32):
     """Does attention to x_t move when every token stands nearer to BoS, or further, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
 
-    offsets: places added to every token's distance from BoS, a comma list, 0,-2,-4,-6 by default; the positions of all others among themselves stay. length: 0: the longest
-    trained; n: problems. Rows: for every head and offset its mean weight on the correct key (x_t); on x_(t - offset), where D_1 = D_2 + 1 now (moved);
-    how many inputs to the right of x_t its largest weight among the inputs lies (peak); all over the states that have both keys. The summary names
-    the head that looks at x_t most, and says how many states are right.
+    offsets: places added to every token's distance from BoS, a comma list, 0,-2,-4,-6 by default; the positions of all others among
+    themselves stay. length: 0: the longest trained; n: problems. Rows: for every head and offset its mean weight on the correct key (x_t);
+    on x_(t - offset), where D_1 = D_2 + 1 now (moved); how many inputs to the right of x_t its largest weight among the inputs lies (peak);
+    all over the states that have both keys. The summary names the head that looks at x_t most, and says how many states are right.
     """
     length = length or max(cfg.train_lengths)
     queries, keys = (x[1:] for x in ladder(cfg, length))                                # of s_1, s_2, ..; EoI itself has no D_2 to compare
@@ -819,7 +842,7 @@ def shift(model, task, cfg, length=0, offsets='', n=32):
     except ValueError:
         raise train.UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
     if max(map(abs, offsets)) >= length:
-        raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones, or a larger --length')
+        raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones')
     tokens, targets = fewer(cfg, *problems(task, [length], n)[length])
     rows = [dict(head=f'{layer}.{head}') for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
     summary, shown = dict(length=length, n=len(tokens)), {}
@@ -831,8 +854,10 @@ def shift(model, task, cfg, length=0, offsets='', n=32):
         on_x_t, on_moved = masses(maps, q, k), masses(maps, q, k - offset)              # (heads, B, L)
         peak = by_head(weights[:, :, q, 1:length + 1].argmax(dim=-1) + 1 - k for weights in maps)
         for i, row in enumerate(rows):
-            row |= {f'{name} {offset:+d}': round(x[i].double().mean().item(), 4) for name, x in (('x_t', on_x_t), ('moved', on_moved), ('peak', peak))}
-        summary[f'states right {offset:+d}'], shown[offset] = round(right[:, queries].double().mean().item(), 4), [weights[0] for weights in maps]
+            row |= {f'{name} {offset:+d}': round(x[i].double().mean().item(), 4)
+                    for name, x in (('x_t', on_x_t), ('moved', on_moved), ('peak', peak))}
+        summary[f'states right {offset:+d}'] = round(right[:, queries].double().mean().item(), 4)
+        shown[offset] = [weights[0] for weights in maps]
     best = max(rows, key=lambda row: row[f'moved {min(offsets, key=abs):+d}'])
     summary |= dict(head=best['head']) | {key: value for key, value in best.items() if key.startswith('peak')}
     best = best['head']
@@ -844,7 +869,8 @@ def shift_figure(plt, shown, words, length, best, cfg):
     fig, axes = plt.subplots(1, len(shown), figsize=(3.6 * len(shown) + 0.8, 4), squeeze=False, layout='constrained')
     layer, head = map(int, best.split('.'))
     for ax, (offset, maps) in zip(axes[0], shown.items()):
-        image = ax.imshow(maps[layer - 1][head - 1, length + 1:-1, :length + 2].numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest')
+        image = ax.imshow(maps[layer - 1][head - 1, length + 1:-1, :length + 2].numpy(), vmin=0, vmax=1, cmap='viridis',
+                          interpolation='nearest')
         queries, keys = ladder(cfg, length)
         ax.plot(keys.numpy(), queries.numpy() - length - 1, '.', color='crimson', ms=3)
         label_sequence(ax.xaxis, words[:length + 2], 3)
@@ -866,8 +892,9 @@ def held_out_problems(task, cfg, length, n):
 
 
 def scoring(model, task, length, tokens, targets):
-    """(score(), what it is now, its name): of a corpus minus the loss; else exact match, or the tokens right where no problem is solved at all."""
-    for metric, scale, name in [('loss', -1, 'loss (nats)')] if task.corpus else [('exact', 100, 'exact match (%)'), ('token', 100, 'tokens right (%)')]:
+    """(score(), what it is now, its name): of a corpus minus the loss; else exact match, or, where that is 0, the tokens right."""
+    choices = (('loss', -1, 'loss (nats)'),) if task.corpus else (('exact', 100, 'exact match (%)'), ('token', 100, 'tokens right (%)'))
+    for metric, scale, name in choices:
         score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
         if base := score():
             break
@@ -875,10 +902,10 @@ def scoring(model, task, length, tokens, targets):
 
 
 def concentration(drops):
-    """How unevenly drops [.., H] fall on the heads, those below 0 taken as 0: a dictionary of tensors [..], nan where there is no drop at all.
+    """How unevenly drops [.., H] fall on the heads, those below 0 taken as 0: a dictionary of tensors [..], nan where nothing drops.
 
-    share: of the largest one in their sum; gini: mean difference of two of them over twice their mean, from 0 to 1 - 1/H; effective: (sum d)^2 / sum d^2,
-    from 1, all on one head, to H.
+    share: of the largest one in their sum; gini: mean difference of two of them over twice their mean, from 0 to 1 - 1/H; effective: (sum
+    d)^2 / sum d^2, from 1, all on one head, to H.
     """
     d = drops.clamp(min=0)
     total, H = d.sum(dim=-1), d.shape[-1]
@@ -887,12 +914,13 @@ def concentration(drops):
 
 
 def heads(model, task, cfg, length=0, n=512):
-    """Which heads does the answer hang on, and is it a single one? Zeroes one head's output at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
+    """Which heads does the answer hang on, and is it a single one? Zeroes one head at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
 
-    length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match without that head,
-    in points (where it is 0 anyway: of the tokens right; of a corpus: rise of the loss, in nats); `share`: of the largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`,
-    the number of heads that carry it: share near 1 with a large drop is the single-head deposit. Drops below 0 count as 0 there; where none is
-    above 0, they are empty. Summary: the same over all heads.
+    length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match
+    without that head, in points (where it is 0 anyway: of the tokens right; of a corpus: rise of the loss, in nats); `share`: of the
+    largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`, the number of heads that carry it: share near 1 with a
+    large drop is the single-head deposit. Drops below 0 count as 0 there; where none is above 0, they are empty. Summary: the same over all
+    heads.
     """
     L, H = len(model.blocks), model.blocks[0].attn.heads
     if H == 1:
@@ -901,20 +929,23 @@ def heads(model, task, cfg, length=0, n=512):
     (score, base, unit), scores = scoring(model, task, length, *problems), torch.zeros(L, H)
     for layer, block in enumerate(model.blocks):
         for head in range(H):
-            with hooked((block.attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):      # (B, H, T, out_dim)
+            # (B, H, T, out_dim)
+            with hooked((block.attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):
                 scores[layer, head] = score()
     drops = base - scores
     number = lambda x: round(x.item(), 3) if x.isfinite() else None
     rows = [dict(layer=layer + 1, **{f'drop {head + 1}': round(x, 3) for head, x in enumerate(drops[layer].tolist())},
                  **{key: number(x[layer]) for key, x in concentration(drops).items()}) for layer in range(L)]
     worst = drops.argmax().item()
-    summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1, largest=number(drops.max()),
-                   second=number(drops.flatten().sort().values[-2]), **{key: number(x) for key, x in concentration(drops.flatten()).items()})
+    summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1,
+                   largest=number(drops.max()), second=number(drops.flatten().sort().values[-2]),
+                   **{key: number(x) for key, x in concentration(drops.flatten()).items()})
     return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), unit, f'{titled(cfg)}, length {length}')
 
 
 def heads_figure(plt, scores, base, label, title):
-    """The figure of `heads`: a violin per layer (Figure 4), and under it a curve over the heads of each layer (Figure 9). scores [L, H], base: no head off."""
+    """The figure of `heads`: a violin per layer (Figure 4), under it a curve over its heads (Figure 9). scores [L, H], base: no head off.
+    """
     L, H = scores.shape
     columns = min(L, 4)
     fig = plt.figure(figsize=(max(7, 2.6 * columns), 3.4 + 2.2 * -(-L // columns)), layout='constrained')
@@ -943,7 +974,7 @@ def diagonal_means(L):
     """Mean a_d [.., T] of L [.., T, T] along its diagonals i - j = d, d = 0..T-1; what is above the main one does not count."""
     T = L.shape[-1]
     i, j = torch.tril_indices(T, T, device=L.device)
-    return torch.zeros(*L.shape[:-1], dtype=L.dtype, device=L.device).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1, device=L.device)
+    return L.new_zeros(L.shape[:-1]).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1, device=L.device)
 
 
 def toeplitz_matrix(a):
@@ -952,7 +983,7 @@ def toeplitz_matrix(a):
 
 
 def variance_share(part, L):
-    """Share of the variance of L [.., T, T] over i >= j that a part of it accounts for [..]: cov(part, L) / var(L). Those of parts that make up L add up to 1."""
+    """Share of the variance of L [.., T, T] over i >= j that a part of it accounts for [..]: cov(part, L) / var(L). All parts: 1."""
     i, j = torch.tril_indices(*L.shape[-2:], device=L.device)
     part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
     return (part * L).mean(dim=-1) / (L ** 2).mean(dim=-1)
@@ -961,8 +992,8 @@ def variance_share(part, L):
 def grams(q, k, turn):
     """Eq. 2's parts for queries and keys [B, H, T, D] whose pairs (2m, 2m+1) are taken as complex numbers: complex (L, G) [B, H, T, T].
 
-    L = sum_m G^(m) o T^(m), G^(m)_ij = q_i^(m) conj(k_j^(m)), T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2], for RoPE e^(i theta_m t): one Toeplitz
-    factor for each frequency m. RoPE's logit is Re L. G = sum_m G^(m).
+    L = sum_m G^(m) o T^(m), G^(m)_ij = q_i^(m) conj(k_j^(m)), T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2], for RoPE e^(i theta_m t): one
+    Toeplitz factor for each frequency m. RoPE's logit is Re L. G = sum_m G^(m).
     """
     q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))           # (B, H, T, D/2)
     L, G = 0, 0
@@ -973,10 +1004,10 @@ def grams(q, k, turn):
 
 
 def single_factor(L, G):
-    """How far eq. 2 is off as it stands in the paper, L = Re(G o G_e) with one Toeplitz matrix G_e: a dictionary of shares [H], for L and complex G [B, H, T, T].
+    """How far the paper's eq. 2, L = Re(G o G_e) with one Toeplitz matrix G_e, is off: a dictionary of shares [H], of L and G [B, H, T, T].
 
-    unit: of the variance of L that the best G_e with entries of modulus 1 leaves unexplained (above 1: it is worse than a constant); free: the
-    best G_e with any complex entries. impossible: pairs with |L_ij| > |G_ij|, which no angle makes equal, not even one of their own.
+    unit: of the variance of L that the best G_e with entries of modulus 1 leaves unexplained (above 1: it is worse than a constant); free:
+    the best G_e with any complex entries. impossible: pairs with |L_ij| > |G_ij|, which no angle makes equal, not even one of their own.
     """
     x, y = G.real, -G.imag                                                              # Re(G a) = x Re(a) + y Im(a)
     xx, xy, yy, xl, yl, ll = (diagonal_means(z).mean(dim=0) for z in (x * x, x * y, y * y, x * L, y * L, L * L))    # (H, T)
@@ -991,7 +1022,8 @@ def single_factor(L, G):
     weight, entries = torch.arange(L.shape[-1], 0, -1, device=L.device), L[..., i, j].transpose(0, 1).flatten(1)
     total = entries.var(dim=1, correction=0) * len(i)
     return dict(unit=(unit * weight).sum(dim=-1) / total, free=(free * weight).sum(dim=-1) / total,
-                impossible=(entries.abs() > G[..., i, j].abs().transpose(0, 1).flatten(1) + 1e-9 * entries.abs().max()).double().mean(dim=1))
+                impossible=(entries.abs() > G[..., i, j].abs().transpose(0, 1).flatten(1)
+                            + 1e-9 * entries.abs().max()).double().mean(dim=1))
 
 
 def added_vectors(model, T):
@@ -1028,13 +1060,14 @@ def is_linear(model):
 
 
 def turns_of(enc, q, pos, state):
-    """By what the encoding multiplies the pairs (2m, 2m+1) of q [B, H, T, D], as complex numbers [H, T, D/2]: RoPE's e^(i theta_m t), 1 where nothing turns."""
+    """By what the encoding multiplies the pairs (2m, 2m+1) of q [B, H, T, D]: complex [H, T, D/2], RoPE's e^(i theta_m t), 1 without turns.
+    """
     one = torch.zeros_like(q[:1]).index_fill(-1, torch.arange(0, q.shape[-1], 2), 1.0)
     return torch.view_as_complex(enc.qk(one, one, pos, state)[0][0].unflatten(-1, (-1, 2)))
 
 
 def gram_terms(attn, x, position, pos, state):
-    """Eq. 1's terms {name: [B, H, T, T] or [H, T, T]} of the logits, where x = content + position after the norm and the encoding is linear in q and k."""
+    """Eq. 1's terms {name: [.., H, T, T]} of the logits, x = content + position after the norm; of encodings linear in q and k."""
     content, turned = x - position, {}
     for name, part in (('c', content), ('p', position)):
         q, k, _ = project(attn, part)
@@ -1045,7 +1078,7 @@ def gram_terms(attn, x, position, pos, state):
 
 
 def logit_shares(attn, x, position, pos, state, linear, turns):
-    """(L [B, H, T, T], {name: share [H]}, {equation: (its right side, L)}) of a layer, x = content + position [B, T, C] its input; see toeplitz()."""
+    """(L [B, H, T, T], {name: share [H]}, {equation: (its right side, L)}) of a layer with the input x [B, T, C]; see toeplitz()."""
     q, k, _ = project(attn, x)
     L = attn.pe.logits(q, k, pos, state)
     L = L.masked_fill(L.isinf(), 0)                                                     # 0 above the diagonal
@@ -1068,14 +1101,15 @@ def logit_shares(attn, x, position, pos, state, linear, turns):
 
 @torch.no_grad()
 def toeplitz(model, task, cfg, length=0, n=8):
-    """Do the logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (toeplitz.txt eq. 1, 2, B.1).
+    """Do logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (toeplitz.txt eq. 1, 2, B.1).
 
-    length: of the problems, 0: the longest trained; n: how many. Shares of the variance of the logits over i >= j, a row for each head (mean over problems):
-    `toeplitz`: of the mean along each diagonal (chance: what white noise would have); `shared`: of one such matrix for all problems, which is what a relative
-    bias could do. `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: the terms of eq. 1, adding up to 1, with p_i the vectors that the encoding adds, as they still
-    stand in the residual stream at every layer; `qp kp toeplitz`: how Toeplitz that term is by itself (Assumption 3.2 wants 1). With RoPE also how far
-    eq. 2's single G_e is off: `G_e off`, `free G_e off`, `impossible` are what single_factor() finds. Summary: means over the heads, and
-    the largest errors of eq. 1 and of eq. 2 with a Toeplitz factor for each frequency, relative to the largest logit, in float64.
+    length: of the problems, 0: the longest trained; n: how many. Shares of the variance of the logits over i >= j, a row for each head
+    (mean over problems): `toeplitz`: of the mean along each diagonal (chance: what white noise would have); `shared`: of one such matrix
+    for all problems, which is what a relative bias could do. `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: the terms of eq. 1, adding up to 1,
+    with p_i the vectors that the encoding adds, as they still stand in the residual stream at every layer; `qp kp toeplitz`: how Toeplitz
+    that term is by itself (Assumption 3.2 wants 1). With RoPE also how far eq. 2's single G_e is off: `G_e off`, `free G_e off`,
+    `impossible` are what single_factor() finds. Summary: means over the heads, and the largest errors of eq. 1 and of eq. 2 with a Toeplitz
+    factor for each frequency, relative to the largest logit, in float64.
     """
     length, tokens, _ = held_out_problems(task, cfg, length, n)
     T = tokens.shape[1]
@@ -1089,9 +1123,11 @@ def toeplitz(model, task, cfg, length=0, n=8):
             errors[name] = max(errors.get(name, 0.0), ((sum_ - whole).tril().abs().max() / whole.abs().max()).item())
         found.append(shares)
         profiles.append((L[0], diagonal_means(L[0]), diagonal_means(L).mean(dim=0)))
-    columns = {name: torch.stack([shares.get(name, torch.zeros(cfg.heads)) for shares in found]) for name in dict.fromkeys(key for f in found for key in f)}
+    columns = {name: torch.stack([shares.get(name, torch.zeros(cfg.heads)) for shares in found])
+               for name in dict.fromkeys(key for f in found for key in f)}
     chance = (T - 1) / (T * (T + 1) / 2 - 1)
-    summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4), **{name: round(value.mean().item(), 4) for name, value in columns.items()},
+    summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4),
+                   **{name: round(value.mean().item(), 4) for name, value in columns.items()},
                    **{f'error of {name}': error for name, error in errors.items()})
     words = [task.vocab[t] for t in tokens[0].tolist()]
     title = f'{titled(cfg)}, length {length}'
@@ -1099,7 +1135,8 @@ def toeplitz(model, task, cfg, length=0, n=8):
 
 
 def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
-    """The figure of `toeplitz`: shares of every head, its profile a_d, and the most Toeplitz head's logits taken apart. profiles: (L, a, mean a) by layer."""
+    """The figure of `toeplitz`: shares, profiles a_d, and the most Toeplitz head's logits taken apart. profiles: (L, a, mean a) by layer.
+    """
     share = columns['toeplitz']
     L, H = share.shape
     layer, head = divmod(share.argmax().item(), H)
@@ -1117,7 +1154,8 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     ax.legend(**below, ncols=3)
     terms, what = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}, 'terms of eq. 1'
     if len(terms) < 2:
-        terms, what = {name: bars[name] for name in ('G_e off', 'free G_e off', 'impossible') if name in bars}, 'eq. 2 with a single G_e: how far off'
+        terms = {name: bars[name] for name in ('G_e off', 'free G_e off', 'impossible') if name in bars}
+        what = 'eq. 2 with a single G_e: how far off'
     ax = axes[0][1]
     for number, (name, value) in enumerate(terms.items()):
         ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
@@ -1155,12 +1193,13 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
 
 
 def positions(model, task, cfg, length=0, n=512, draws=4):
-    """Does a layer still read the vectors p_i that were added to the embeddings? Takes them out of the residual stream (toeplitz.txt 5.4; Figure 8).
+    """Does a layer still read the vectors p_i added to the embeddings? Takes them out of the residual stream (toeplitz.txt 5.4; Figure 8).
 
-    At each layer p_i is subtracted from the stream before it, so for that layer and all after it; or a random vector of the same length, a fresh one for
-    every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in % (see heads; of a corpus: loss)
-    `without p`, `random` (mean over draws) and its standard deviation; `more`: what p costs beyond the random vectors; `norm`: mean |p_i| over mean |x_i|.
-    For ape, learned, random, shifted_ape (without a shift, as in evaluation) and sums with them.
+    At each layer p_i is subtracted from the stream before it, so for that layer and all after it; or a random vector of the same length, a
+    fresh one for every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in %
+    (see heads; of a corpus: loss) `without p`, `random` (mean over draws) and its standard deviation; `more`: what p costs beyond the
+    random vectors; `norm`: mean |p_i| over mean |x_i|. For ape, learned, random, shifted_ape (without a shift, as in evaluation) and sums
+    with them.
     """
     length, tokens, targets = held_out_problems(task, cfg, length, n)
     p = added_vectors(model, tokens.shape[1])
@@ -1175,14 +1214,17 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
         with hooked((module, lambda m, _, x: x - vectors[:x.shape[1]])):
             return score()
     for layer, module in enumerate([model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]):
-        noise = [torch.nn.functional.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True) for _ in range(draws)]
+        noise = [torch.nn.functional.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True)
+                 for _ in range(draws)]
         with listening(module) as heard, torch.no_grad():
             model(tokens[:8])
         random, removed = torch.tensor([without(module, r) for r in noise]), without(module, p)
         rows.append(dict(layer=layer + 1, **{'without p': round(abs(removed), 3), 'random': round(random.mean().abs().item(), 3),
-                                             'sd': round(random.std(correction=0).item(), 3), 'more': round(random.mean().item() - removed, 3),
+                                             'sd': round(random.std(correction=0).item(), 3),
+                                             'more': round(random.mean().item() - removed, 3),
                                              'norm': round((p.norm(dim=-1).mean() / heard[0][2].norm(dim=-1).mean()).item(), 3)}))
-    summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4), most_more_at=max(rows, key=lambda row: row['more'])['layer'])
+    summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4),
+                   most_more_at=max(rows, key=lambda row: row['more'])['layer'])
     return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), unit, f'{titled(cfg)}, length {length}')
 
 
@@ -1206,12 +1248,12 @@ def hermitian(a):
 
 
 def symbol(a, points=4096):
-    """f(theta) = Re a_0 + 2 Re sum_(d > 0) a_d e^(-i d theta) [.., points], theta from 0 to 2 pi: the symbol of hermitian(a), whose eigenvalues lie in its range."""
+    """f(theta) = Re a_0 + 2 Re sum_(d > 0) a_d e^(-i d theta) [.., points], theta from 0 to 2 pi: the symbol of hermitian(a)."""
     return 2 * torch.fft.fft(a, points).real - a[..., :1].real
 
 
 def lemma_b1(w, phase):
-    """Lemma B.1 for weights w [N] and phases [N] on a fine grid of theta: (f, g), f = sum_i 2 w_i cos(phase_i + i theta) and g without the phases."""
+    """Lemma B.1's f = sum_i 2 w_i cos(phase_i + i theta), for weights w [N] and phases [N], and g, without phases, on a grid of theta."""
     wave = lambda phase: 2 * torch.fft.fft(torch.polar(w, -phase), 2 ** 12).real
     return wave(phase), wave(torch.zeros_like(phase))
 
@@ -1219,8 +1261,8 @@ def lemma_b1(w, phase):
 def spectral_claims(seed=0):
     """Lemma B.1 and Prop. B.3 beside what they say: rows (what, claimed, found).
 
-    The phases of the lemma's statement are i theta_i: equal theta_i do give equality then (f is g shifted), but so do others. Those of its proof are
-    theta_i: then neither follows from the other.
+    The phases of the lemma's statement are i theta_i: equal theta_i do give equality then (f is g shifted), but so do others. Those of its
+    proof are theta_i: then neither follows from the other.
     """
     g, pi = torch.Generator().manual_seed(seed), torch.pi
     vector = lambda *x: torch.tensor(x, dtype=torch.float64)
@@ -1233,7 +1275,8 @@ def spectral_claims(seed=0):
     plain, turned, quarter = (spectrum_with(phase) for phase in (0 * d, 0.7 * d, -pi / 2 * d.clamp(max=1)))
     claims = (('max |f| / max |g|, the largest of 200 draws', '<= 1', max(largest(*lemma_b1(*draw())) for _ in range(200))),
               ('max |f| / max |g| with w = 1 1 1, phases 0 1 2: theta 0 1 2, or 5 1 1', '< 1', largest(*lemma_b1(one, steps))),
-              ('max |f| / max |g| with w = 1 1, phases pi/2: equal theta in the proof', '1', largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
+              ('max |f| / max |g| with w = 1 1, phases pi/2: equal theta in the proof', '1',
+               largest(*lemma_b1(one[:2], vector(pi / 2, pi / 2)))),
               ('range of g / 4 sum w with w = 0 1 1', '1', width(lemma_b1(*sine)[1]) / 8),
               ('range of f / range of g with w = 0 1 1, phases -pi/2', '<= 1', width(lemma_b1(*sine)[0]) / width(lemma_b1(*sine)[1])),
               ('largest change of an eigenvalue from W to W o E, E semidefinite, |E_ij| = 1', '> 0', (turned - plain).abs().max().item()),
@@ -1243,14 +1286,15 @@ def spectral_claims(seed=0):
 
 @torch.no_grad()
 def spectrum(model, task, cfg, length=0, n=8):
-    """Does an encoding make the spectrum of the logits' Toeplitz part narrower, as toeplitz.txt has it of RoPE (Theorem B.1, Prop. B.3, Lemma B.1)?
+    """Does an encoding narrow the spectrum of the logits' Toeplitz part, as the paper has it of RoPE (toeplitz.txt B.1, B.3)?
 
-    length: of the problems, 0: the longest trained; n: how many, averaged over. Rows: `content`, the Toeplitz part of <q_i, k_j> / sqrt(d), and `logits`, that
-    of the logits (with RoPE both in complex form, sum_m q^(m) conj(k^(m))), of every head, or where these are more than 12 of the widest in each layer; the
-    encoding's own Toeplitz factors: `B`, `p_i p_j` (its Toeplitz part), RoPE's `T^(m)`. Each is continued to i < j as a Hermitian matrix: range of its symbol,
-    of its eigenvalues (which lie within the former) and, of the logits, `ratio`: width of that range over the content's. Then what the paper claims and what is
-    found. Prop. B.3 is empty: no E with |E_ij| = 1 is positive definite (its 2 x 2 minors are 0); a semidefinite one has rank one, E_ij = e^(i phi (i - j)),
-    so that W o E has exactly the eigenvalues of W; any other can widen the spectrum. Summary: mean ratio, and share of the heads where it is below 1.
+    length: of the problems, 0: the longest trained; n: how many, averaged over. Rows: `content`, the Toeplitz part of <q_i, k_j> / sqrt(d),
+    and `logits`, that of the logits (with RoPE both in complex form, sum_m q^(m) conj(k^(m))), of every head, or where these are more than
+    12 of the widest in each layer; the encoding's own Toeplitz factors: `B`, `p_i p_j` (its Toeplitz part), RoPE's `T^(m)`. Each is
+    continued to i < j as a Hermitian matrix: range of its symbol, of its eigenvalues (which lie within the former) and, of the logits,
+    `ratio`: width of that range over the content's. Then what the paper claims and what is found. Prop. B.3 is empty: no E with |E_ij| = 1
+    is positive definite (its 2 x 2 minors are 0); a semidefinite one has rank one, E_ij = e^(i phi (i - j)), so that W o E has exactly the
+    eigenvalues of W; any other can widen the spectrum. Summary: mean ratio, and share of the heads where it is below 1.
     """
     length, tokens, _ = held_out_problems(task, cfg, length, n)
     T = tokens.shape[1]
@@ -1275,28 +1319,32 @@ def spectrum(model, task, cfg, length=0, n=8):
         factors['p_i p_j'] = diagonal_means(p @ p.T)
     widths = lambda a: (lambda e: e[-1] - e[0])(torch.linalg.eigvalsh(hermitian(a)))
     ratio = {name: (widths(whole) / widths(content)).item() for name, (content, whole) in pairs.items()}
-    chosen = list(pairs) if len(pairs) <= 12 else [max((name for name in pairs if name.startswith(f'{layer + 1}.')), key=lambda name: widths(pairs[name][1]))
+    chosen = list(pairs) if len(pairs) <= 12 else [max((name for name in pairs if name.startswith(f'{layer + 1}.')),
+                                                       key=lambda name: widths(pairs[name][1]))
                                                    for layer in range(len(net.blocks))]
 
     def row(name, a, **more):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
         ends = {'symbol from': f.min(), 'symbol to': f.max(), 'eigenvalues from': e[0], 'eigenvalues to': e[-1]}
         return {'of': name} | {key: round(x.item(), 4) for key, x in ends.items()} | more
-    rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]), row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
+    rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]),
+                                           row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
     rows += [row(name, a) for name, a in factors.items() if name[2:] in chosen or name[0] != 'B'] + spectral_claims()
     values = torch.tensor(list(ratio.values()))
-    summary = dict(length=length, n=len(tokens), tokens=T, ratio=round(values.mean().item(), 4), narrower=round((values < 1).double().mean().item(), 4))
+    summary = dict(length=length, n=len(tokens), tokens=T, ratio=round(values.mean().item(), 4),
+                   narrower=round((values < 1).double().mean().item(), 4))
     widest = max(pairs, key=lambda name: widths(pairs[name][1]))
     return rows, summary, lambda plt: spectrum_figure(plt, pairs[widest], f'head {widest}, {titled(cfg)}, length {length}')
 
 
 def spectrum_figure(plt, pair, title):
-    """The figure of `spectrum`: symbols and eigenvalues of one head's content and logits, and the counterexample to Lemma B.1's last sentence."""
+    """The figure of `spectrum`: symbols and eigenvalues of one head's content and logits; a counterexample to Lemma B.1's last sentence."""
     fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
     for a, colour, width, name in zip(pair, ('#009e73', QUERY), (3, 1), ('content', 'logits')):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
         axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, lw=width, color=colour, label=name)
-        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', lw=width, ms=2 * width, color=colour, label=f'{name}, from {e[0]:.3g} to {e[-1]:.3g}')
+        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', lw=width, ms=2 * width, color=colour,
+                     label=f'{name}, from {e[0]:.3g} to {e[-1]:.3g}')
     fig.suptitle(title)
     axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')
     axes[1].set(title='eigenvalues', xlabel='eigenvalue, from the largest', ylabel='value')
@@ -1316,13 +1364,15 @@ def softmax_gradient(A, dY, V):
 
 
 def anchor_gain(A, j):
-    """Lemma C.2 for a row A [T] of weights: the softmax Jacobian's row of j along e_j, A_j (1 - A_j), and the length of the rest of it, which is never longer."""
+    """Lemma C.2 for a row A [T] of weights: the softmax Jacobian's row of j along e_j, A_j (1 - A_j), and the rest's length, never more."""
     row = A[j] * (torch.eye(len(A), dtype=A.dtype)[j] - A)
     return row[j], torch.cat([row[:j], row[j + 1:]]).norm()
 
 
 def logit_gradients(model, tokens, targets):
-    """For every layer (A, dl/dS [B, H, T, T], dl/dY [B, H, T, D], dl/dy [B, T, C], V, Y): S the logits, Y a head's output, y that of all heads, after W_O."""
+    """By layer (A, dl/dS [B, H, T, T], dl/dY [B, H, T, D], dl/dy [B, T, C], V, Y): S the logits, Y a head's output, y all heads', after
+    W_O.
+    """
     taps = [(block.attn.tap_logits, block.attn.tap_head_out, block.attn) for block in model.blocks]
     with listening(*(module for layer in taps for module in layer)) as heard:
         loss = train.token_losses(model(tokens)[0], targets).sum()
@@ -1335,8 +1385,8 @@ def logit_gradients(model, tokens, targets):
 def edges(task, tokens, kind):
     """The anchors of every problem: (b, u, j, d), edges from row u to column j with label d, all [E].
 
-    pair: from the later of two triggers to the earlier; read: from the token at which the class is read to the later trigger; d: the distance of the
-    triggers. all: every edge, d = u - j.
+    pair: from the later of two triggers to the earlier; read: from the token at which the class is read to the later trigger; d: the
+    distance of the triggers. all: every edge, d = u - j.
     """
     B, T = tokens.shape
     if kind == 'all':
@@ -1348,7 +1398,8 @@ def edges(task, tokens, kind):
 
 
 def seeds_of(dS, edge, T):
-    """H(d) [H, T], the gradient dl/dS [B, H, T, T] summed over the edges with label d, and how much of it does not cancel: sum |H| / sum |dl/dS| [H]."""
+    """H(d) [H, T], the gradient dl/dS [B, H, T, T] summed over the edges of label d, and what does not cancel: sum |H| / sum |dl/dS| [H].
+    """
     b, u, j, d = edge
     g = dS[b, :, u, j].T                                                                # (H, E)
     H = torch.zeros(len(g), T, dtype=g.dtype).index_add(1, d, g)
@@ -1363,7 +1414,7 @@ def convolution_share(dS, task, tokens):
     b, u, _, d = edges(task, tokens, 'pair')
     D = torch.arange(tokens.shape[1])
     inside = D <= u[:, None]                                                            # (B, T)
-    g = dS[b, :, u].transpose(1, 2).gather(1, (u[:, None] - D).clamp(min=0)[..., None].expand(-1, -1, dS.shape[1]))[inside]           # (E, H)
+    g = dS[b, :, u].transpose(1, 2).gather(1, (u[:, None] - D).clamp(min=0)[..., None].expand(-1, -1, dS.shape[1]))[inside]  # (E, H)
 
     def between(group):
         sums, count = (torch.zeros(group.max() + 1, x.shape[1], dtype=g.dtype).index_add(0, group, x) for x in (g, torch.ones_like(g)))
@@ -1373,23 +1424,24 @@ def convolution_share(dS, task, tokens):
 
 
 def seed_condition(A, dY, dy, V, W_O, edge):
-    """Prop. 6.1's condition a eta > C chi in the top layer: (share of the edges with Lambda > 0, which (A2) wants of all; largest a eta / (C chi)).
+    """Prop. 6.1's a eta > C chi in the top layer: (share of the edges with Lambda > 0, which (A2) wants of all; largest a eta / (C chi)).
 
-    The second is never above 1: eta <= Lambda_uj <= |dl/dY_u| |V_j| <= C and a <= A_uj <= |A_u| <= chi. (And chi = 1, by the first row of causal attention.)
+    The second is never above 1: eta <= Lambda_uj <= |dl/dY_u| |V_j| <= C and a <= A_uj <= |A_u| <= chi. (And chi = 1, by the first row of
+    causal attention.)
     """
     b, u, j, d = edge
     Lambda, a = (dY[b, :, u] * V[b, :, j]).sum(dim=-1), A[b, :, u, j]                   # (E, H)
     C = torch.linalg.matrix_norm(W_O, 2) * torch.linalg.matrix_norm(V, 2).amax(dim=0) * dy.norm(dim=-1).max()               # (H,)
     chi = A.norm(dim=-1).amax(dim=(0, 2))
-    least = lambda x: torch.full((d.max() + 1, x.shape[1]), torch.inf, dtype=x.dtype).scatter_reduce(0, d[:, None].expand_as(x), x, 'amin')[d.unique()]
+    least = lambda x: x.new_full((d.max() + 1, x.shape[1]), torch.inf).scatter_reduce(0, d[:, None].expand_as(x), x, 'amin')[d.unique()]
     return (Lambda > 0).double().mean().item(), (least(a) * least(Lambda) / (C * chi)).max().item()
 
 
 def cancellation(name, values=0.0, linear=True):
-    """Prop. 6.2's pair of samples in one head with encoding `name`: |g + g'| over the larger of their gradients at the anchor edge, 0 where they cancel.
+    """Prop. 6.2's pair of samples in one head with encoding `name`: |g + g'| over the larger gradient at the anchor edge; 0: they cancel.
 
-    The anchor tokens are x_0 + t and x_0 - t with W_Q t = W_K t = 0 and W_V x_0 = 0. values: size of W_V x of the other tokens; linear: whether the loss
-    is linear in the head's output, or a cross-entropy.
+    The anchor tokens are x_0 + t and x_0 - t with W_Q t = W_K t = 0 and W_V x_0 = 0. values: size of W_V x of the other tokens; linear:
+    whether the loss is linear in the head's output, or a cross-entropy.
     """
     g, (C, D, T, u, j) = torch.Generator().manual_seed(0), (16, 4, 7, 5, 2)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
@@ -1407,14 +1459,16 @@ def cancellation(name, values=0.0, linear=True):
 
 
 def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
-    """Does one head collect the gradient of position, and more so the lower the layer? H_l^(h)(d) in training (toeplitz.txt section 6, appendix C).
+    """Does one head collect the gradient of position, more so the lower the layer? H_l^(h)(d) in training (toeplitz.txt 6, appendix C).
 
-    H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this length (0: the
-    longest trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before training, in the first `steps`
-    steps of this very run, done again here (0: none, for a run too large for that), and in the saved model. Rows, by layer: strongest `head` by
-    |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next one's as `second`; their difference `margin` and its `growth`, margin over that of the layer
-    above, which Theorem 6.1 wants above 1; of the strongest head the share of distances with H > 0 (`positive`; descent lowers such a logit) and
-    `coherence`, how much does not cancel; `effective`, the number of heads that share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
+    H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this
+    length (0: the longest trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before
+    training, in the first `steps` steps of this very run, done again here (0: none, for a run too large for that), and in the saved model.
+    Rows, by layer: strongest `head` by |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next one's as `second`; their difference `margin`
+    and its `growth`, margin over that of the layer above, which Theorem 6.1 wants above 1; of the strongest head the share of distances
+    with H > 0 (`positive`; descent lowers such a logit) and `coherence`, how much does not cancel; `effective`, the number of heads that
+    share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two
+    triggers.
     """
     if made(cfg) == BY_HAND:
         raise train.UserError('gradients follows a training, and by_hand never had one: take a run')
@@ -1447,7 +1501,8 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
     median, grows = (growth.median().item(), (growth > 1).double().mean().item()) if len(growth) else (None, None)
     first = next(row for row in rows if row['step'] == 'trained')
-    summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median and round(median, 4), grows=grows and round(grows, 4))
+    summary = dict(length=length, n=len(tokens), edge=edge, effective=first['effective'], growth=median and round(median, 4),
+                   grows=grows and round(grows, 4))
     figure = lambda plt: gradients_figure(plt, rows, curves, anchors[3].unique(), edge, f'{titled(cfg)}, length {length}')
     return rows + gradient_claims(tests, grows), summary, figure
 
@@ -1455,7 +1510,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
 def margins(H, coherence):
     """The rows of gradients() for H_l^(h)(d) [L, H, distances] and coherence [L, H]."""
     strength, rows = H.norm(dim=-1), []                                                 # (L, H)
-    order = torch.nn.functional.pad(strength, (0, 1)).sort(dim=1, descending=True, stable=True)        # a head of 0 more, where there is but one
+    order = torch.nn.functional.pad(strength, (0, 1)).sort(dim=1, descending=True, stable=True)  # a head of 0 more, where there is but one
     margin, number = order.values[:, 0] - order.values[:, 1], lambda x: float(f'{x.item():.4g}') if x.isfinite() else None
     growth = torch.cat([margin[:-1] / margin[1:], torch.full((1,), torch.nan)])
     for layer, head in enumerate(order.indices[:, 0].tolist()):
@@ -1470,7 +1525,8 @@ def gradient_claims(tests, grows):
     mean = lambda xs: sum(xs) / len(xs) if xs else None
     A = torch.rand(200, 8, generator=train.generator('cpu', 'test', 0), dtype=torch.float64).mul(9).softmax(dim=1)
     claims = (('C.1: largest error of a gradient, relative to the largest', '0', max(tests['C.1'], default=None)),
-              ('C.2: across / along, the largest of 200 rows', '<= 1', max((across / along).item() for along, across in (anchor_gain(row, 3) for row in A))),
+              ('C.2: across / along, the largest of 200 rows', '<= 1',
+               max((across / along).item() for along, across in (anchor_gain(row, 3) for row in A))),
               ('6.1: share of anchors with Lambda > 0 (assumption A2)', '1', mean([positive for positive, _ in tests['6.1']])),
               ('6.1: a eta / (C chi), the largest', '> 1', max((most for _, most in tests['6.1']), default=None)),
               ("6.2: |g + g'| / |g| with ALiBi", '0', cancellation('alibi')),
@@ -1484,7 +1540,7 @@ def gradient_claims(tests, grows):
 
 
 def first_steps(cfg, task, steps, measure):
-    """measure(step, model) before training and at four more points of the first steps of the run of cfg.seeds[0], trained again from its start."""
+    """measure(step, model) before training and at four more points of the first steps of the run of cfg.seeds[0], trained once more."""
     cfg = dataclasses.replace(cfg, seeds=cfg.seeds[:1], device='cpu', compile=False, graph=False)
     seeds = train.Seeds(cfg, task, torch.device('cpu'))
     (net,) = seeds.models.values()
@@ -1497,7 +1553,7 @@ def first_steps(cfg, task, steps, measure):
 
 
 def gradients_figure(plt, rows, curves, at, edge, title):
-    """The figure of `gradients`: H(d) of every head in the lowest and the highest layer, at the start and trained; margins by layer through training."""
+    """The figure of `gradients`: H(d) by head in the lowest and the highest layer, at the start and trained; margins through training."""
     fig, axes = plt.subplots(2, 3, figsize=(14, 7.5), layout='constrained')
     layers = len(next(iter(curves.values())))
     colours = plt.get_cmap('viridis')
@@ -1518,7 +1574,8 @@ def gradients_figure(plt, rows, curves, at, edge, title):
         colour = colours(layer / max(1, layers - 1) * 0.9)
         axes[0][2].plot(range(len(steps)), [row['margin'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
         axes[1][2].plot(range(len(steps)), [row['effective'] for row in mine], 'o-', color=colour, label=f'layer {layer + 1}')
-    axes[0][2].set(title='margin of the strongest head', ylabel='|H| of the first less the second', yscale='log' if any(row['margin'] for row in rows) else 'linear')
+    axes[0][2].set(title='margin of the strongest head', ylabel='|H| of the first less the second',
+                   yscale='log' if any(row['margin'] for row in rows) else 'linear')
     axes[1][2].set(title='heads that share the gradient', ylabel='effective number of heads', ylim=(0.9, len(H) + 0.1))
     for ax in axes[:, 2]:
         ax.set(xlabel='training step', xticks=range(len(steps)), xticklabels=steps)
@@ -1541,10 +1598,10 @@ def losses_by_position(model, tokens, targets):
 
 
 def loss(model, task, cfg, length=0, n=32, beside=''):
-    """Loss by position in contexts longer than the trained ones: where does a model profit from what lies far back, and where does it break?
+    """Where does a model profit from what lies far back, and where does it break? Loss by position in contexts longer than trained ones.
 
-    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text (of a Llama 2, unless given); beside: further runs, a comma list, on the same text.
-    Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
+    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text (of a Llama 2, unless given); beside: further
+    runs, a comma list, on the same text. Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
     """
     length = length or max(cfg.eval_lengths)
     tokens, targets = problems(task, [length], n)[length]
@@ -1552,7 +1609,7 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     for path in filter(None, beside.split(',')):
         net, other = load(path)
         if other.the_task is not task:
-            raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: their losses do not compare')
+            raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: not to be compared')
         curves[path if made(other) in curves else made(other)] = losses_by_position(net, tokens, targets)[:-1]
     mean = lambda curve: None if curve.isnan().all() else round(curve.nanmean().item(), 4)
     parts = torch.arange(tokens.shape[1] - 1).tensor_split(16)
@@ -1596,8 +1653,9 @@ def frequencies_of(part, like):
 
 @torch.no_grad()
 def polar(enc, q, k):
-    """What an encoding rotates, as complex numbers zq, zk [H, T, n], and the frequencies theta [n]: RoPE's n = D/2 pairs, PoPE's n = D magnitudes, its
-    phases delta in zk. A logit is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d), and whatever other encodings add.
+    """What an encoding rotates, as complex numbers zq, zk [H, T, n], and the frequencies theta [n]: RoPE's n = D/2 pairs, PoPE's n = D
+    magnitudes, its phases delta in zk. A logit is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d), and whatever other encodings
+    add.
 
     q, k [H, T, D] before it. Only the heads, and of mla the half of the features, that the encoding acts on.
     """
@@ -1611,11 +1669,12 @@ def polar(enc, q, k):
 
 
 def frequency(model, task, cfg, length=0, n=8):
-    """Which frequencies do queries and keys use? The mean norm of what turns at each frequency (pope.txt Figures 3-6, after Barbero et al. 2025).
+    """Which frequencies do queries and keys use? The mean norm of what turns at each (pope.txt Figures 3-6, after Barbero et al. 2025).
 
-    length, n: as for axes. Rows: a frequency each, from fast to slow: its wavelength in tokens, the mean norm in queries and in keys over layers and
-    heads, and the largest of a head. summary: `used`: the effective share of the frequencies, exp(entropy of the norms' shares) / their number, mean over
-    heads, 1 where all are used alike; `fast` the share of the norm in the faster half, `fast_after_first` the same without layer 1.
+    length, n: as for axes. Rows: a frequency each, from fast to slow: its wavelength in tokens, the mean norm in queries and in keys over
+    layers and heads, and the largest of a head. summary: `used`: the effective share of the frequencies, exp(entropy of the norms' shares)
+    / their number, mean over heads, 1 where all are used alike; `fast` the share of the norm in the faster half, `fast_after_first` the
+    same without layer 1.
     """
     norms, theta = [], None
     for row in sequences(task, cfg.train_lengths, length, n):
@@ -1626,8 +1685,8 @@ def frequency(model, task, cfg, length=0, n=8):
         norms.append(torch.stack(layers))
     norms = torch.stack(norms).mean(dim=0)                                              # (L, 2, H, n)
     mean, top = norms.mean(dim=(0, 2)), norms.amax(dim=(0, 2))                          # (2, n)
-    rows = [dict(number=c + 1, wavelength=number(2 * np.pi / theta[c], 1), q=number(mean[0, c]), k=number(mean[1, c]), largest_q=number(top[0, c]),
-                 largest_k=number(top[1, c])) for c in range(len(theta))]
+    rows = [dict(number=c + 1, wavelength=number(2 * np.pi / theta[c], 1), q=number(mean[0, c]), k=number(mean[1, c]),
+                 largest_q=number(top[0, c]), largest_k=number(top[1, c])) for c in range(len(theta))]
     share = norms / norms.sum(dim=-1, keepdim=True)
     used, fast = share.mul(-share.clamp(min=1e-12).log()).sum(dim=-1).exp() / len(theta), share[..., :len(theta) // 2].sum(dim=-1)
     summary = dict(used=number(used.mean()), used_q=number(used[:, 0].mean()), used_k=number(used[:, 1].mean()), fast=number(fast.mean()),
@@ -1641,7 +1700,8 @@ def frequency_figure(plt, norms, theta, label, title):
     L, _, H, n = norms.shape
     fig, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout='constrained')
     for ax, x, name in zip(axes, norms.unbind(dim=1), ('queries', 'keys')):
-        image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', vmin=norms.min(), vmax=norms.max())
+        image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', vmin=norms.min(),
+                          vmax=norms.max())
         ax.set_xticks([i * H + (H - 1) / 2 for i in range(0, L, 1 + L // 16)], range(1, L + 1, 1 + L // 16))
         ax.set(title=name, xlabel='layer, and within it head' if H > 1 else 'layer')
         for i in range(1, L):
@@ -1663,11 +1723,11 @@ def row_norms(attn):
 
 
 def norms(model, task, cfg):
-    """Are there massive values, and at which frequencies? The norms of the rows of W_Q and W_K that make each rotated feature, of the weights alone.
+    """Are there massive values, and at which frequencies? Norms of the rows of W_Q and W_K that make each rotated feature; needs no text.
 
-    Rows: for each head, or layer, the largest over the median norm, of queries and of keys, and the wavelength of that largest (of a layer, its most
-    extreme head's). A pair of RoPE counts as sqrt(|row|^2 + |row'|^2). summary: means of the ratios; `slow`: share of heads whose largest lies in the
-    slower half.
+    Rows: for each head, or layer, the largest over the median norm, of queries and of keys, and the wavelength of that largest (of a layer,
+    its most extreme head's). A pair of RoPE counts as sqrt(|row|^2 + |row'|^2). summary: means of the ratios; `slow`: share of heads whose
+    largest lies in the slower half.
     """
     found, theta = [], None
     for block in model.blocks:
@@ -1685,22 +1745,24 @@ def norms(model, task, cfg):
         best = {of: columns[f'ratio_{of}'].argmax(dim=1, keepdim=True) for of in 'qk'}
         columns = {name: x.gather(1, best[name[-1]]) for name, x in columns.items()}
     rows = [{key: x for key, x in row.items() if key != 'head' or not many} for row in head_rows(columns)]
-    summary = dict(ratio_q=number(ratio[:, 0].mean()), ratio_k=number(ratio[:, 1].mean()), slow=number((at >= len(theta) // 2).double().mean()))
+    summary = dict(ratio_q=number(ratio[:, 0].mean()), ratio_k=number(ratio[:, 1].mean()),
+                   slow=number((at >= len(theta) // 2).double().mean()))
     title = f'{titled(cfg)}: norms of the rows of W_Q and W_K at each frequency'
     return rows, summary, lambda plt: frequency_figure(plt, found, theta, 'norm of the rows', title)
 
 
 def curves_of(enc, q, k, state):
-    """The logit [H, T] of a query q [1, H, 1, D] at the last of T places with the same key k at each of them, by distance 0..T-1; q and k [1, H, T, D]
-    where an encoding has been added to them."""
+    """The logit [H, T] of a query q [1, H, 1, D] at the last of T places with the same key k at each of them, by distance 0..T-1; q and k
+    [1, H, T, D] where an encoding has been added to them.
+    """
     pos = torch.arange(q.shape[2])
     return enc.logits(q, k, pos, state)[0, :, -1].flip(-1)
 
 
 @torch.no_grad()
 def tuning_curves(model, row, length, contents):
-    """[layers, contents, heads, length]: logits by distance of a query and a key drawn from what stands in row [1, T]. Where positions are added to the
-    embedding, of layer 1 only, for the query's and the key's token.
+    """[layers, contents, heads, length]: logits by distance of a query and a key drawn from what stands in row [1, T]. Where positions are
+    added to the embedding, of layer 1 only, for the query's and the key's token.
     """
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
@@ -1712,16 +1774,18 @@ def tuning_curves(model, row, length, contents):
         heads = lambda x, i: block.attn.qkv_of(x)[i].unflatten(-1, (block.attn.heads, -1)).transpose(1, 2)
         return torch.stack([curves_of(enc, heads(see(t), 0), heads(see(s), 1), None) for t, s in pairs])[None]
     everywhere = lambda x, i: x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()
-    return torch.stack([torch.stack([curves_of(enc, everywhere(q, t), everywhere(k, s), None) for t, s in pairs]) for enc, q, k, _ in inside(model, row)])
+    return torch.stack([torch.stack([curves_of(enc, everywhere(q, t), everywhere(k, s), None) for t, s in pairs])
+                        for enc, q, k, _ in inside(model, row)])
 
 
 def tuning(model, task, cfg, length=0, contents=24):
-    """At which distance does a given query like a given key best? Logits against distance for fixed content, of any encoding (pope.txt eq. 2 and 6).
+    """At which distance does a query like a key best? Logits against distance for fixed content, of any encoding (pope.txt eq. 2 and 6).
 
-    length: distances 0..length-1, 0: twice the longest total length trained on, at most 512; contents: pairs of a query and a key drawn from a held-out
-    sequence. With positions added to the embedding: of layer 1. Rows, for each head or layer: `range`, largest minus smallest mean logit over the
-    distances; `peak`, the median preferred distance; `shift`, the spread (interquartile range, tokens) of the preferred distance over contents, which
-    PoPE's phases keep small and RoPE's confound does not; shares of the logits' variance: `where` by distance, `what` by content, `both` by neither alone.
+    length: distances 0..length-1, 0: twice the longest total length trained on, at most 512; contents: pairs of a query and a key drawn
+    from a held-out sequence. With positions added to the embedding: of layer 1. Rows, for each head or layer: `range`, largest minus
+    smallest mean logit over the distances; `peak`, the median preferred distance; `shift`, the spread (interquartile range, tokens) of the
+    preferred distance over contents, which PoPE's phases keep small and RoPE's confound does not; shares of the logits' variance: `where`
+    by distance, `what` by content, `both` by neither alone.
     """
     if any(isinstance(m, encodings.PRISM) for m in model.modules()):
         raise train.UserError('tuning asks for a logit at any distance, and PRISM\'s positions come from the content: see the probe cursor')
@@ -1733,7 +1797,8 @@ def tuning(model, task, cfg, length=0, contents=24):
     low, peak, high = best.quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=1)
     spread = where.amax(dim=-1) - where.amin(dim=-1)
     columns = dict(range=spread[:, 0], peak=peak, shift=high - low, where=(where - mean).square().mean(dim=(1, 3)) / total,
-                   what=(what - mean).square().mean(dim=(1, 3)) / total, both=(curves - where - what + mean).square().mean(dim=(1, 3)) / total)
+                   what=(what - mean).square().mean(dim=(1, 3)) / total,
+                   both=(curves - where - what + mean).square().mean(dim=(1, 3)) / total)
     summary = {key: number(x.mean()) for key, x in columns.items()} | dict(distances=length)
     return head_rows(columns), summary, lambda plt: tuning_figure(plt, curves, columns['range'], cfg)
 
@@ -1745,14 +1810,14 @@ def tuning_figure(plt, curves, spread, cfg):
     fig, axes = panels(plt, len(order), 4, 3)
     for ax, (i, h) in zip(axes, (divmod(x, H) for x in order)):
         for number, curve in enumerate(curves[i, :8, h]):
-            ax.plot(curve.numpy(), color=QUERY, alpha=0.3, lw=0.8, label='one query and key (dot: at its largest)' if number == 0 and ax is axes[0] else None)
+            ax.plot(curve.numpy(), color=QUERY, alpha=0.3, lw=0.8, label=None if number else 'one query and key (dot: at its largest)')
             if curve.max() > curve.min():
                 ax.plot(curve.argmax(), curve.max(), 'o', color=QUERY, ms=4)
-        ax.plot(curves[i, :, h].mean(dim=0).numpy(), color=KEY, lw=2 if T < 200 else 0.8, label='mean of all' if ax is axes[0] else None)
+        ax.plot(curves[i, :, h].mean(dim=0).numpy(), color=KEY, lw=2 if T < 200 else 0.8, label='mean of all')
         ax.set(title=f'head {i + 1}.{h + 1}', xlabel='distance t - s (tokens)', ylabel='logit')
         if cfg.train_len < T:
-            ax.axvline(cfg.train_len, color='crimson', lw=1, label=trained_to(cfg, cfg.train_len) if ax is axes[0] else None)
-    fig.legend(fontsize=8, loc='outside lower center', ncols=3)
+            ax.axvline(cfg.train_len, color='crimson', lw=1, label=trained_to(cfg, cfg.train_len))
+    fig.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc='outside lower center', ncols=3)
     fig.suptitle(titled(cfg))
     return fig
 
@@ -1761,15 +1826,17 @@ def tuning_figure(plt, curves, spread, cfg):
 # position_generalization.txt
 
 def three_axes(W, ridge=1e-6):
-    """Eq. 7: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T, T].
+    """Eq. 7: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T,
+    T].
 
-    W [N, T, T]. The normal equations' matrix, (3T)^2, is the same for every head. (Eq. 7 itself writes b and c the other way round than eq. 2.)
+    W [N, T, T]. The normal equations' matrix, (3T)^2, is the same for every head. (Eq. 7 itself writes b and c the other way round than eq.
+    2.)
     """
     T, lower = W.shape[-1], torch.ones(W.shape[-2:], dtype=torch.bool).tril()
     t = torch.arange(T)
     back = (t[:, None] - t).clamp(min=0)                                                # i - j, and also: column d of row t is key t - d
     W = W.double().masked_fill(~lower, 0)
-    sums = torch.cat([W.gather(-1, back.expand_as(W)).masked_fill(~lower, 0).sum(dim=-2), W.sum(dim=-1), W.sum(dim=-2)], dim=-1)       # (N, 3T)
+    sums = torch.cat([W.gather(-1, back.expand_as(W)).masked_fill(~lower, 0).sum(dim=-2), W.sum(dim=-1), W.sum(dim=-2)], dim=-1)  # (N, 3T)
     L = lower.double()
     ab, ac, diagonal = L.T, L.flip(0), torch.cat([T - t, t + 1, T - t]).double()        # which d meets i, which d meets j
     M = torch.cat([torch.cat([torch.zeros(T, T), ab, ac], dim=1), torch.cat([ab.T, torch.zeros(T, T), L], dim=1),
@@ -1779,10 +1846,11 @@ def three_axes(W, ridge=1e-6):
 
 
 def axes(model, task, cfg, length=0, n=8):
-    """Is a logit a sum of what the distance, the query and the key say alone? W_ij ~ a_{i-j} + b_i + c_j for i >= j (position_generalization.txt 3.1).
+    """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j for i >= j (position_generalization.txt 3.1).
 
-    length: of the problems or of the text, 0: the longest trained on, of a text at most 512 tokens; n: sequences (of a Llama 1, unless given).
-    Rows: Pearson's r of the fit with the logits, over i >= j, for each head, or each layer where there are many. summary.mean_r: over all heads.
+    length: of the problems or of the text, 0: the longest trained on, of a text at most 512 tokens; n: sequences (of a Llama 1, unless
+    given). Rows: Pearson's r of the fit with the logits, over i >= j, for each head, or each layer where there are many. summary.mean_r:
+    over all heads.
     """
     found, first = [], None
     for row in sequences(task, cfg.train_lengths, length, n):
@@ -1809,7 +1877,7 @@ def axes_of(enc, q, k, state):
 
 
 def maps_figure(plt, r, maps, names, title):
-    """The heads at the 1st, 2nd, 3rd and 4th quarter of r [L, H]: their map above, its fit below in the same colours; and r of all heads."""
+    """The best, the worst and two heads between by r [L, H]: their map above, its fit below in the same colours; and r of all heads."""
     order = r.flatten().nan_to_num(-2).argsort(descending=True)
     chosen = [divmod(order[i].item(), r.shape[1]) for i in dict.fromkeys(round(x * (len(order) - 1)) for x in (0, 1 / 3, 2 / 3, 1))]
     fig, axes = plt.subplots(2, len(chosen) + 1, figsize=(3.3 * len(chosen) + 3.5, 6), layout='constrained', squeeze=False)
@@ -1851,9 +1919,9 @@ def slow_dominating(zq, zk, theta, trained):
 def analytic(zq, zk, theta, slow):
     """f, g, the signed g and the whole g [H, T, T] of eq. 15, for query i and key j, from the slow dominating pairs.
 
-    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r);  g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg kbar_r), which has lost the sign of k - kbar: the
-    signed g has its projection on kbar, Re((k_r - kbar_r) conj(u_r)) with u = kbar / |kbar|, in place of |k_r - kbar_r|, and the whole g is the
-    logit at distance 0 that k - kbar adds, Re sum_r conj(q_r) (k_r - kbar_r).
+    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r); g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg kbar_r), which has lost the sign of
+    k - kbar: the signed g has its projection on kbar, Re((k_r - kbar_r) conj(u_r)) with u = kbar / |kbar|, in place of |k_r - kbar_r|, and
+    the whole g is the logit at distance 0 that k - kbar adds, Re sum_r conj(q_r) (k_r - kbar_r).
     """
     t = torch.arange(zq.shape[1])
     kbar = zk.mean(dim=1, keepdim=True)                                                 # (H, 1, n)
@@ -1866,16 +1934,16 @@ def analytic(zq, zk, theta, slow):
 
 
 def disentangle(model, task, cfg, length=0, n=4, queries=8):
-    """Does a query treat distance and content apart? With fake distances d, W'_dj = w(d, q, k_j) ~ a_d + b_j (position_generalization.txt 3.2, eq. 12).
+    """Does a query treat distance and content apart? With fake distances W'_dj ~ a_d + b_j (position_generalization.txt 3.2, eq. 12).
 
-    length, n: as for axes; queries: so many of each sequence, evenly spread; d from 0 to the number of keys. Rows, for each head or layer: r, of W' with
-    the fit, mean over queries; of rotating encodings also, of the logits over i >= j, r_fg with eq. 15's f + g from the slow dominating pairs (see
-    `tuples`), in heads that have some, r_signed with g signed, and r_all with all pairs and the whole k - mean (see analytic). summary.mean_r: r over all
-    heads.
+    length, n: as for axes; queries: so many of each sequence, evenly spread; d from 0 to the number of keys. Rows, for each head or layer:
+    r, of W' with the fit, mean over queries; of rotating encodings also, of the logits over i >= j, r_fg with eq. 15's f + g from the slow
+    dominating pairs (see `tuples`), in heads that have some, r_signed with g signed, and r_all with all pairs and the whole k - mean (see
+    analytic). summary.mean_r: r over all heads.
     """
     enc = model.blocks[0].attn.pe
     if not enc.shift_invariant or enc.widens or not sees_distances(model, drawn(task, cfg.train_lengths, length, 1)[0]):
-        raise train.UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take a run with rope, pope, alibi or t5')
+        raise train.UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take rope, pope, alibi or t5')
     rotates = any(isinstance(m, (encodings.RoPE, encodings.PoPE)) for m in enc.modules())
     found, maps = [], []
     for row in sequences(task, cfg.train_lengths, length, n):
@@ -1917,13 +1985,15 @@ def fake_fit(enc, q, k, state, queries):
 
 @torch.no_grad()
 def analytic_fit(enc, q, k, state, trained):
-    """r of the logits with eq. 15's f + g, with g signed, nan in heads without slow dominating pairs, and with f and the whole g of all pairs, [H] each."""
+    """r [H] of the logits with eq. 15's f + g, with g signed, nan without slow dominating pairs, and with f and the whole g of all pairs.
+    """
     zq, zk, theta = polar(enc, q[0], k[0])
     lower = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
     W = enc.logits(q, k, torch.arange(q.shape[2]), state)[0][:, lower]
     slow = slow_dominating(zq, zk, theta, trained)[1]
     (f, g, signed, _), (f_all, _, _, g_all) = analytic(zq, zk, theta, slow), analytic(zq, zk, theta, torch.ones_like(slow))
-    fill = lambda fit, heads: F.pad(correlation(W[:len(fit)], fit[:, lower]).where(heads, torch.nan), (0, len(W) - len(fit)), value=torch.nan)
+    fill = lambda fit, heads: F.pad(correlation(W[:len(fit)], fit[:, lower]).where(heads, torch.nan), (0, len(W) - len(fit)),
+                                    value=torch.nan)
     some = slow.any(dim=-1)
     return dict(r_fg=fill(f + g, some), r_signed=fill(f + signed, some), r_all=fill(f_all + g_all, torch.ones_like(some)))
 
@@ -1935,8 +2005,9 @@ def other_logits(model, change):
     for attn in (block.attn for block in model.blocks):
         heard = {}
         states[attn] = heard
-        hooks += [(attn.tap_q, lambda m, _, q, heard=heard: heard.update(q=q)), (attn.tap_k, lambda m, _, k, heard=heard: heard.update(k=k)),
-                  (attn.tap_logits, lambda m, _, logits, heard=heard, enc=attn.pe: change(enc, heard['q'], heard['k'], heard['state'], logits))]
+        hooks += [(attn.tap_q, lambda m, _, q, heard=heard: heard.update(q=q)),
+                  (attn.tap_k, lambda m, _, k, heard=heard: heard.update(k=k)), (attn.tap_logits, lambda m, _, logits, heard=heard,
+                   enc=attn.pe: change(enc, heard['q'], heard['k'], heard['state'], logits))]
     see = lambda heard: lambda m, inputs: heard.update(state=inputs[2] if len(inputs) == 3 else None)
     before = [attn.register_forward_pre_hook(see(heard)) for attn, heard in states.items()]
     try:
@@ -1976,7 +2047,7 @@ def offsets(T, gamma, l_max, source):
 
 @torch.no_grad()
 def perturbed(model, kind, tokens, targets, gamma, l_max, source):
-    """One sequence [1, T] under one perturbation (position_generalization.txt 4.1): [1, T] each, losses, which are right, which asked for."""
+    """One sequence [1, T] under one perturbation (position_generalization.txt 4.1): losses, which are right, which asked for, [1, T]."""
     T = tokens.shape[1]
     pos, change = torch.arange(T), contextlib.nullcontext()
     if kind == 'text':
@@ -1988,27 +2059,29 @@ def perturbed(model, kind, tokens, targets, gamma, l_max, source):
         change = hooked(*((block.attn.tap_k, shuffled(transposition(T, gamma, l_max, source))) for block in model.blocks))
     elif kind == 'position':
         shift = {block.attn.pe: offsets(T, gamma, l_max, source) for block in model.blocks}
-        change = other_logits(model, lambda enc, q, k, state, logits: logits_at(enc, q, k, pos, pos + shift[enc], state) + encodings.causal(logits))
+        change = other_logits(model, lambda enc, q, k, state, logits: logits_at(enc, q, k, pos, pos + shift[enc], state)
+                              + encodings.causal(logits))
     with change:
         logits = model(tokens)[0]
     return train.token_losses(logits, targets), logits.argmax(dim=-1) == targets, targets != -100
 
 
 def scores_of(model, kind, tokens, targets, *perturbation):
-    """dict(loss in nats per token, share of tokens right, share of sequences with all of them right), each sequence [n, T] perturbed in its own way."""
-    losses, right, asked = (torch.cat(x) for x in zip(*(perturbed(model, kind, *one, *perturbation) for one in zip(tokens.split(1), targets.split(1)))))
+    """dict(loss in nats per token, share of tokens right, share of sequences all right), each sequence [n, T] perturbed in its own way."""
+    losses, right, asked = (torch.cat(x) for x in zip(*(perturbed(model, kind, *one, *perturbation)
+                                                        for one in zip(tokens.split(1), targets.split(1)))))
     exact = (right | ~asked).all(dim=1).double().mean()
     return dict(loss=number(losses.double().sum() / asked.sum()), token=number(right.sum() / asked.sum()), exact=number(exact))
 
 
 def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max='5,10,100'):
-    """How much disorder does a model bear? Scores, a share gamma of positions perturbed within l_max (position_generalization.txt 4.1, Figure 5, Table 1).
+    """How much disorder does a model bear? A share gamma perturbed within l_max (position_generalization.txt 4.1, Figure 5, Table 1).
 
-    length: as for axes; n: problems, or stretches of text (of a Llama 2, unless given). Three ways: `text`: tokens change places in pairs, scored where the token to be
-    predicted has not moved (an algorithmic task's problem is then another one, and the old answer is still asked for); `feature`: keys change places, in
-    every layer others; `position`: a key counts as up to l_max places away from where it is, where attention sees distances. Rows: loss in nats per
-    token, share of tokens, and of sequences, right; `cost`: loss over the original one. summary: the original's, and each way's mean cost at the gamma
-    nearest to 0.05.
+    length: as for axes; n: problems, or stretches of text (of a Llama 2, unless given). Three ways: `text`: tokens change places in pairs,
+    scored where the token to be predicted has not moved (an algorithmic task's problem is then another one, and the old answer is still
+    asked for); `feature`: keys change places, in every layer others; `position`: a key counts as up to l_max places away from where it is,
+    where attention sees distances. Rows: loss in nats per token, share of tokens, and of sequences, right; `cost`: loss over the original
+    one. summary: the original's, and each way's mean cost at the gamma nearest to 0.05.
     """
     try:
         values = [float(x) for x in gammas.split(',')], [int(x) for x in l_max.split(',')]
@@ -2026,8 +2099,10 @@ def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max=
                 rows.append(dict(kind=kind, gamma=gamma, l_max=l, **scores_of(model, kind, tokens, targets, gamma, l, source)))
                 rows[-1]['cost'] = None if None in (rows[-1]['loss'], rows[0]['loss']) else number(rows[-1]['loss'] - rows[0]['loss'])
     near = min(values[0], key=lambda gamma: abs(gamma - 0.05))
-    cost = lambda kind: np.mean([row['cost'] for row in rows if row['kind'] == kind and row['gamma'] == near and row['cost'] is not None] or [np.nan])
-    summary = {key: rows[0][key] for key in ('loss', 'token', 'exact')} | {f'cost_{kind}': number(cost(kind)) for kind in kinds} | dict(gamma=near)
+    cost = lambda kind: np.mean([row['cost'] for row in rows if row['kind'] == kind and row['gamma'] == near and row['cost'] is not None]
+                                or [np.nan])
+    summary = {key: rows[0][key] for key in ('loss', 'token', 'exact')}
+    summary |= {f'cost_{kind}': number(cost(kind)) for kind in kinds} | dict(gamma=near)
     return rows, summary, lambda plt: perturb_figure(plt, rows, kinds, *values, cfg)
 
 
@@ -2041,7 +2116,8 @@ def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
         for ax, kind in zip(line, kinds):
             image = ax.imshow(table[kind], cmap='viridis', vmin=0, vmax=top, aspect='auto', origin='lower')
             for (y, x), value in np.ndenumerate(table[kind]):
-                ax.text(x, y, f'{value:.3f}', ha='center', va='center', color='black' if value >= 0.6 * top or np.isnan(value) else 'white', fontsize=8)
+                ax.text(x, y, f'{value:.3f}', ha='center', va='center', color='black' if value >= 0.6 * top or np.isnan(value) else 'white',
+                        fontsize=8)
             ax.set_xticks(range(len(gammas)), gammas)
             ax.set_yticks(range(len(lengths)), lengths)
             ax.set(title=f'{kind} order' if kind != 'position' else 'position indices', xlabel='share perturbed, gamma')
@@ -2061,8 +2137,8 @@ def infinite_logits(near, far, d, L, first=10):
 
 
 def retrieved_logits(near, far, mid, d, l, first=10, top=32):
-    """InfLLM's: the last l keys as they are; of those before, the first tokens at the trained length's distance (far), and at distance l (mid) the
-    `top` that the query likes best.
+    """InfLLM's: the last l keys as they are; of those before, the first tokens at the trained length's distance (far), and at distance l
+    (mid) the `top` that the query likes best.
     """
     start = torch.arange(d.shape[1]) < first
     between = mid.masked_fill((d <= l) | start, -torch.inf)
@@ -2070,7 +2146,7 @@ def retrieved_logits(near, far, mid, d, l, first=10, top=32):
     return torch.where(d <= l, near, torch.where(start, far, between.masked_fill(between < least, -torch.inf)))
 
 
-ELLIPSE = 9.21                                                                          # 99 % of a normal distribution in the plane: chi^2 with 2 degrees
+ELLIPSE = 9.21  # 99 % of a normal distribution in the plane: chi^2 with 2 degrees
 LAYOUTS = ('as trained', 'clamped', 'LM-Infinite', 'InfLLM')
 
 
@@ -2106,13 +2182,14 @@ def plane(x):
 
 
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
-    """What lets a model go beyond its trained length? Sliding windows, and distances that stop at the trained length (position_generalization.txt 4.2).
+    """What lets a model go beyond its trained length? Sliding windows, distances that stop there (position_generalization.txt 4.2).
 
-    length: 0: the longest evaluated, of a text at most 512 tokens; n: as for perturb; window: tokens taken for the trained length, 0: that itself, or half of the sequence if
-    that is less; layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in nats, as trained; with distances clamped at the
-    window; with only the window and the first 10 tokens (LM-Infinite); with half of it, the first 10, and 32 retrieved keys for each query (InfLLM).
-    summary: means over the targets beyond the window; `inside`: share of the outputs of some queries over sliding windows within the 99 % ellipse of the
-    normal outputs on the plane of their two main axes (Figure 6).
+    length: 0: the longest evaluated, of a text at most 512 tokens; n: as for perturb; window: tokens taken for the trained length, 0: that
+    itself, or half of the sequence if that is less; layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in
+    nats, as trained; with distances clamped at the window; with only the window and the first 10 tokens (LM-Infinite); with half of it, the
+    first 10, and 32 retrieved keys for each query (InfLLM). summary: means over the targets beyond the window; `inside`: share of the
+    outputs of some queries over sliding windows within the 99 % ellipse of the normal outputs on the plane of their two main axes (Figure
+    6).
     """
     tokens, targets = drawn(task, cfg.eval_lengths, length, n)
     T, layer = tokens.shape[1], layer or (len(model.blocks) + 1) // 2
@@ -2120,7 +2197,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     if layer > len(model.blocks) or not 1 < window < T:
         raise train.UserError(f'stretch: layer is from 1 to {len(model.blocks)}, and window from 2 to {T - 1}, the tokens here less one')
     if not (model.blocks[0].attn.pe.shift_invariant and sees_distances(model, tokens)):
-        raise train.UserError(f'stretch lays distances out anew, which pe={cfg.pe} does not see in attention: take a run with rope, pope, alibi or t5')
+        raise train.UserError(f'stretch lays distances out anew, which pe={cfg.pe} does not see in attention: take rope, pope, alibi or t5')
     curves = {}
     for layout in LAYOUTS:
         with other_logits(model, laid_out(layout, window)) if layout != LAYOUTS[0] else contextlib.nullcontext():
@@ -2133,14 +2210,18 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     project = lambda x: (x - mean) @ axes.T
     inside_share = (project(torch.cat(list(lines.values()))) / std).square().sum(dim=-1).lt(ELLIPSE).double().mean()
     summary = means(slice(window, None)) | dict(inside=number(inside_share), window=window, tokens=T, layer=layer)
-    return rows, summary, lambda plt: stretch_figure(plt, curves, project(normal), std, {t: project(x) for t, x in lines.items()}, window, layer, cfg)
+    shown = project(normal), std, {t: project(x) for t, x in lines.items()}
+    return rows, summary, lambda plt: stretch_figure(plt, curves, *shown, window, layer, cfg)
 
 
 @torch.no_grad()
 def windows_of(model, tokens, layer, window, queries):
-    """A layer's attention outputs at the first window tokens [window, H out_dim], and {t: outputs over sliding windows [windows, H out_dim]} of some queries."""
+    """A layer's attention outputs at the first window tokens [window, H out_dim]; {t: over sliding windows [windows, H out_dim]} of
+    queries.
+    """
     attn, heard = model.blocks[layer].attn, []
-    handle = attn.register_forward_pre_hook(lambda m, inputs, named: heard.append(inputs[0] if inputs else named['hidden_states']), with_kwargs=True)
+    handle = attn.register_forward_pre_hook(lambda m, inputs, named: heard.append(inputs[0] if inputs else named['hidden_states']),
+                                            with_kwargs=True)
     with listening(attn.tap_head_out) as outputs:
         try:
             enc, q, k, state = inside(model, tokens)[layer]
@@ -2153,7 +2234,8 @@ def windows_of(model, tokens, layer, window, queries):
 
 
 def stretch_figure(plt, curves, normal, std, lines, window, layer, cfg):
-    """The figure of `stretch`: loss by position for each layout, and attention's outputs on the plane of their two main axes, six queries at most."""
+    """The figure of `stretch`: loss by position for each layout; attention's outputs on the plane of their main axes, six queries at most.
+    """
     fig, axes = plt.subplots(1, 2, figsize=(15, 5), layout='constrained')
     for (name, curve), colour, style in zip(curves.items(), ('black', '#d55e00', '#0072b2', '#009e73'), ('-', '-', '--', ':')):
         known = ~curve.isnan()
@@ -2166,7 +2248,8 @@ def stretch_figure(plt, curves, normal, std, lines, window, layer, cfg):
     axes[0].legend()
     axes[1].scatter(*normal.T.numpy(), s=14, color='0.75', label='first window: every query over the keys up to it')
     angle = np.linspace(0, 2 * np.pi, 200)
-    axes[1].plot(*(ELLIPSE ** 0.5 * std.numpy()[:, None] * np.stack([np.cos(angle), np.sin(angle)])), '--', color='black', lw=1, label='99 % of these, if normal')
+    axes[1].plot(*(ELLIPSE ** 0.5 * std.numpy()[:, None] * np.stack([np.cos(angle), np.sin(angle)])), '--', color='black', lw=1,
+                 label='99 % of these, if normal')
     for (t, line), colour in zip(lines.items(), COLOURS):
         axes[1].plot(*line.T.numpy(), 'o', ms=3.5, alpha=0.8, mew=0, color=colour, label=f'query {t + 1} over sliding windows')
     axes[1].set(title=f'attention output of layer {layer}', xlabel='first main axis', ylabel='second main axis')
@@ -2189,10 +2272,11 @@ def slope(y, x):
 
 @torch.no_grad()
 def entropy(model, task, cfg, length=0, n=8):
-    """Does attention dilute as the row grows? Its entropy at row length n against log n, which uniform attention has (what vipe's log(n) corrects).
+    """Does attention dilute as the row grows? Its entropy against log n, which uniform attention has (what vipe's log(n) corrects).
 
-    length: 0: the longest evaluated, of a text at most 512 tokens; n: sequences (of a Llama 1, unless given). Rows, for each head or layer: `slope` of the entropy
-    over log n, 1 for uniform attention and 0 where it does not dilute, over row lengths from 8 on; `end`: entropy of the last row over log n.
+    length: 0: the longest evaluated, of a text at most 512 tokens; n: sequences (of a Llama 1, unless given). Rows, for each head or layer:
+    `slope` of the entropy over log n, 1 for uniform attention and 0 where it does not dilute, over row lengths from 8 on; `end`: entropy of
+    the last row over log n.
     """
     rows = sequences(task, cfg.eval_lengths, length, n)
     T = min(row.shape[1] for row in rows)
@@ -2211,14 +2295,14 @@ def entropy_figure(plt, found, slopes, cfg):
     fig, axes = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 1), layout='constrained')
     n = torch.arange(1, T + 1)
     axes[0].plot(n.numpy(), n.log().numpy(), '--', color='black', label='log n (uniform)')
-    bins = n.split(torch.tensor(np.logspace(0, np.log10(T + 1), 40)).round().long().unique().diff().tolist())        # of even width in log n
+    bins = n.split(torch.tensor(np.logspace(0, np.log10(T + 1), 40)).round().long().unique().diff().tolist())  # of even width in log n
     for i, layer in enumerate(found.mean(dim=1)):
-        axes[0].plot([part.double().mean() for part in bins], [layer[part - 1].mean() for part in bins], color=plt.cm.viridis(i / max(1, L - 1)),
-                     label=f'layer {i + 1}' if i in (0, L - 1) or L <= 8 else None)
+        axes[0].plot([part.double().mean() for part in bins], [layer[part - 1].mean() for part in bins],
+                     color=plt.cm.viridis(i / max(1, L - 1)), label=f'layer {i + 1}' if i in (0, L - 1) or L <= 8 else None)
     if cfg.train_len < T:
         axes[0].axvline(cfg.train_len, color='crimson', lw=1)
-    axes[0].set(xscale='log', xlabel=f'row length n (tokens); {trained_to(cfg, cfg.train_len)} (red line)' if cfg.train_len < T else 'row length n (tokens)',
-                ylabel='entropy (nats), mean over heads')
+    axes[0].set(xscale='log', xlabel=f'row length n (tokens); {trained_to(cfg, cfg.train_len)} (red line)' if cfg.train_len < T
+                else 'row length n (tokens)', ylabel='entropy (nats), mean over heads')
     axes[0].legend(fontsize=8)
     head_grid(fig, axes[1], slopes, 'slope of the entropy over log n')
     fig.suptitle(f'{titled(cfg)}: entropy of attention by row length')
@@ -2228,10 +2312,10 @@ def entropy_figure(plt, found, slopes, cfg):
 def tuples(model, task, cfg, length=0, n=4):
     """Which pairs of features turn slowly and dominate the logits? Observation 1 (position_generalization.txt 3.3, Figure 4).
 
-    length, n: as for axes. Rows: the slow dominating pairs (see slow_dominating), the strongest 60: wavelength in tokens; `logit` = mean |q_r| mean |k_r| /
-    sqrt(d); `ratio` of that to the head's median pair; `rotation` over the trained length and mean starting `angle`, arg q_r - arg k_r, in radians;
-    `spread`: standard deviation of q_r conj(k_r) over all pairs of tokens, over the length of its mean; `fixed` = mean |k_r - kbar_r| / |kbar_r|, which
-    Observation 1 wants small.
+    length, n: as for axes. Rows: the slow dominating pairs (see slow_dominating), the strongest 60: wavelength in tokens; `logit` = mean
+    |q_r| mean |k_r| / sqrt(d); `ratio` of that to the head's median pair; `rotation` over the trained length and mean starting `angle`, arg
+    q_r - arg k_r, in radians; `spread`: standard deviation of q_r conj(k_r) over all pairs of tokens, over the length of its mean; `fixed`
+    = mean |k_r - kbar_r| / |kbar_r|, which Observation 1 wants small.
     """
     z = [torch.stack([torch.stack(polar(enc, q[0], k[0])[:2]) for enc, q, k, _ in inside(model, row)]) for row in
          sequences(task, cfg.train_lengths, length, n)]
@@ -2242,18 +2326,21 @@ def tuples(model, task, cfg, length=0, n=4):
     qbar, kbar = zq.mean(dim=2), zk.mean(dim=2)
     start = qbar * kbar.conj() * enc.scale
     std = ((zq.abs().square().mean(dim=2) * zk.abs().square().mean(dim=2)) * enc.scale ** 2 - start.abs().square()).clamp(min=0).sqrt()
-    ratio, fixed = product / product.quantile(0.5, dim=-1, keepdim=True), (zk - kbar[:, :, None]).abs().mean(dim=2) / kbar.abs().clamp(min=1e-12)
-    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1, wavelength=number(2 * np.pi / theta[c], 1), logit=number(product[i, h, c] * enc.scale),
+    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)
+    fixed = (zk - kbar[:, :, None]).abs().mean(dim=2) / kbar.abs().clamp(min=1e-12)
+    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1, wavelength=number(2 * np.pi / theta[c], 1),
+                 logit=number(product[i, h, c] * enc.scale),
                  ratio=number(ratio[i, h, c], 2), rotation=number(theta[c] * cfg.train_len), angle=number(start[i, h, c].angle()),
                  spread=number(std[i, h, c] / start[i, h, c].abs()), fixed=number(fixed[i, h, c])) for i, h, c in slow.nonzero().tolist()]
     rows.sort(key=lambda row: -row['logit'])
-    summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(), of_heads=slow[..., 0].numel(), share_of_pairs=number(slow.double().mean()))
+    summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(), of_heads=slow[..., 0].numel(),
+                   share_of_pairs=number(slow.double().mean()))
     return rows[:60], summary, lambda plt: tuples_figure(plt, start, std, theta, slow, product, cfg)
 
 
 def tuples_figure(plt, start, std, theta, slow, product, cfg):
-    """The figure of `tuples`, after Figure 4: mean pairs as arrows, standard deviations as circles, rotations over the trained length as arcs; the heads
-    with the strongest slow dominating pair, or, where no head has one, with the strongest pair.
+    """The figure of `tuples`, after Figure 4: mean pairs as arrows, standard deviations as circles, rotations over the trained length as
+    arcs; the heads with the strongest slow dominating pair, or, where no head has one, with the strongest pair.
     """
     L, H, n = start.shape
     order = (product * slow).amax(dim=-1).flatten()
@@ -2263,18 +2350,22 @@ def tuples_figure(plt, start, std, theta, slow, product, cfg):
         longest = start[i, h].abs().argsort(descending=True)[:5].tolist()
         for c, colour in zip(longest, COLOURS):
             z, turn = complex(start[i, h, c]), theta[c].item() * cfg.train_len
-            ax.annotate('', (z.real, z.imag), (0, 0), arrowprops=dict(arrowstyle='-|>', color=colour, lw=3 if slow[i, h, c] else 1.2, shrinkA=0, shrinkB=0))
+            ax.annotate('', (z.real, z.imag), (0, 0), arrowprops=dict(arrowstyle='-|>', color=colour, lw=3 if slow[i, h, c] else 1.2,
+                                                                      shrinkA=0, shrinkB=0))
             ax.add_patch(plt.Circle((z.real, z.imag), std[i, h, c].item(), color=colour, fill=False, lw=0.8, ls=':'))
             if turn < 2 * np.pi:
                 arc = z * np.exp(1j * np.linspace(0, turn, 100))
                 ax.plot(arc.real, arc.imag, color=colour, lw=1)
             length = 2 * np.pi / theta[c].item()
-            ax.plot([], color=colour, lw=3 if slow[i, h, c] else 1.2, label=f'pair {c + 1}: {length:,.0f} tokens' + ', slow, dominating' * slow[i, h, c].item())
+            ax.plot([], color=colour, lw=3 if slow[i, h, c] else 1.2, label=f'pair {c + 1}: {length:,.0f} tokens'
+                    + ', slow, dominating' * slow[i, h, c].item())
         size = 1.1 * (start[i, h].abs() + std[i, h])[longest].max().item()
-        ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit', ylabel='imaginary part')
+        ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit',
+               ylabel='imaginary part')
         ax.axvline(0, color='grey', lw=0.5)
         ax.legend(fontsize=7, loc='lower left')
-    fig.suptitle(f'{titled(cfg)}: the 5 longest pairs of each head\narrow: mean; dotted: standard deviation; arc: rotation over the trained length, if within a turn')
+    fig.suptitle(f'{titled(cfg)}: the 5 longest pairs of each head\n'
+                 'arrow: mean; dotted: standard deviation; arc: rotation over the trained length, if within a turn')
     return fig
 
 
@@ -2293,8 +2384,8 @@ class LlamaRoPE(encodings.RoPE):
 
 
 class LlamaAttention(Attention):
-    """A Llama's attention as one of ours, taps and all: keys and values repeated for the queries that share them (GQA), and the pairs of features
-    (c, c + d/2) that it rotates moved to (2c, 2c + 1).
+    """A Llama's attention as one of ours, taps and all: keys and values repeated for the queries that share them (GQA), and the pairs of
+    features (c, c + d/2) that it rotates moved to (2c, 2c + 1).
     """
     def __init__(self, theirs, cfg, enc):
         super().__init__(cfg, enc)
@@ -2304,7 +2395,8 @@ class LlamaAttention(Attention):
         pass
 
     def qkv_of(self, x):
-        q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))     # (B, T, H or fewer, D)
+        # (B, T, H or fewer, D)
+        q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (z.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2) for z in (q, k))             # halves -> pairs
         k, v = (z.repeat_interleave(self.heads // z.shape[2], dim=2) for z in (k, v))
         return q.flatten(-2), k.flatten(-2), v.flatten(-2)
@@ -2331,7 +2423,9 @@ class Llama(torch.nn.Module):
 
 
 class LlamaText(tasks.Corpus):
-    """A text file in a checkpoint's own tokens, all of it for tests; every stretch begins with the token that its tokenizer begins a text with, if any."""
+    """A text file in a checkpoint's tokens, all of it for tests; every stretch begins with what its tokenizer begins a text with, if at
+    all.
+    """
     first = 0
 
     def __init__(self, tokenizer, path):
@@ -2367,13 +2461,15 @@ def load_llama(path, text='', needs_text=True):
         raise train.UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
     model = Llama(net.eval()).eval()
     c, name = model.cfg, os.path.basename(os.path.normpath(path))
-    values = dict(task=name, data=text, the_task=LlamaText(tokenizer, text) if text else None, train_lengths=[c.train_len], eval_lengths=[c.train_len])
+    values = dict(task=name, data=text, the_task=LlamaText(tokenizer, text) if text else None, train_lengths=[c.train_len],
+                  eval_lengths=[c.train_len])
     return model, types.SimpleNamespace(**vars(c), **values, out_dir=f'out/{train.slug(name)}')
 
 
-PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum, gradients, loss,
-                                  tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)}
-LLAMA = {loss: 2, tuning: None, frequency: 1, norms: None, axes: 1, disentangle: 1, tuples: 1, perturb: 2, stretch: 2, entropy: 1}  # on a Llama: --n unless given
+PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum,
+                                  gradients, loss, tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)}
+# those that take a Llama in place of a run, and --n unless given
+LLAMA = {loss: 2, tuning: None, frequency: 1, norms: None, axes: 1, disentangle: 1, tuples: 1, perturb: 2, stretch: 2, entropy: 1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2408,7 +2504,8 @@ def read_flags(argv, function):
         key, equals, text = arg[2:].partition('=')
         if not arg.startswith('--') or not equals or key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '.') + f' It takes {", ".join(f"--{k}=..." for k in known)}')
+            raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '.')
+                                  + f' It takes {", ".join(f"--{k}=..." for k in known)}')
         kind = int if known[key] is None else type(known[key])
         try:
             values[key] = text if kind is str else ast.literal_eval(text)
@@ -2438,7 +2535,8 @@ def report(folder):
             with open(png, 'rb') as f:
                 parts += [f'<img alt="{cell(name)}" src="data:image/png;base64,{base64.b64encode(f.read()).decode()}">']
         line_of = lambda tag, line: '<tr>' + ''.join(f'<{tag}>{cell(x)}</{tag}>' for x in line) + '</tr>'
-        lines = ['<table>' + line_of('th', columns) + ''.join(line_of('td', line) for line in of) + '</table>' for columns, *of in tables(result['rows'])]
+        lines = ['<table>' + line_of('th', columns) + ''.join(line_of('td', line) for line in of) + '</table>'
+                 for columns, *of in tables(result['rows'])]
         parts += [f'<details><summary>{len(result["rows"])} rows</summary>{"".join(lines)}</details>']
     style = 'body{font-family:sans-serif;margin:2em;max-width:90em}img{max-width:100%}td,th{text-align:right;padding:0 .6em}'
     title = cell(f'Probes of {os.path.normpath(folder)}')
@@ -2472,7 +2570,8 @@ def main(argv):
         return report(argv[1].replace('by_hand:', BY_HAND_DIR))
     if argv[0] not in PROBES:
         near = difflib.get_close_matches(argv[0], PROBES, 1)
-        raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '.') + f' There are: {", ".join(PROBES)}')
+        raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '.')
+                              + f' There are: {", ".join(PROBES)}')
     name, function = argv[0], PROBES[argv[0]]
     run_dir = argv[1] if len(argv) > 1 and not argv[1].startswith('--') else ''
     if not run_dir and not any(arg.startswith('--hf=') for arg in argv):
