@@ -38,7 +38,8 @@ import tasks
 import train
 from model import Attention, Transformer
 
-QUERY, KEY = '#0072b2', '#d55e00'                               # colours that mean the same in every figure
+COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')        # which the colour-blind can tell apart (Okabe and Ito)
+QUERY, KEY = COLOURS[:2]                                        # these mean the same in every figure
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 
 
@@ -190,7 +191,7 @@ def cursors_of(model, tokens):
             cursors, (x, _), _ = next(passes)
             reset, step, copy = cursors.gates(x)
             histograms, first = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype)), number
-            gamma = 1 + torch.nn.functional.softplus(cursors.g) if cursors.cfg.prism_sharpen else torch.ones(2 * cursors.count)
+            gamma = 1 + F.softplus(cursors.g) if cursors.cfg.prism_sharpen else torch.ones(2 * cursors.count)
         H, C = cursors.cfg.heads, cursors.cfg.prism_cursors
         for family, head, cursor in ((f, h, c) for f in (0, 1) for h in range(H) for c in range(C)):
             i = family * cursors.count + ((number - first) * H + head) * C + cursor
@@ -247,7 +248,8 @@ def cursor(model, task, cfg, length=0):
 
 def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, length, exact):
     """The figure of `cursor`: gates; modes; the strongest query cursor's histogram; attention. short, tokens: problems of both lengths."""
-    strongest = max((c for c in found if c['of'] == 'query'), key=lambda c: (1 - c['mu']) * c['alpha'])
+    weight = lambda c: (1 - c['mu']) * c['alpha']
+    strongest = max((c for c in found if c['of'] == 'query'), key=weight)
     T = tokens.shape[1]
     fig, axes = plt.subplots(4, 4, figsize=(14, 16), width_ratios=(1, 1, 1, 0.05), layout='constrained')
     words = lambda row: [task.vocab[i] for i in row.tolist()]
@@ -262,7 +264,6 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
             label_tokens(ax.xaxis, words(short[0]))
         axes[row][0].set_ylabel('cursor: query or key, layer.head.number')
         fig.colorbar(image, cax=axes[row][3], label='probability')
-    weight = lambda c: (1 - c['mu']) * c['alpha']
     for ax, net, row, title in zip(axes[2], (before, model, model), (short[:1], short[:1], tokens[:1]),
                                    ('before training', f'trained, length {trained}', f'trained, length {length}')):
         for c in cursors_of(net, row):
@@ -295,7 +296,6 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
 # vipe.txt
 
 ITERATIVE = ('copy', 'parity', 'polynomial', 'reverse')             # tasks with one correct key for each state
-COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
 
 
 def iteration_head(name):
@@ -487,7 +487,7 @@ def linear(model, task, cfg, n=32):
     """
     longer = [length for length in cfg.eval_lengths if length > max(cfg.train_lengths)]
     if not longer:
-        raise train.UserError(f'linear asks for lengths beyond the trained ones, eval_lengths={cfg.eval_lengths} has none: train with longer ones')
+        raise train.UserError(f'linear wants lengths beyond trained ones, eval_lengths={cfg.eval_lengths} has none: train with longer ones')
     fit = hidden_states(model, task, cfg.train_lengths, n, 'eval')
     parts = {'trained': hidden_states(model, task, cfg.train_lengths, n, 'test'), 'longer': hidden_states(model, task, longer, n, 'test')}
     rows, errors = [], {}
@@ -765,14 +765,14 @@ def prefix(model, task, cfg, length=0, n=16):
         weights, v, z = first_attention(model, tokens, cfg)
         if gap(V[:, tokens].transpose(0, 1), v) > 1e-4:
             raise train.UserError(f'Proposition 2 needs values of the token alone; {cfg.pe} adds positions to the embeddings: take another')
-        return weights @ torch.nn.functional.one_hot(tokens, C).to(weights.dtype)[:, None], z  # (B, H, T, C), (B, H, T, D)
+        return weights @ F.one_hot(tokens, C).to(weights.dtype)[:, None], z  # (B, H, T, C), (B, H, T, D)
 
     beta, z = betas(tokens)
     rows = [dict(case=f'z = V beta, head {h + 1}', z=gap(z[:, h], beta[:, h] @ V[h])) for h in range(cfg.heads)]
     summary = dict(n=len(tokens), error=max(row['z'] for row in rows))
     for first, m, second, k in cases_of_D_1(task):
         one, other = (torch.tensor([[task.vocab.index(word) for word in words]]) for words in (first, second))
-        shares = [torch.nn.functional.one_hot(x[0, :i], C).double().mean(dim=0) for x, i in ((one, m), (other, k))]
+        shares = [F.one_hot(x[0, :i], C).double().mean(dim=0) for x, i in ((one, m), (other, k))]
         (beta, z), (beta_, z_) = betas(one), betas(other)
         rows.append(dict(case=' '.join(first[:m]) + '  |  ' + ' '.join(second[:k]), beta_uniform=gap(*shares),
                          beta=gap(beta[0, :, m - 1], beta_[0, :, k - 1]), z=gap(z[0, :, m - 1], z_[0, :, k - 1])))
@@ -933,13 +933,12 @@ def heads(model, task, cfg, length=0, n=512):
             with hooked((block.attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):
                 scores[layer, head] = score()
     drops = base - scores
-    number = lambda x: round(x.item(), 3) if x.isfinite() else None
     rows = [dict(layer=layer + 1, **{f'drop {head + 1}': round(x, 3) for head, x in enumerate(drops[layer].tolist())},
-                 **{key: number(x[layer]) for key, x in concentration(drops).items()}) for layer in range(L)]
+                 **{key: number(x[layer], 3) for key, x in concentration(drops).items()}) for layer in range(L)]
     worst = drops.argmax().item()
     summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1,
-                   largest=number(drops.max()), second=number(drops.flatten().sort().values[-2]),
-                   **{key: number(x) for key, x in concentration(drops.flatten()).items()})
+                   largest=number(drops.max(), 3), second=number(drops.flatten().sort().values[-2], 3),
+                   **{key: number(x, 3) for key, x in concentration(drops.flatten()).items()})
     return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), unit, f'{titled(cfg)}, length {length}')
 
 
@@ -953,9 +952,9 @@ def heads_figure(plt, scores, base, label, title):
     ax = top.subplots()
     violins = ax.violinplot(scores.T, positions=range(1, L + 1), showextrema=False, widths=0.7)
     for body in violins['bodies']:
-        body.set(facecolor='#56b4e9', alpha=0.6)
+        body.set(facecolor=COLOURS[5], alpha=0.6)
     ax.plot([layer + 1 for layer in range(L) for _ in range(H)], scores.flatten(), 'o', color=QUERY, ms=4, label='one head off')
-    ax.axhline(base, color='#d55e00', lw=1, label='no head off')
+    ax.axhline(base, color=COLOURS[1], lw=1, label='no head off')
     ax.set(xlabel='layer of the head that is off', ylabel=label, xticks=range(1, L + 1), title=title)
     ax.legend(fontsize=8)
     for layer, ax in enumerate(bottom.subplots(-(-L // columns), columns, sharey=True, squeeze=False).flat):
@@ -963,7 +962,7 @@ def heads_figure(plt, scores, base, label, title):
             ax.axis('off')
             continue
         ax.plot(range(1, H + 1), scores[layer], 'o-', color=QUERY, ms=4)
-        ax.axhline(base, color='#d55e00', lw=1)
+        ax.axhline(base, color=COLOURS[1], lw=1)
         ax.set(title=f'layer {layer + 1}', xlabel='head that is off', xticks=range(1, H + 1, 1 + H // 9))
         if layer % columns == 0:
             ax.set_ylabel(label)
@@ -1147,7 +1146,7 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
     ax = axes[0][0]
     ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="of each problem")
-    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color='#56b4e9', label='one for all')
+    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color=COLOURS[5], label='one for all')
     ax.axhline(chance, color='black', lw=1, ls=':', label='white noise')
     ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, bars['shared'].min()), 1.02))
     below = dict(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.15))
@@ -1159,7 +1158,7 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     ax = axes[0][1]
     for number, (name, value) in enumerate(terms.items()):
         ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
-               color=('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00')[number])
+               color=COLOURS[number])
     if terms:
         ax.set(title=what, ylabel='share of variance' + ', of pairs' * ('impossible' in terms))
         ax.legend(**below, ncols=5)
@@ -1214,7 +1213,7 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
         with hooked((module, lambda m, _, x: x - vectors[:x.shape[1]])):
             return score()
     for layer, module in enumerate([model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]):
-        noise = [torch.nn.functional.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True)
+        noise = [F.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True)
                  for _ in range(draws)]
         with listening(module) as heard, torch.no_grad():
             model(tokens[:8])
@@ -1233,7 +1232,7 @@ def positions_figure(plt, rows, base, label, title):
     fig, ax = plt.subplots(figsize=(6, 4), layout='constrained')
     layers = [row['layer'] for row in rows]
     ax.axhline(base, color='grey', lw=1, ls=':', label='nothing taken out')
-    ax.plot(layers, [row['without p'] for row in rows], 'o-', color='#d55e00', label='without p')
+    ax.plot(layers, [row['without p'] for row in rows], 'o-', color=COLOURS[1], label='without p')
     ax.errorbar(layers, [row['random'] for row in rows], [row['sd'] for row in rows], fmt='s--', color=QUERY, capsize=3,
                 label='without random vectors of that length')
     ax.set(xlabel='taken out before layer', ylabel=label, xticks=layers, title=title)
@@ -1340,7 +1339,7 @@ def spectrum(model, task, cfg, length=0, n=8):
 def spectrum_figure(plt, pair, title):
     """The figure of `spectrum`: symbols and eigenvalues of one head's content and logits; a counterexample to Lemma B.1's last sentence."""
     fig, axes = plt.subplots(1, 3, figsize=(14, 4), layout='constrained')
-    for a, colour, width, name in zip(pair, ('#009e73', QUERY), (3, 1), ('content', 'logits')):
+    for a, colour, width, name in zip(pair, (COLOURS[2], QUERY), (3, 1), ('content', 'logits')):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
         axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, lw=width, color=colour, label=name)
         axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', lw=width, ms=2 * width, color=colour,
@@ -1349,7 +1348,7 @@ def spectrum_figure(plt, pair, title):
     axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')
     axes[1].set(title='eigenvalues', xlabel='eigenvalue, from the largest', ylabel='value')
     w, phase = torch.tensor([0, 1, 1], dtype=torch.float64), torch.full((3,), -torch.pi / 2, dtype=torch.float64)
-    for f, colour, name in zip(lemma_b1(w, phase), ('#d55e00', '#56b4e9'), ('f, with phases -pi/2', 'g, without')):
+    for f, colour, name in zip(lemma_b1(w, phase), (COLOURS[1], COLOURS[5]), ('f, with phases -pi/2', 'g, without')):
         axes[2].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=f'{name}: range {f.max() - f.min():.2f}')
     axes[2].set(title='Lemma B.1, w = 0 1 1: f has the larger range', xlabel='theta (rad)', ylabel='value', ylim=(-4.4, 6))
     for ax in axes:
@@ -1448,7 +1447,7 @@ def cancellation(name, values=0.0, linear=True):
     W_Q, W_K, W_V, away = draw(D, C), draw(D, C), draw(D, C), draw(D)
     null = lambda W: torch.linalg.svd(W)[2][len(W):]                                    # rows: a basis of the kernel
     x, t = draw(T, C - D) @ null(W_V), draw(C - 2 * D) @ null(torch.cat([W_Q, W_K]))
-    x = x + values * torch.nn.functional.one_hot(torch.arange(T), T).double().index_fill(0, torch.tensor([j]), 0.0) @ draw(T, C)
+    x = x + values * F.one_hot(torch.arange(T), T).double().index_fill(0, torch.tensor([j]), 0.0) @ draw(T, C)
     enc, found = encodings.build(encodings.PEConfig(pe=name, d_model=D, n_head=1)), []
     for sign in (1, -1):
         z = x.index_add(0, torch.tensor([j]), sign * t[None])
@@ -1510,7 +1509,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
 def margins(H, coherence):
     """The rows of gradients() for H_l^(h)(d) [L, H, distances] and coherence [L, H]."""
     strength, rows = H.norm(dim=-1), []                                                 # (L, H)
-    order = torch.nn.functional.pad(strength, (0, 1)).sort(dim=1, descending=True, stable=True)  # a head of 0 more, where there is but one
+    order = F.pad(strength, (0, 1)).sort(dim=1, descending=True, stable=True)  # a head of 0 more, where there is but one
     margin, number = order.values[:, 0] - order.values[:, 1], lambda x: float(f'{x.item():.4g}') if x.isfinite() else None
     growth = torch.cat([margin[:-1] / margin[1:], torch.full((1,), torch.nan)])
     for layer, head in enumerate(order.indices[:, 0].tolist()):
@@ -1600,7 +1599,7 @@ def losses_by_position(model, tokens, targets):
 def loss(model, task, cfg, length=0, n=32, beside=''):
     """Where does a model profit from what lies far back, and where does it break? Loss by position in contexts longer than trained ones.
 
-    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text (of a Llama 2, unless given); beside: further
+    length: of the context, 0: the longest of eval_lengths; n: stretches of held-out text (of a Llama 1, unless given); beside: further
     runs, a comma list, on the same text. Rows: means over 16 parts of the context; the curves are smoothed over a 32nd of it.
     """
     length = length or max(cfg.eval_lengths)
@@ -2237,7 +2236,7 @@ def stretch_figure(plt, curves, normal, std, lines, window, layer, cfg):
     """The figure of `stretch`: loss by position for each layout; attention's outputs on the plane of their main axes, six queries at most.
     """
     fig, axes = plt.subplots(1, 2, figsize=(15, 5), layout='constrained')
-    for (name, curve), colour, style in zip(curves.items(), ('black', '#d55e00', '#0072b2', '#009e73'), ('-', '-', '--', ':')):
+    for (name, curve), colour, style in zip(curves.items(), ('black', COLOURS[1], COLOURS[0], COLOURS[2]), ('-', '-', '--', ':')):
         known = ~curve.isnan()
         at, y = torch.arange(1, len(curve) + 1)[known], curve[known]
         width = max(1, len(y) // 12)
@@ -2469,7 +2468,7 @@ def load_llama(path, text='', needs_text=True):
 PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum,
                                   gradients, loss, tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)}
 # those that take a Llama in place of a run, and --n unless given
-LLAMA = {loss: 2, tuning: None, frequency: 1, norms: None, axes: 1, disentangle: 1, tuples: 1, perturb: 2, stretch: 2, entropy: 1}
+LLAMA = {loss: 1, tuning: None, frequency: 1, norms: None, axes: 1, disentangle: 1, tuples: 1, perturb: 2, stretch: 2, entropy: 1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
