@@ -164,8 +164,10 @@ def panels(plt, n, width, height):
 
 
 def head_grid(fig, ax, values, label):
-    """A picture of values [layers, heads], its colours from the least to the largest."""
-    image = ax.imshow(values.numpy(), aspect='auto', cmap='viridis', interpolation='nearest')
+    """A picture of values [layers, heads], its colours from the least to the largest, or over 0.01 where these are nearer to each other."""
+    known = values[~values.isnan()].tolist() or [0.0]
+    ends = dict(vmin=min(*known, max(known) - 0.01), vmax=max(known))
+    image = ax.imshow(values.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', **ends)
     for axis, n in ((ax.xaxis, values.shape[1]), (ax.yaxis, values.shape[0])):
         axis.set_ticks(range(0, n, 1 + n // 12), range(1, n + 1, 1 + n // 12))
     ax.set(xlabel='head', ylabel='layer')
@@ -1342,7 +1344,7 @@ def spectrum_figure(plt, pair, title):
     for a, colour, width, name in zip(pair, (COLOURS[2], QUERY), (3, 1), ('content', 'logits')):
         f, e = symbol(a), torch.linalg.eigvalsh(hermitian(a))
         axes[0].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, lw=width, color=colour, label=name)
-        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', lw=width, ms=2 * width, color=colour,
+        axes[1].plot(range(1, len(e) + 1), e.flip(0), 'o-', lw=width, ms=1 + width, color=colour,
                      label=f'{name}, from {e[0]:.3g} to {e[-1]:.3g}')
     fig.suptitle(title)
     axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')

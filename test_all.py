@@ -2644,6 +2644,15 @@ def test_tables_are_narrow(capsys):
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 130, name
 
 
+def test_colours_of_heads_fit_the_values():
+    plt = pytest.importorskip('matplotlib.pyplot')
+    for values, limits in (([[0.2, 0.5], [math.nan, 0.3]], (0.2, 0.5)), ([[1.0, 1.0]], (0.99, 1.0)), ([[math.nan]], (-0.01, 0.0))):
+        fig, ax = plt.subplots()
+        probe.head_grid(fig, ax, torch.tensor(values, dtype=torch.float64), 'r')
+        assert ax.images[0].get_clim() == pytest.approx(limits)
+        plt.close(fig)
+
+
 def test_figures_of_weights_set_by_hand():
     """They say so, and nothing of training."""
     plt = pytest.importorskip('matplotlib.pyplot')
