@@ -105,7 +105,10 @@ def drawn(task, lengths, length, n):
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
     if task.corpus and not 8 <= length <= 2 ** 13:
         raise train.UserError(f'--length={length}: this probe makes maps of length x length, for lengths from 8 to 8,192')
-    return problems(task, [length], n)[length]
+    tokens, targets = problems(task, [length], n)[length]
+    if task.corpus and tokens.shape[1] < 8:
+        raise train.UserError(f'the text has {tokens.shape[1]} tokens only: take one of 8 or more')
+    return tokens, targets
 
 
 def sequences(task, lengths, length, n):
@@ -433,7 +436,7 @@ def label_sequence(axis, words, inches):
         return axis.set_ticks(range(len(words)), words, fontsize=6)
     marks = {i: word for i, word in enumerate(words) if word in ('BoS', 'EoI', 'EoS')}
     apart = max(1, len(words) // 8)
-    marks |= {i: str(i) for i in range(0, len(words), apart) if all(abs(i - j) > apart / 2 for j in marks)}
+    marks |= {i: str(i) for i in range(0, len(words), apart) if all(abs(i - j) > 0.75 * apart for j in marks)}
     axis.set_ticks(list(marks), marks.values(), fontsize=6)
 
 
@@ -544,7 +547,7 @@ def alignment(model, task, cfg, length=0, n=32):
     for L, pair in problems(task, lengths, n).items():
         found[L] = on_the_ladder(model, cfg, L, *fewer(cfg, *pair))
     names = [f'{layer}.{head}' for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
-    best = sum(f['mass'].mean(dim=(1, 2)) for L, f in found.items() if L <= trained).argmax().item()
+    best = sum(f['mass'].mean(dim=1).sum(dim=1) for L, f in found.items() if L <= trained).argmax().item()          # every state alike
     mean = lambda x: round(x.double().mean().item(), 4) if x.numel() else None
     rows = []
     for L, f in found.items():
@@ -840,10 +843,10 @@ def shift(model, task, cfg, length=0, offsets='', n=32):
     if set(cfg.pe.split('+')) <= {'nope', 'prism'} and not cfg.prism_absolute:
         raise train.UserError(f'{cfg.pe} sees no positions, so there is nothing to shift: take a run with rope or another encoding')
     try:
-        offsets = [int(offset) for offset in offsets.split(',')] if offsets else [offset for offset in (0, -2, -4, -6) if -offset < length]
+        offsets = [int(offset) for offset in offsets.split(',')] if offsets else [x for x in (0, -2, -4, -6) if -x < max(1, length - 1)]
     except ValueError:
         raise train.UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
-    if max(map(abs, offsets)) >= length:
+    if not all(((keys - offset >= 1) & (keys - offset <= length)).any() for offset in offsets):
         raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones')
     tokens, targets = fewer(cfg, *problems(task, [length], n)[length])
     rows = [dict(head=f'{layer}.{head}') for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
@@ -2503,6 +2506,8 @@ def read_flags(argv, function):
     values = {}
     for arg in argv:
         key, equals, text = arg[2:].partition('=')
+        if arg.startswith(('--hf=', '--text=')) and key not in known:
+            raise train.UserError(f'{function.__name__} looks into runs only; with --hf: {", ".join(f.__name__ for f in LLAMA)}')
         if not arg.startswith('--') or not equals or key not in known:
             near = difflib.get_close_matches(key, known, 1)
             raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '.')
@@ -2624,4 +2629,9 @@ if __name__ == '__main__':
         main(sys.argv[1:])
     except (train.UserError, tasks.DataError, OSError) as error:
         print(f'probe.py: {error}', file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:                                        # numpy's and torch's way to say it
+        if isinstance(error, RuntimeError) and 'allocate memory' not in str(error):
+            raise
+        print('probe.py: not enough memory: take a smaller --length or --n', file=sys.stderr)
         sys.exit(2)

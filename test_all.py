@@ -2211,7 +2211,8 @@ def test_probes_attention_and_alignment_against_loops():
     """Each mean over queries, on random weights, in a task where the correct key runs backwards; tasks without one are refused."""
     model, cfg = nano('reverse', pe='rope', n_head=2)
     rows, _, _ = untouched(model, cfg, lambda: probe.attention(model, cfg.the_task, cfg, length=6, n=3))
-    others, _, _ = probe.alignment(model, cfg.the_task, cfg, length=6, n=3)
+    others, found, _ = probe.alignment(model, cfg.the_task, cfg, length=6, n=3)
+    assert found['head'] == max(('1.1', '1.2', '2.1', '2.2'), key=lambda name: sum(row['length'] * row[name] for row in others))  # over all states
     tokens, targets = probe.problems(cfg.the_task, [6], 3)[6]
     predicted = model(tokens)[0].argmax(dim=-1)
     for layer, head in itertools.product((0, 1), (0, 1)):
@@ -2356,8 +2357,17 @@ def test_probe_shift():
         model, cfg = nano(**kw)
         with pytest.raises(train.UserError, match=says):
             probe.shift(model, cfg.the_task, cfg)
-    with pytest.raises(train.UserError, match='go beyond the 3 inputs'):
-        probe.shift(*probe_args(nano(pe='rope')), length=3, offsets='0,-4')
+    for length, offsets in ((3, '0,-4'), (8, '-7'), (1, '')):                               # -7: s_1 would look at x_9
+        with pytest.raises(train.UserError, match=f'go beyond the {length} inputs'):
+            probe.shift(*probe_args(nano(pe='rope')), length=length, offsets=offsets)
+    rows, _, _ = probe.shift(*probe_args(nano(pe='rope')), length=7, n=2)
+    assert 'peak -4' in rows[0] and 'peak -6' not in rows[0] and all(x == x for row in rows for x in row.values())
+
+
+def test_probes_refuse_a_text_of_a_few_tokens():
+    task = types.SimpleNamespace(corpus=True, existing=lambda lengths, _: lengths, held_out=lambda *_: {64: (torch.ones(1, 2), torch.ones(1, 2))})
+    with pytest.raises(train.UserError, match='2 tokens only'):
+        probe.drawn(task, [64], 0, 1)
 
 
 def probe_args(pair):
@@ -2809,7 +2819,7 @@ def test_a_llama_from_a_folder(tmp_path, monkeypatch):
         assert len(seen) in (2 * n, 2 * n + 4) and text_of(n) == n                          # two layers, and the four maps of the figure, if drawn
     for argv, says in ((['axes', *where, '--seed=3'], 'has one only'), (['axes', 'run', where[1]], '--text is the text'), (['norms', *where, '--n=2'], 'not a flag'),
                        (['axes', where[0], '--text=none'], 'no such text file'), (['axes', '--hf=none', where[1]], 'no such folder'), (['axes', f'--hf={HERE}', where[1]], 'cannot load'),
-                       (['axes', 'run', where[0]], 'not both'), (['cursor', where[0]], 'not a flag')):
+                       (['axes', 'run', where[0]], 'not both'), (['cursor', where[0]], 'looks into runs only')):
         with pytest.raises(train.UserError, match=says):
             probe.main(argv)
 
