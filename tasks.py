@@ -249,6 +249,7 @@ class IndirectIndexing(Task):
 
     The source is drawn without replacement from A-Z, a-z; the shift is uniform on those in -15..+15 that stay inside it. One token a
     letter, digit, sign or comma; only the last letter is supervised. Shifts of one digit leave a padding token at the end.
+    A smaller problem, for a CPU: the first `letters` of the alphabet and shifts of at most `shift`, as in indirect_indexing:letters=12:shift=2.
 
     >>> example('indirect_indexing', 20)
     'MjrbCDsiSNgcktphwTOe, t, -3, g'
@@ -256,14 +257,17 @@ class IndirectIndexing(Task):
     separator = ''
     max_length = 52
 
-    def __init__(self):
-        self.vocab = ['<pad>', ',', '+', '-', *'0123456789', *'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
+    def __init__(self, letters=52, shift=15):
+        if not 1 <= letters <= 52 or not 0 <= shift < 100:
+            raise ValueError(f'indirect_indexing has 1 to 52 letters and shifts from 0 to 99, not {letters} and {shift}')
+        self.max_length, self.max_shift = letters, shift
+        self.vocab = ['<pad>', ',', '+', '-', *string.digits, *(string.ascii_uppercase + string.ascii_lowercase)[:letters]]
 
     def problems(self, n, length, draw):
         comma, plus, minus, digit, letter = 1, 2, 3, 4, 14
-        source = draw.permutation(n, 52)[:, :length] + letter
+        source = draw.permutation(n, self.max_length)[:, :length] + letter
         i = draw.integers(length, n, 1)
-        low, high = (-i).clamp(min=-15), (length - 1 - i).clamp(max=15)
+        low, high = (-i).clamp(min=-self.max_shift), (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
         size, column = shift.abs(), torch.full_like(shift, comma)
         query = [column, source.gather(1, i), column, torch.where(shift < 0, minus, plus)]
@@ -301,19 +305,26 @@ class Distance(Classification):
     """Task 1: how far apart are the two triggers? (Toeplitz study 4.1). 32 classes, class = |i - j| // 4, distances uniform on 1..127.
 
     Both orders of the two triggers occur. Where length > 128 the distances stay below 128, so that a model trained at 128 has seen every class.
+    distance:span=16 is for training at 16: distances stay below 16, class = 32 |i - j| // 16.
 
     >>> example('distance', 9)
     'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
     """
     triggers, min_length = 2, 2
 
+    def __init__(self, span=128):
+        super().__init__()
+        if span < 2:
+            raise ValueError(f'distances are from 1 to span - 1: span must be at least 2, not {span}')
+        self.span = span
+
     def place(self, words, draw):
         n, length = words.shape
-        d = 1 + draw.integers(min(length - 1, 127), n, 1)
+        d = 1 + draw.integers(min(length, self.span) - 1, n, 1)
         i = draw.integers(length - d, n, 1)
         which = draw.integers(2, n, 1)
         words.scatter_(1, torch.cat([i, i + d], dim=1), self.first_trigger + torch.cat([which, 1 - which], dim=1))
-        return words, d // 4
+        return words, d * self.classes // self.span
 
 
 class TriggerCount(Classification):
@@ -1100,9 +1111,9 @@ FROM_FILES = {'cfq': CFQ(), 'text': Text(), 'characters': TextCharacters(), 'tok
 
 @functools.cache
 def make(name, data=''):
-    """The task of that name, its number options behind a colon: 'parity', 'polynomial:p=7'; data: the files of those that read some. ValueError
-    says what is wrong."""
-    base, _, options = name.partition(':')
+    """The task of that name, its number options behind colons: 'parity', 'indirect_indexing:letters=12:shift=2'; data: the files of those that read
+    some. ValueError says what is wrong."""
+    base, *options = name.split(':')
     known = TASKS | FROM_FILES
     if base not in known:
         near = difflib.get_close_matches(base, known, 1)
@@ -1113,9 +1124,9 @@ def make(name, data=''):
     if not options and not data:
         return task
     takes = list(inspect.signature(type(task)).parameters)
-    given = dict(re.findall(r'(\w+)=(\d+)', options))
-    if ','.join(f'{k}={v}' for k, v in given.items()) != options or not set(given) <= set(takes):
-        raise ValueError(f'task options {options!r} not understood: {base} has {", ".join(takes) or "none"}; write e.g. polynomial:p=7')
+    given = dict(re.findall(r'(\w+)=(\d+)', name))
+    if [f'{k}={v}' for k, v in given.items()] != options or not set(given) <= set(takes):
+        raise ValueError(f'task options {":".join(options)!r} not understood: {base} has {", ".join(takes) or "none"}; write e.g. polynomial:p=7')
     task = type(task)(**{k: int(v) for k, v in given.items()})
     task.data = data
     return task
