@@ -50,6 +50,7 @@ class PEConfig:
     vipe_g: str = 's'              # vipe: s in the logit scale as s | as | as+b | rational (eq. 50), a, b, r learned
     vipe_d_p: int = 0              # vipe: width of the distance code per head; 0: the head dimension
     pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k themselves
+    pope_frequencies: str = 'all'  # pope: a frequency for each of the d features | half: as many as RoPE, d/2, each for two features
     pope_delta: str = 'zero'       # pope: phase bias delta starts at zero | uniform on [-2 pi, 0] | none (no bias)
     n_layer: int = 2               # blocks
     prism_layers: list = (1,)      # prism: a PRISM layer, with cursors for the layers from there on, before each of these
@@ -58,6 +59,8 @@ class PEConfig:
     prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
     prism_input: float = 0.5       # prism: size of the content that the GRU reads; larger learns faster, but sooner mistakes symbols for places
     prism_recurrent: str = 'free'  # prism: the GRU's W_h is free | orthogonal (parametrization) | penalty (1e-3 |W'W - 1|^2) | norm (learned)
+    prism_reset: bool = True       # prism: cursors can go back to 0; False: that gate stays shut
+    prism_superpose: bool = True   # prism: a cursor's encoding is the mean of the offsets' sinusoids (Algorithm 2); False: the sinusoid of the mean offset
     prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
     prism_copy: str = 'none'       # prism: one of five query cursors can jump to a past token; its key cursor is fixed | trained; or none
     prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
@@ -76,7 +79,7 @@ class PEConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         for key, known in dict(attention=('mha', 'mla'), vipe_s=('length', 'global', 'one'), vipe_g=('s', 'as', 'as+b', 'rational'),
-                               pope_delta=('zero', 'uniform', 'none'), kernel=('auto', 'triton', 'reference'),
+                               pope_delta=('zero', 'uniform', 'none'), pope_frequencies=('all', 'half'), kernel=('auto', 'triton', 'reference'),
                                prism_recurrent=('free', 'orthogonal', 'penalty', 'norm'), prism_copy=('none', 'fixed', 'trained'),
                                prism_norm=('none', 'scale', 'unit')).items():
             if getattr(self, key) not in known:
@@ -427,18 +430,27 @@ class PoPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
+        if cfg.pope_frequencies == 'half':
+            even(cfg.head_dim, 'pope with half the frequencies', 'the head dimension')
+            self.kernel = False
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if cfg.pope_delta == 'none':
             self.register_buffer('delta', delta, persistent=False)
         else:
             self.delta = nn.Parameter(delta.uniform_(-2 * math.pi, 0) if cfg.pope_delta == 'uniform' else delta)
 
+    def theta(self, like):
+        n = self.cfg.head_dim
+        if self.cfg.pope_frequencies == 'half':
+            return frequencies(n // 2, self.cfg.rope_base, like).repeat_interleave(2)
+        return frequencies(n, self.cfg.rope_base, like)
+
     def phases(self):
         return self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
 
     def qk(self, q, k, pos, state=None):
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if self.cfg.pope_softplus else (q, k)
-        phase_q = pos[:, None] * frequencies(q.shape[-1], self.cfg.rope_base, q)                # (T, D)
+        phase_q = pos[:, None] * self.theta(q)                                                  # (T, D)
         phase_k = phase_q + self.phases()[:, None]                                              # (H, T, D)
         return (torch.cat([mu_q * phase_q.cos(), mu_q * phase_q.sin()], dim=-1).to(q.dtype),
                 torch.cat([mu_k * phase_k.cos(), mu_k * phase_k.sin()], dim=-1).to(k.dtype))
@@ -642,6 +654,8 @@ class Cursors(nn.Module):
         h = self.gru(x)
         w = self.W(h).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)                # (B, 2C, T, 4)
         reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
+        if not self.cfg.prism_reset:
+            reset = torch.zeros_like(reset)
         if self.cfg.prism_copy == 'fixed':                                              # the copying cursors' key cursors count the tokens from 0
             c, t = torch.arange(2 * self.count, device=x.device)[:, None] - self.count, torch.arange(x.shape[1], device=x.device)
             fixed = (c >= 0) & (c % 5 == 0)                                             # (2C, 1)
@@ -671,8 +685,9 @@ class Cursors(nn.Module):
         """Superpositions g_q, g_k for every layer that it serves, and head [2, layers, B, H, T, branches d_pe]; a branch is a cursor or the absolute one."""
         (B, T, _), cfg, d_pe = x.shape, self.cfg, self.cfg.prism_d_pe
         sinusoid = lambda offsets: sinusoids(offsets, d_pe, cfg.rope_base, x)
+        offsets = torch.arange(-T, T + 1, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
         with in_full_precision(x):
-            e = self.scan(x, sinusoid(torch.arange(-T, T + 1, device=x.device)))
+            e = self.scan(x, sinusoid(offsets)) if cfg.prism_superpose else sinusoid(self.scan(x, offsets[:, None])[..., 0])
         e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe).permute(1, 2, 0, 3, 5, 4, 6)      # (2, layers, B, H, T, cursors, d_pe)
         if cfg.prism_absolute:                                                          # Algorithm 3
             e = torch.cat([e, sinusoid(pos)[:, None].expand(*e.shape[:4], T, 1, d_pe)], dim=-2)

@@ -1651,8 +1651,9 @@ def rotating(enc):
 
 def frequencies_of(part, like):
     """theta [n] of a RoPE or PoPE, in radians per token."""
-    n = part.cfg.head_dim // (1 if isinstance(part, encodings.PoPE) else 2)
-    return part.theta if isinstance(part, LlamaRoPE) else encodings.frequencies(n, part.cfg.rope_base, like)
+    if isinstance(part, encodings.PoPE):
+        return part.theta(like)
+    return part.theta if isinstance(part, LlamaRoPE) else encodings.frequencies(part.cfg.head_dim // 2, part.cfg.rope_base, like)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ VARIANTS = {name: dict(pe=name) for name in pe.ENCODINGS} | {
     'yarn beta': dict(pe='yarn', yarn_beta_fast=3.0, yarn_beta_slow=0.5), 't5 24': dict(pe='t5', t5_buckets=24, t5_max_distance=40),
     'fire 64': dict(pe='fire', fire_width=64), 'rope base': dict(pe='rope', rope_base=100.0),
     'pope uniform': dict(pe='pope', pope_delta='uniform'), 'pope no delta': dict(pe='pope', pope_delta='none'),
-    'pope no softplus': dict(pe='pope', pope_softplus=False), 'vipe s one': dict(pe='vipe', vipe_s='one'),
+    'pope no softplus': dict(pe='pope', pope_softplus=False), 'pope half': dict(pe='pope', pope_frequencies='half'), 'vipe s one': dict(pe='vipe', vipe_s='one'),
     'vipe s global': dict(pe='vipe', vipe_s='global', eval_len=40), 'vipe as': dict(pe='vipe', vipe_g='as'),
     'vipe as+b': dict(pe='vipe', vipe_g='as+b'), 'vipe rational': dict(pe='vipe', vipe_g='rational'),
     'vipe logits only': dict(pe='vipe', vipe_value=False), 'vipe value only': dict(pe='vipe', vipe_logn=False, vipe_u=False),
@@ -48,7 +48,7 @@ VARIANTS = {name: dict(pe=name) for name in pe.ENCODINGS} | {
     'prism copy': dict(pe='prism', prism_copy='fixed'), 'prism copy trained': dict(pe='prism', prism_copy='trained', prism_sharpen=False),
     'prism absolute': dict(pe='prism', prism_absolute=True, prism_norm='unit'), 'prism two layers': dict(pe='prism', prism_layers=[1, 2]),
     'prism orthogonal': dict(pe='prism', prism_recurrent='orthogonal'), 'prism norm': dict(pe='prism', prism_recurrent='norm', prism_norm='scale'),
-    'prism penalty+rope': dict(pe='prism+rope', prism_recurrent='penalty'), 'prism on 2 heads': dict(pe='prism', rope_heads=2),
+    'prism no reset, mean': dict(pe='prism', prism_reset=False, prism_superpose=False), 'prism penalty+rope': dict(pe='prism+rope', prism_recurrent='penalty'), 'prism on 2 heads': dict(pe='prism', rope_heads=2),
     'mla pope+vipe': dict(pe='pope+vipe', attention='mla'), 'mla rope on 1 head': dict(pe='rope', attention='mla', rope_heads=1)}
 variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
 TRAIN_LEN = 12
@@ -144,9 +144,9 @@ def test_yarn_against_published_values():
 
 
 @pytest.mark.parametrize('delta', ['zero', 'uniform', 'none'])
-@pytest.mark.parametrize('softplus', [True, False])
-def test_pope(delta, softplus):
-    enc = encoding('pope', pope_delta=delta, pope_softplus=softplus)
+@pytest.mark.parametrize('softplus, number', [(True, 'all'), (False, 'all'), (True, 'half')])
+def test_pope(delta, softplus, number):
+    enc = encoding('pope', pope_delta=delta, pope_softplus=softplus, pope_frequencies=number)
     if delta == 'zero':
         with torch.no_grad():
             enc.delta.copy_(torch.linspace(-8, 1, 16).view(2, 8))                        # beyond both bounds
@@ -154,7 +154,7 @@ def test_pope(delta, softplus):
     mu = (lambda x: math.log1p(math.exp(x))) if softplus else (lambda x: x)
     phase = (lambda h, c: min(max(enc.delta[h, c].item(), -2 * math.pi), 0)) if delta != 'none' else (lambda h, c: 0)
     close(enc.logits(q, k, pos), loop_logits(q, k, lambda h, q, k, t, s: sum(
-        mu(q[c]) * mu(k[c]) * math.cos((s - t) * 10000 ** (-c / 8) + phase(h, c)) for c in range(8)) / math.sqrt(8)))
+        mu(q[c]) * mu(k[c]) * math.cos((s - t) * 10000 ** (-(c if number == 'all' else c // 2 * 2) / 8) + phase(h, c)) for c in range(8)) / math.sqrt(8)))
 
 
 def test_pope_delta_start():
@@ -401,6 +401,16 @@ def test_prism_scores_are_eq_9():
                 close(logits[b, h, t, s], mu[h] * q[b, h, t] @ k[b, h, s] / 8 ** 0.5 + (1 - mu[h]) * 4 * place / 12 ** 0.5)
     groups = {group['name']: group for group in model.optim_groups(1e-3, 0.1)}
     assert len(groups['alpha']['params']) == 2 and (groups['alpha']['lr'], groups['alpha']['betas']) == (0.03, (0.8, 0.92))
+
+
+def test_prism_without_reset_or_superposition():
+    """The sinusoid of the histogram's mean offset, which is not the mean of the sinusoids (A.3); without resets a closed form: the drift of the gates' means."""
+    enc = make(pe='prism', prism_reset=False, prism_superpose=False, prism_sharpen=False, prism_d_pe=4).blocks[0].attn.pe
+    x = torch.randn(1, 6, 32).double()
+    reset, step, _ = enc.cursors.gates(x)
+    assert (reset == 0).all()
+    mean = (step[..., 0] - step[..., 1]).cumsum(dim=-1)                                 # (1, 2C, T)
+    close(enc.state(x, torch.arange(6)).unflatten(-1, (2, 4)).permute(2, 0, 1, 3, 5, 4, 6).reshape(1, -1, 6, 4), pe.sinusoids(mean, 4, 10000.0, x))
 
 
 def test_prism_copies_by_hand():
@@ -854,8 +864,21 @@ def test_polynomial_of_any_modulus():
     assert all((row[9 + t - 1] * row[t] + 1) % 7 == row[9 + t] for t in range(1, 9))
 
 
+def test_smaller_indirect_indexing_and_distance():
+    """All shifts up to 2 occur and no other, all 12 letters and no other; at span 16 distances 1 to 15 in classes two apart."""
+    task, draw = tasks.make('indirect_indexing:letters=12:shift=2'), torch.Generator().manual_seed(0)
+    rows = [task.decode(row).split(', ') for row in task.sample(500, 6, draw)[0]]
+    assert {row[2] for row in rows} == {'+0', '+1', '+2', '-1', '-2'} and set(''.join(row[0] for row in rows)) == set('ABCDEFGHIJKL')
+    assert all(row[3] == row[0][row[0].index(row[1]) + int(row[2])] for row in rows)
+    tokens, _ = tasks.make('distance:span=16').sample(500, 40, draw)
+    places = (tokens[:, :40] == 34) | (tokens[:, :40] == 35)
+    i, j = places.nonzero()[:, 1].view(500, 2).T
+    assert set((j - i).tolist()) == set(range(1, 16)) and torch.equal(tokens[:, 41] - 2, 2 * (j - i))
+
+
 @pytest.mark.parametrize('name, length, says', [('pairty', 5, "'parity'"), ('polynomial:q=7', 5, 'options'), ('polynomial:p=', 5, 'options'), ('count', 200, '128'),
-                                                ('sort', 101, '100'), ('copy', 0, 'from 1'), ('distance_sum', 3, 'from 4'), ('indirect_indexing', 53, '52')])
+                                                ('sort', 101, '100'), ('copy', 0, 'from 1'), ('distance_sum', 3, 'from 4'), ('indirect_indexing', 53, '52'),
+                                                ('indirect_indexing:letters=12:shift=2', 13, '12'), ('indirect_indexing:letters=53', 5, '1 to 52'), ('distance:span=1', 5, 'at least 2')])
 def test_task_errors(name, length, says):
     with pytest.raises(ValueError, match=says):
         tasks.make(name).sample(2, length)

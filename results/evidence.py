@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import signal
 import statistics
@@ -129,53 +128,101 @@ def cross_table(table):
             yield f'| {row} | ' + ' | '.join(text) + ' |'
 
 
+def cross_figure(plt, table):
+    """The cross table as colours: within the trained lengths on the left, at twice the length on the right."""
+    rows, columns = ([name for name in names if any(name in key for key in table)] for names in (ROWS, COLUMNS))
+    fig, axes = plt.subplots(1, 2, figsize=(13, 1.5 + 0.3 * len(rows)), layout='constrained', sharey=True)
+    for ax, what, title in zip(axes, ('trained', 'twice'), ('on the trained lengths', 'at twice the length')):
+        for j, column in enumerate(columns):
+            least = min(math.exp(-statistics.mean(c['trained'])) for (_, of), c in table.items() if of == column)
+            for i, row in enumerate(rows):
+                if (row, column) in table:
+                    c = table[row, column]
+                    value = statistics.mean(math.exp(-x) if c['corpus'] else x for x in c[what])
+                    shade = min(1, least / value) if c['corpus'] else value
+                    ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=plt.cm.viridis(shade)))
+                    ax.text(j, i, f'{value:.2f}' if c['corpus'] else f'{100 * value:.0f}', ha='center', va='center', color='white' if shade < 0.6 else 'black', fontsize=9)
+        ax.set(title=title, xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)), yticklabels=rows)
+        ax.set_xticks(range(len(columns)), columns, rotation=20, ha='right')
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    bar = fig.colorbar(plt.cm.ScalarMappable(cmap='viridis'), ax=axes, shrink=0.8)
+    bar.set_label('exact match; chorales, text: the best trained\nperplexity of the column over this one')
+    return fig
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the three commands
+
+def ask():
+    """Make every table: {name: (its lines for the README, a figure of plt)}; fills `missing`."""
+    lines.cache_clear()
+    missing.clear()
+    table = cross()
+    return {'cross': (list(cross_table(table)), lambda plt: cross_figure(plt, table))}
+
 
 def run(minutes, jobs):
     """Run missing pieces, `jobs` at a time, until the minutes are over; what is cut off goes on from its checkpoint next time."""
     deadline, running, failed, done = time.time() + 60 * minutes, [], [], 0
-    env = dict(os.environ) if torch.cuda.is_available() else dict(os.environ, OMP_NUM_THREADS=str(max(1, os.cpu_count() // jobs)))
+    env = os.environ | ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))})
     while True:
-        for process, argv in [(process, argv) for process, argv in running if process.poll() is not None]:
+        for process, argv in [pair for pair in running if pair[0].poll() is not None]:
             running.remove((process, argv))
             done += process.returncode == 0
             if process.returncode:
                 failed.append(argv)
-                print(f'failed: python train.py {shlex.join(argv)}\n{process.stderr.read().decode().strip()}')
+                print(f'failed: python train.py {shlex.join(argv)}\n{process.stderr.read().strip()}')
         ask()
         waiting = [argv for argv in missing if argv not in failed and argv not in [argv for _, argv in running]]
         if time.time() > deadline or not (waiting or running):
             break
         for argv in waiting[:jobs - len(running)]:
-            out_dir = next(arg for arg in argv if arg.startswith('--out_dir=')).split('=', 1)[1]
+            out_dir = next(arg for arg in argv if arg.startswith('--out_dir=')).partition('=')[2]
             resume = ['--resume'] * os.path.exists(os.path.join(ROOT, out_dir, 'ckpt.pt'))
-            print(f'{len(waiting)} to run: {out_dir}', flush=True)
-            running.append((subprocess.Popen([sys.executable, 'train.py', *argv, *resume], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), argv))
-        time.sleep(0.2)
+            print(f'{len(waiting)} or more to run; next {out_dir}', flush=True)
+            running.append((subprocess.Popen([sys.executable, 'train.py', *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), argv))
+        time.sleep(0.5)
     for process, _ in running:
         process.send_signal(signal.SIGTERM)
     for process, _ in running:
         process.communicate()
-    print(f'{done} pieces done, {len(failed)} failed, {len(missing)} to run')
+    print(f'{done} done, {len(failed)} failed, {len(missing)} or more to run')
 
 
-def ask():
-    """Make every table, for what it finds and for what is missing: {name: lines}."""
-    lines.cache_clear()
-    missing.clear()
-    table = cross()
-    return {'cross': list(cross_table(table))}
+def readme(tables):
+    """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
+    with open(os.path.join(ROOT, 'README.md')) as f:
+        text = f.read()
+    for name, (table, _) in tables.items():
+        before, mark, rest = text.partition(f'<!-- {name} -->\n')
+        _, end, after = rest.partition(f'<!-- end of {name} -->\n')
+        assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
+        text = before + mark + '\n'.join(table) + '\n' + end + after
+    return text
+
+
+def draw(tables):
+    """The README's figures, assets/NAME.png."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    for name, (_, figure) in tables.items():
+        figure(plt).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
 
 
 def main(argv):
     """The program."""
     if argv[:1] == ['run'] and len(argv) in (2, 3):
-        return run(float(argv[1]), int(argv[2]) if len(argv) == 3 else 4 if torch.cuda.is_available() else os.cpu_count())
+        jobs = int(argv[2]) if len(argv) == 3 else 4 if torch.cuda.is_available() else os.cpu_count()
+        return run(float(argv[1]), jobs)
     tables = ask()
-    for name, text in tables.items():
-        print(f'\n{name}\n' + '\n'.join(text))
-    print(f'\n{len(missing)} pieces to run, the first: python train.py {shlex.join(missing[0])}' if missing else '\nnothing is missing')
+    if argv == ['readme']:
+        train.write(os.path.join(ROOT, 'README.md'), readme(tables))
+        return draw(tables)
+    for name, (table, _) in tables.items():
+        print(f'\n{name}\n' + '\n'.join(table))
+    print(f'\n{len(missing)} or more pieces to run, the first: python train.py {shlex.join(missing[0])}' if missing else '\nnothing is missing')
 
 
 if __name__ == '__main__':
