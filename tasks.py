@@ -346,11 +346,18 @@ class DistanceSum(Classification):
     """Sum of two trigger distances (Toeplitz study, appendix E): triggers 0, 1 and triggers 2, 3; class = (|i-j| + |k-l|) // 8, 32 classes.
 
     Each distance is uniform on 1..127 (below the length), given that the four places differ. Where length > 128 they stay below 128.
+    distance_sum:span=16 is for training at 16: each distance stays below 16, and the class is the sum.
 
     >>> example('distance_sum', 9)
     'w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1'
     """
     triggers, min_length = 4, 4
+
+    def __init__(self, span=128):
+        super().__init__()
+        if span < 4:
+            raise ValueError(f'four places have distances up to 3 at least: span must be at least 4, not {span}')
+        self.span = span
 
     def place(self, words, draw):
         n, length = words.shape
@@ -360,10 +367,10 @@ class DistanceSum(Classification):
         flip = draw.integers(2, n, 2)                                                   # which of a pair comes first
         order = torch.stack([flip[:, 0], 1 - flip[:, 0], 2 + flip[:, 1], 3 - flip[:, 1]], dim=1)
         words.scatter_(1, pairs, self.first_trigger + order)
-        return words, (pairs[:, 1:2] - pairs[:, 0:1] + pairs[:, 3:4] - pairs[:, 2:3]) // 8
+        return words, (pairs[:, 1:2] - pairs[:, 0:1] + pairs[:, 3:4] - pairs[:, 2:3]) * self.classes // (2 * self.span)
 
     def pairs(self, n, length, draw):
-        d = 1 + draw.integers(min(length - 1, 127), n, 2)
+        d = 1 + draw.integers(min(length, self.span) - 1, n, 2)
         i = draw.integers(length - d, n, 2)
         return torch.stack([i, i + d], dim=2).flatten(1)                                # i, j, k, l
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import shlex
 import signal
 import statistics
@@ -26,7 +27,7 @@ import torch
 
 import train
 
-missing = []                                                      # argvs of train.py asked for and not found, in that order
+missing = []                                                      # argvs asked for and not found, in that order
 
 
 @functools.cache
@@ -37,13 +38,26 @@ def lines(name):
     return {run['command'].replace(' --resume', ''): run for run in runs}
 
 
+def train_argv(name, folder, flags):
+    return ['train.py', *shlex.split(flags), f'--out_dir=out/{name}/{folder}', f'--results=results/{name}.jsonl']
+
+
 def found(name, folder, flags):
     """The run in results/NAME.jsonl that these flags made, in out/NAME/FOLDER; None, and an entry in `missing`, if there is none yet."""
-    argv = [*shlex.split(flags), f'--out_dir=out/{name}/{folder}', f'--results=results/{name}.jsonl']
-    run = lines(name).get('python train.py ' + shlex.join(argv))
+    argv = train_argv(name, folder, flags)
+    run = lines(name).get('python ' + shlex.join(argv))
     if run is None:
         missing.append(argv)
     return run
+
+
+def probed(probe, name, folder, flags):
+    """What `python probe.py PROBE` summarized of that run; None, and an entry in `missing`, if it has not been made yet (the run first, if it is not in out/)."""
+    argv = ['probe.py', probe, f'out/{name}/{folder}']
+    line = lines('probes').get('python ' + shlex.join(argv))
+    if line is None and found(name, folder, flags):
+        missing.append(argv if os.path.exists(os.path.join(ROOT, f'out/{name}/{folder}/ckpt.pt')) else train_argv(name, folder, flags))
+    return line and line['summary']
 
 
 def by_seed(*runs):
@@ -58,12 +72,10 @@ def score(scores, lengths):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the cross table: every encoding on every family of tasks. In a column all have the same width, layers and steps; the learning rate is chosen for each
+# grids: encodings, or variants of one, on families of tasks. In a column all have the same width, layers and steps; the learning rate is chosen for each
 # cell from RATES by what seed 0 gets on the trained lengths alone, and seeds 1 and 2 then train at it.
 
 RATES = '1e-3', '2e-3', '4e-3'
-ROWS = {name: f'--pe={name}' for name in ('rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope',
-                                          'learned', 'random', 'shifted_ape')} | {'mla': '--pe=rope --attention=mla'}
 SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500'
 COLUMNS = {                                                       # family: flags, longer lengths that stand for twice the trained one
     'indirect indexing': ('--task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512', [12]),
@@ -75,18 +87,54 @@ COLUMNS = {                                                       # family: flag
     'chorales': ('--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16', [256]),
     'text': ('--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
 }
+CROSS = {name: f'--pe={name}' for name in ('rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope',
+                                           'learned', 'random', 'shifted_ape')} | {'mla': '--pe=rope --attention=mla'}
 
 
-def cell(row, column):
-    """The runs of a cell at its chosen learning rate, of seed 0 and of seeds 1 and 2; None if one is missing."""
-    flags, folder = f'{SIZE} {COLUMNS[column][0]} {ROWS[row]}', f'{train.slug(column)}/{train.slug(row)}'
-    tried = {rate: found('cross', f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES}
+def variants(start, **switches):
+    """{label: flags} of every combination of switches, each {label: flag}."""
+    return {', '.join(label for label, _ in chosen): ' '.join([start, *(flag for _, flag in chosen)]) for chosen in itertools.product(*(s.items() for s in switches.values()))}
+
+
+on_off = lambda what, flag, on='True', off='False': {what: f'{flag}={on}', f'no {what}': f'{flag}={off}'}
+VIPE = variants('--pe=vipe', logn=on_off('log n', '--vipe_logn'), s=on_off('s', '--vipe_s', 'length', 'one'), u=on_off('u', '--vipe_u'), value=on_off('value code', '--vipe_value'))
+POPE = variants('--pe=pope', softplus=on_off('softplus', '--pope_softplus'), frequencies={f'{n} frequencies': f'--pope_frequencies={key}' for n, key in (('d', 'all'), ('d/2', 'half'))},
+                delta={label: f'--pope_delta={key}' for label, key in (('delta from 0', 'zero'), ('delta from anywhere', 'uniform'), ('no delta', 'none'))})
+PRISM = variants('--pe=prism', sharpen=on_off('sharpening', '--prism_sharpen'), reset=on_off('reset', '--prism_reset'),
+                 superpose={'superposition': '--prism_superpose=True', 'mean position': '--prism_superpose=False'},
+                 warm={'short problems first': '--length_schedule=[(0,4),(300,8)]', 'all lengths at once': '--length_schedule=[]'})
+SHORT = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --lr=1e-3 --n_head={} --n_layer={}'
+ITERATIVE = {f'{task}, {layers} layers' + f', {heads} heads' * (heads > 1): (f'--task={task} {SHORT.format(heads, layers)}', [16])
+             for heads, depths, names in ((1, (2, 3), ('polynomial', 'copy', 'parity', 'count', 'reverse', 'mode', 'sort')), (2, (4,), ('polynomial', 'copy', 'parity')))
+             for task in names for layers in depths}
+CHARACTERS = {task: (f'configs/{task}_prism.py' if task in ('string_copy', 'string_reverse', 'odds_first', 'stack') else f'configs/string_copy_prism.py --task={task}', [20])
+              for task in ('string_copy', 'string_reverse', 'odds_first', 'stack', 'dyn_str_cpy')} | {'addition_cot': ('configs/addition_prism.py', [16])}
+TRIGGERS = {task: (f'--task={task} --n_layer=4 --n_head=8 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=2048 --lr=2e-3', [32])
+            for task in ('distance:span=16', 'trigger_count', 'distance_sum:span=16')}
+GRIDS = {                                                         # name: rows, columns; the learning rate is chosen from RATES where the columns give none
+    'cross': (CROSS, COLUMNS),
+    'toeplitz': ({name: CROSS[name] for name in ('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')} | {
+        f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, TRIGGERS),
+    'vipe': ({name: CROSS[name] for name in ('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')}, ITERATIVE),
+    'prism': ({name: CROSS[name] for name in ('prism', 'shifted_ape')}, CHARACTERS),
+    'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
+    'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
+    'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
+}
+
+
+def cell(name, flags, folder):
+    """The runs of a cell, of seeds 0 to 2, at its learning rate; None if one is missing."""
+    if '--lr=' in flags or 'configs/' in flags:
+        run = found(name, folder, f'{flags} --seeds=0-2')
+        return run and [run]
+    tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES}
     if None in tried.values():
         return None
     within = lambda run: score(by_seed(run)[0], run['config']['train_lengths'])
     rate = max(tried, key=lambda rate: within(tried[rate]))
-    more = found('cross', f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
-    return more and (tried[rate], more)
+    more = found(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
+    return more and [tried[rate], more]
 
 
 def holds(run, mean):
@@ -97,15 +145,17 @@ def holds(run, mean):
     return good[-1] if good else 0
 
 
-def cross():
-    """{(row, column): {trained, twice: a score for each seed; holds; lr; seeds}} of the finished cells."""
+def grid(name):
+    """{(row, column): {trained, twice: a score for each seed; holds; lr; corpus}} of the finished cells."""
+    rows, columns = GRIDS[name]
     table = {}
-    for row, column in itertools.product(ROWS, COLUMNS):
-        runs = cell(row, column)
+    for (row, flags), column in itertools.product(rows.items(), columns):
+        given, twice = columns[column]
+        runs = cell(name, f'{given if "configs/" in given else f"{SIZE} {given}"} {flags}', f'{train.slug(column)}/{train.slug(row)}')
         if runs:
             scores, config = by_seed(*runs), runs[0]['config']
             over = lambda lengths: [score(run, lengths) for run in scores.values()]
-            table[row, column] = dict(trained=over(config['train_lengths']), twice=over(COLUMNS[column][1]), holds=holds(runs[0], train.mean_scores(scores)), lr=config['lr'],
+            table[row, column] = dict(trained=over(config['train_lengths']), twice=over(twice), holds=holds(runs[0], train.mean_scores(scores)), lr=config['lr'],
                                       corpus='loss' in scores[0][config['eval_lengths'][0]])
     return table
 
@@ -116,12 +166,16 @@ def shown(scores, corpus):
     return f'{statistics.mean(values):.{2 if corpus else 0}f} ±{statistics.stdev(values):.{2 if corpus else 0}f}'
 
 
-def cross_table(table):
-    """The cross table as Markdown."""
-    columns = [column for column in COLUMNS if any(column == c for _, c in table)]
+def markdown(name, table):
+    """The lines of a grid's table: in each cell the trained lengths, twice the length, the longest length that holds."""
+    rows, columns = GRIDS[name]
+    columns = [column for column in columns if any(column == of for _, of in table)]
+    if not columns:
+        yield 'Not run yet.'
+        return
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
-    for row in ROWS:
+    for row in rows:
         cells = [table.get((row, column)) for column in columns]
         if any(cells):
             text = [f'{shown(c["trained"], c["corpus"])}<br>{shown(c["twice"], c["corpus"])}<br>{c["holds"] or "none"}' if c else 'not run' for c in cells]
@@ -130,7 +184,7 @@ def cross_table(table):
 
 def cross_figure(plt, table):
     """The cross table as colours: within the trained lengths on the left, at twice the length on the right."""
-    rows, columns = ([name for name in names if any(name in key for key in table)] for names in (ROWS, COLUMNS))
+    rows, columns = ([name for name in names if any(name in key for key in table)] for names in GRIDS['cross'])
     fig, axes = plt.subplots(1, 2, figsize=(13, 1.5 + 0.3 * len(rows)), layout='constrained', sharey=True)
     for ax, what, title in zip(axes, ('trained', 'twice'), ('on the trained lengths', 'at twice the length')):
         for j, column in enumerate(columns):
@@ -155,11 +209,11 @@ def cross_figure(plt, table):
 # the three commands
 
 def ask():
-    """Make every table: {name: (its lines for the README, a figure of plt)}; fills `missing`."""
+    """Make every table: {name: (its lines for the README, its figure as a function of plt or None)}; fills `missing`."""
     lines.cache_clear()
     missing.clear()
-    table = cross()
-    return {'cross': (list(cross_table(table)), lambda plt: cross_figure(plt, table))}
+    grids = {name: grid(name) for name in GRIDS}
+    return {name: (list(markdown(name, table)), (lambda plt: cross_figure(plt, grids['cross'])) if name == 'cross' else None) for name, table in grids.items()}
 
 
 def run(minutes, jobs):
@@ -172,22 +226,37 @@ def run(minutes, jobs):
             done += process.returncode == 0
             if process.returncode:
                 failed.append(argv)
-                print(f'failed: python train.py {shlex.join(argv)}\n{process.stderr.read().strip()}')
+                print(f'failed: python {shlex.join(argv)}\n{process.stderr.read().strip()}')
+            elif argv[0] == 'probe.py':
+                write_probe(argv)
         ask()
         waiting = [argv for argv in missing if argv not in failed and argv not in [argv for _, argv in running]]
         if time.time() > deadline or not (waiting or running):
             break
         for argv in waiting[:jobs - len(running)]:
-            out_dir = next(arg for arg in argv if arg.startswith('--out_dir=')).partition('=')[2]
-            resume = ['--resume'] * os.path.exists(os.path.join(ROOT, out_dir, 'ckpt.pt'))
-            print(f'{len(waiting)} or more to run; next {out_dir}', flush=True)
-            running.append((subprocess.Popen([sys.executable, 'train.py', *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), argv))
+            print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; next {out_dir(argv)}', flush=True)
+            resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
+            process = subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            running.append((process, argv))
         time.sleep(0.5)
     for process, _ in running:
         process.send_signal(signal.SIGTERM)
     for process, _ in running:
         process.communicate()
     print(f'{done} done, {len(failed)} failed, {len(missing)} or more to run')
+
+
+def out_dir(argv):
+    """The folder that a piece works in."""
+    return argv[2] if argv[0] == 'probe.py' else next(arg for arg in argv if arg.startswith('--out_dir=')).partition('=')[2]
+
+
+def write_probe(argv):
+    """Append a line about a probe that has just been made."""
+    with open(os.path.join(ROOT, out_dir(argv), f'probe_{argv[1]}.json')) as f:
+        made = dict(probe=argv[1], command='python ' + shlex.join(argv), summary=json.load(f)['summary'])
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f'{platform.machine()} CPU'
+    train.append(os.path.join(ROOT, 'results/probes.jsonl'), json.dumps(made | dict(torch=torch.__version__, python=platform.python_version(), hardware=hardware)) + '\n')
 
 
 def readme(tables):
@@ -208,7 +277,8 @@ def draw(tables):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     for name, (_, figure) in tables.items():
-        figure(plt).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
+        if figure:
+            figure(plt).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
 
 
 def main(argv):
@@ -222,7 +292,7 @@ def main(argv):
         return draw(tables)
     for name, (table, _) in tables.items():
         print(f'\n{name}\n' + '\n'.join(table))
-    print(f'\n{len(missing)} or more pieces to run, the first: python train.py {shlex.join(missing[0])}' if missing else '\nnothing is missing')
+    print(f'\n{len(missing)} or more pieces to run, the first: python {shlex.join(missing[0])}' if missing else '\nnothing is missing')
 
 
 if __name__ == '__main__':
