@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import statistics
@@ -170,9 +171,6 @@ def markdown(name, table):
     """The lines of a grid's table: in each cell the trained lengths, twice the length, the longest length that holds."""
     rows, columns = GRIDS[name]
     columns = [column for column in columns if any(column == of for _, of in table)]
-    if not columns:
-        yield 'Not run yet.'
-        return
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
     for row in rows:
@@ -209,11 +207,10 @@ def cross_figure(plt, table):
 # the three commands
 
 def ask():
-    """Make every table: {name: (its lines for the README, its figure as a function of plt or None)}; fills `missing`."""
+    """Make every grid, as far as its runs are there: {name: {(row, column): cell}}; fills `missing`."""
     lines.cache_clear()
     missing.clear()
-    grids = {name: grid(name) for name in GRIDS}
-    return {name: (list(markdown(name, table)), (lambda plt: cross_figure(plt, grids['cross'])) if name == 'cross' else None) for name, table in grids.items()}
+    return {name: grid(name) for name in GRIDS}
 
 
 def run(minutes, jobs):
@@ -238,7 +235,8 @@ def run(minutes, jobs):
             resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
             process = subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             running.append((process, argv))
-        time.sleep(0.5)
+        while time.time() < deadline and all(process.poll() is None for process, _ in running):
+            time.sleep(0.2)
     for process, _ in running:
         process.send_signal(signal.SIGTERM)
     for process, _ in running:
@@ -259,41 +257,38 @@ def write_probe(argv):
     train.append(os.path.join(ROOT, 'results/probes.jsonl'), json.dumps(made | dict(torch=torch.__version__, python=platform.python_version(), hardware=hardware)) + '\n')
 
 
-def readme(tables):
+def readme(grids):
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    for name, (table, _) in tables.items():
-        before, mark, rest = text.partition(f'<!-- {name} -->\n')
-        _, end, after = rest.partition(f'<!-- end of {name} -->\n')
-        assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
-        text = before + mark + '\n'.join(table) + '\n' + end + after
+    for name, table in grids.items():
+        if table:
+            before, mark, rest = text.partition(f'<!-- {name} -->\n')
+            _, end, after = rest.partition(f'<!-- end of {name} -->\n')
+            assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
+            text = before + mark + '\n'.join(markdown(name, table)) + '\n' + end + after
     return text
 
 
-def draw(tables):
-    """The README's figures, assets/NAME.png."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    for name, (_, figure) in tables.items():
-        if figure:
-            figure(plt).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
-
-
 def main(argv):
-    """The program."""
-    if argv[:1] == ['run'] and len(argv) in (2, 3):
-        jobs = int(argv[2]) if len(argv) == 3 else 4 if torch.cuda.is_available() else os.cpu_count()
-        return run(float(argv[1]), jobs)
-    tables = ask()
-    if argv == ['readme']:
-        train.write(os.path.join(ROOT, 'README.md'), readme(tables))
-        return draw(tables)
-    for name, (table, _) in tables.items():
-        print(f'\n{name}\n' + '\n'.join(table))
+    """The program; returns the exit status."""
+    if argv[:1] == ['run'] and re.fullmatch(r'[\d.]+( [1-9]\d*)?', ' '.join(argv[1:])):
+        return run(float(argv[1]), int(argv[2]) if len(argv) == 3 else 4 if torch.cuda.is_available() else os.cpu_count())
+    if argv not in ([], ['readme']):
+        print('evidence.py: write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`, or nothing to see what is there', file=sys.stderr)
+        return 2
+    grids = ask()
+    if argv:
+        train.write(os.path.join(ROOT, 'README.md'), readme(grids))
+        import matplotlib
+        matplotlib.use('Agg')
+        import matplotlib.pyplot as plt
+        cross_figure(plt, grids['cross']).savefig(os.path.join(ROOT, 'assets/cross.png'), dpi=110)
+        return 0
+    for name, table in grids.items():
+        print(f'{name:16}{len(table):4} of {math.prod(map(len, GRIDS[name]))} cells')
     print(f'\n{len(missing)} or more pieces to run, the first: python {shlex.join(missing[0])}' if missing else '\nnothing is missing')
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
