@@ -2039,6 +2039,11 @@ def test_checkpoints_that_do_not_fit(tmp_path):
                      (dict(task='copy'), 'trained with task=parity'), (dict(seeds='0,1'), 'trained with seeds'), (dict(lr=0.5), 'trained with lr=0.001'), (dict(max_steps=99), 'max_steps')):
         with pytest.raises(train.UserError, match=says):
             train.main(flags(out_dir=tmp_path, resume=True, **kw))
+    checkpoint = torch.load(tmp_path / 'ckpt.pt')
+    for key in ('prism_layers', 'pope_frequencies', 'length_schedule'):                 # an older one, before there were these keys
+        del checkpoint['config'][key]
+    torch.save(checkpoint, tmp_path / 'ckpt.pt')
+    assert train.main(flags(out_dir=tmp_path, resume=True)) is None and train.load(tmp_path)[1].prism_layers == [1]
     data = (tmp_path / 'ckpt.pt').read_bytes()
     (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
     for argv in ([f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True)):

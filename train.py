@@ -437,7 +437,9 @@ def read_checkpoint(path):
     """The dictionary in a checkpoint; UserError if it is cut off or not one of ours."""
     try:
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-        if {'config', 'seeds', 'step'} <= checkpoint.keys() and set(KEYS) <= checkpoint['config'].keys():
+        if {'config', 'seeds', 'step'} <= checkpoint.keys() and {'task', 'pe'} <= checkpoint['config'].keys():
+            newer = {key: list(f.default) if f.type is list else f.default for key, f in KEYS.items()}          # keys that it does not have yet
+            checkpoint['config'] = newer | checkpoint['config']
             return checkpoint
     except FileNotFoundError:
         raise UserError(f'no checkpoint {path}; train the run first, or name it by --out_dir') from None
