@@ -204,6 +204,22 @@ def cross_figure(plt, table):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# tables of probes
+
+def perturb_table():
+    """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
+    line = lines('probes').get('python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt')
+    if line:                                                      # (its share 0.001 is less than a token here)
+        paper = {'text': (37.39, 41.44, 42.34, 42.37), 'feature': (35.11, 41.15, 41.98, 42.33), 'position': (37.19, 42.44, 42.42, 42.74)}
+        right = {(row['kind'], row.get('gamma'), row.get('l_max')): f'{100 * row["token"]:.1f}' for row in line['rows']}
+        yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
+        yield '|---' * 6 + '|'
+        for kind, name in (('text', 'tokens change places'), ('feature', 'keys change places'), ('position', 'position indices')):
+            cells = [f'{right[kind, gamma, 5]} ({there:.1f})' for gamma, there in zip((0.5, 0.1, 0.05, 0.01), paper[kind])]
+            yield f'| {name} | {" | ".join(cells)} | {right["original", None, None]} (42.5) |'
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # the three commands
 
 def ask():
@@ -261,12 +277,11 @@ def readme(grids):
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    for name, table in grids.items():
-        if table:
-            before, mark, rest = text.partition(f'<!-- {name} -->\n')
-            _, end, after = rest.partition(f'<!-- end of {name} -->\n')
-            assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
-            text = before + mark + '\n'.join(markdown(name, table)) + '\n' + end + after
+    for name, table in [(name, markdown(name, table)) for name, table in grids.items() if table] + [('perturb', perturb_table())]:
+        before, mark, rest = text.partition(f'<!-- {name} -->\n')
+        _, end, after = rest.partition(f'<!-- end of {name} -->\n')
+        assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
+        text = before + mark + '\n'.join(table) + '\n' + end + after
     return text
 
 
