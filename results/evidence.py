@@ -32,11 +32,16 @@ missing = []                                                      # argvs asked 
 
 
 @functools.cache
-def lines(name):
-    """{command: run} of results/NAME.jsonl."""
+def runs(name):
+    """What results/NAME.jsonl holds."""
     path = os.path.join(ROOT, f'results/{name}.jsonl')
-    runs = [json.loads(line) for line in open(path)] if os.path.exists(path) else []
-    return {run['command'].replace(' --resume', ''): run for run in runs}
+    return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
+
+
+@functools.cache
+def lines(name):
+    """The same by command."""
+    return {run['command'].replace(' --resume', ''): run for run in runs(name)}
 
 
 def train_argv(name, folder, flags):
@@ -47,18 +52,9 @@ def found(name, folder, flags):
     """The run in results/NAME.jsonl that these flags made, in out/NAME/FOLDER; None, and an entry in `missing`, if there is none yet."""
     argv = train_argv(name, folder, flags)
     run = lines(name).get('python ' + shlex.join(argv))
-    if run is None:
+    if run is None and (name not in PAPER or torch.cuda.is_available()):
         missing.append(argv)
     return run
-
-
-def probed(probe, name, folder, flags):
-    """What `python probe.py PROBE` summarized of that run; None, and an entry in `missing`, if it has not been made yet (the run first, if it is not in out/)."""
-    argv = ['probe.py', probe, f'out/{name}/{folder}']
-    line = lines('probes').get('python ' + shlex.join(argv))
-    if line is None and found(name, folder, flags):
-        missing.append(argv if os.path.exists(os.path.join(ROOT, f'out/{name}/{folder}/ckpt.pt')) else train_argv(name, folder, flags))
-    return line and line['summary']
 
 
 def by_seed(*runs):
@@ -67,9 +63,10 @@ def by_seed(*runs):
 
 
 def score(scores, lengths):
-    """Exact match over all problems of these lengths; of a corpus minus the loss, so that more is better."""
+    """Exact match over all problems of these lengths, nan if there are none; of a corpus minus the loss, so that more is better."""
     chosen = [scores[n] for n in lengths if n in scores]
-    return sum(x.get('n', 1) * (-x['loss'] if 'loss' in x else x['exact']) for x in chosen) / sum(x.get('n', 1) for x in chosen)
+    total = sum(x.get('n', 1) for x in chosen)
+    return sum(x.get('n', 1) * (-x['loss'] if 'loss' in x else x['exact']) for x in chosen) / total if chosen else math.nan
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,19 +74,22 @@ def score(scores, lengths):
 # cell from RATES by what seed 0 gets on the trained lengths alone, and seeds 1 and 2 then train at it.
 
 RATES = '1e-3', '2e-3', '4e-3'
-SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500'
+SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500 '
+TO_8 = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps={} --batch_size=32 --n_eval=64 --n_test=512'
+TO_16 = '--train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps={} --n_test={}'
 COLUMNS = {                                                       # family: flags, longer lengths that stand for twice the trained one
-    'indirect indexing': ('--task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512', [12]),
-    'iterative': ('--task=polynomial --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512', [16]),
-    'algorithmic': ('--task=string_reverse --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512', [16]),
-    'SCAN': ('--task=scan --train_lengths=1-22 --eval_lengths=1-48 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256', range(24, 49)),
-    'distance': ('--task=distance:span=16 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --n_test=512', [32]),
-    'counting': ('--task=trigger_count --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --n_test=512', [32]),
-    'chorales': ('--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16', [256]),
-    'text': ('--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
+    'indirect indexing': (SIZE + '--task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512', [12]),
+    'iterative': (SIZE + '--task=polynomial ' + TO_8.format(1500), [16]),
+    'algorithmic': (SIZE + '--task=string_reverse ' + TO_8.format(1500), [16]),
+    'SCAN': (SIZE + '--task=scan --train_lengths=1-22 --eval_lengths=1-48 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256', range(24, 49)),
+    'distance': (SIZE + '--task=distance:span=16 ' + TO_16.format(1000, 512), [32]),
+    'counting': (SIZE + '--task=trigger_count ' + TO_16.format(1000, 512), [32]),
+    'chorales': (SIZE + '--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16', [256]),
+    'text': (SIZE + '--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
 }
 CROSS = {name: f'--pe={name}' for name in ('rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope',
                                            'learned', 'random', 'shifted_ape')} | {'mla': '--pe=rope --attention=mla'}
+some = lambda *names: {name: CROSS[name] for name in names}
 
 
 def variants(start, **switches):
@@ -104,30 +104,44 @@ POPE = variants('--pe=pope', softplus=on_off('softplus', '--pope_softplus'), fre
 PRISM = variants('--pe=prism', sharpen=on_off('sharpening', '--prism_sharpen'), reset=on_off('reset', '--prism_reset'),
                  superpose={'superposition': '--prism_superpose=True', 'mean position': '--prism_superpose=False'},
                  warm={'short problems first': '--length_schedule=[(0,4),(300,8)]', 'all lengths at once': '--length_schedule=[]'})
-SHORT = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --lr=1e-3 --n_head={} --n_layer={}'
-ITERATIVE = {f'{task}, {layers} layers' + f', {heads} heads' * (heads > 1): (f'--task={task} {SHORT.format(heads, layers)}', [16])
-             for heads, depths, names in ((1, (2, 3), ('polynomial', 'copy', 'parity', 'count', 'reverse', 'mode', 'sort')), (2, (4,), ('polynomial', 'copy', 'parity')))
-             for task in names for layers in depths}
-CHARACTERS = {task: (f'configs/{task}_prism.py' if task in ('string_copy', 'string_reverse', 'odds_first', 'stack') else f'configs/string_copy_prism.py --task={task}', [20])
-              for task in ('string_copy', 'string_reverse', 'odds_first', 'stack', 'dyn_str_cpy')} | {'addition_cot': ('configs/addition_prism.py', [16])}
-TRIGGERS = {task: (f'--task={task} --n_layer=4 --n_head=8 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=2048 --lr=2e-3', [32])
-            for task in ('distance:span=16', 'trigger_count', 'distance_sum:span=16')}
-GRIDS = {                                                         # name: rows, columns; the learning rate is chosen from RATES where the columns give none
+def iterative(task, layers, heads=1):
+    return f'{SIZE}--task={task} {TO_8.format(2000)} --n_layer={layers} --n_head={heads} --lr=1e-3', [16]
+
+
+THREE = 'polynomial', 'copy', 'parity'
+OF_VIPE = {f'{task}, {layers} layers': iterative(task, layers) for task in (*THREE, 'count', 'reverse', 'mode', 'sort') for layers in (2, 3)} | {
+    f'{task}, 4 layers, 2 heads': iterative(task, 4, 2) for task in THREE}
+OF_PRISM = {task: (f'configs/{name}', [20]) for task, name in (
+    ('string_copy', 'string_copy_prism.py'), ('string_reverse', 'string_reverse_prism.py'), ('odds_first', 'odds_first_prism.py'), ('stack', 'stack_prism.py'),
+    ('dyn_str_cpy', 'string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed'))} | {'addition_cot': ('configs/addition_prism.py', [16])}
+OF_TOEPLITZ = {task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
+               for task in ('distance:span=16', 'trigger_count', 'distance_sum:span=16')}
+GRIDS = {                                                         # name: rows, columns; where a column gives no learning rate it is chosen from RATES
     'cross': (CROSS, COLUMNS),
-    'toeplitz': ({name: CROSS[name] for name in ('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')} | {
-        f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, TRIGGERS),
-    'vipe': ({name: CROSS[name] for name in ('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')}, ITERATIVE),
-    'prism': ({name: CROSS[name] for name in ('prism', 'shifted_ape')}, CHARACTERS),
+    'toeplitz': (some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
+    'vipe': (some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn'), OF_VIPE),
+    'vipe_seeds': (some('vipe'), {task: (iterative(task, 3)[0] + ' --seeds=0-7', [16]) for task in THREE}),
+    'prism': (some('prism', 'shifted_ape'), OF_PRISM),
     'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
     'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
 }
+PAPER = {                                                         # the papers' own sizes: run, and before all others, only where there is a GPU
+    'paper_pope': (some('rope', 'pope'), {'indirect indexing': ('configs/indirect_indexing_pope.py configs/paper_pope.py --seeds=0-2', [])}),
+    'paper_vipe': (some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn'), {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task}', [32]) for task in THREE}),
+    'paper_toeplitz': (some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla'), {
+        'distance': ('configs/distance_rope.py configs/paper_toeplitz.py', [256]),
+        'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 --n_test=15000 --max_steps=10200', [256])}),
+    'paper_prism': ({'prism': 'configs/paper_prism.py', 'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'}, {
+        task: (f'configs/{task}_prism.py', [80]) for task in ('string_copy', 'string_reverse')}),
+}
+GRIDS = PAPER | GRIDS
 
 
 def cell(name, flags, folder):
-    """The runs of a cell, of seeds 0 to 2, at its learning rate; None if one is missing."""
+    """The runs of a cell, together of seeds 0 to 2 if it names no others, at its learning rate; None if one is missing."""
     if '--lr=' in flags or 'configs/' in flags:
-        run = found(name, folder, f'{flags} --seeds=0-2')
+        run = found(name, folder, flags if '--seeds=' in flags or name in PAPER else f'{flags} --seeds=0-2')
         return run and [run]
     tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES}
     if None in tried.values():
@@ -152,11 +166,11 @@ def grid(name):
     table = {}
     for (row, flags), column in itertools.product(rows.items(), columns):
         given, twice = columns[column]
-        runs = cell(name, f'{given if "configs/" in given else f"{SIZE} {given}"} {flags}', f'{train.slug(column)}/{train.slug(row)}')
-        if runs:
-            scores, config = by_seed(*runs), runs[0]['config']
+        made = cell(name, f'{given} {flags}', f'{train.slug(column)}/{train.slug(row)}')
+        if made:
+            scores, config = by_seed(*made), made[0]['config']
             over = lambda lengths: [score(run, lengths) for run in scores.values()]
-            table[row, column] = dict(trained=over(config['train_lengths']), twice=over(twice), holds=holds(runs[0], train.mean_scores(scores)), lr=config['lr'],
+            table[row, column] = dict(trained=over(config['train_lengths']), twice=over(twice), holds=holds(made[0], train.mean_scores(scores)), lr=config['lr'],
                                       corpus='loss' in scores[0][config['eval_lengths'][0]])
     return table
 
@@ -204,7 +218,79 @@ def cross_figure(plt, table):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tables of probes
+# the papers' claims beside what is found here
+
+def probed(probe, name, row, column):
+    """What `python probe.py PROBE` summarized of a cell's first seed; None, and an entry in `missing`, if that is not there (first the run, if it is not in out/)."""
+    rows, columns = GRIDS[name]
+    folder, flags = f'{train.slug(column)}/{train.slug(row)}', f'{columns[column][0]} {rows[row]} --seeds=0-2'
+    argv = ['probe.py', probe, f'out/{name}/{folder}']
+    line = lines('probes').get('python ' + shlex.join(argv))
+    if line is None and found(name, folder, flags):
+        missing.append(argv if os.path.exists(os.path.join(ROOT, argv[2], 'ckpt.pt')) else train_argv(name, folder, flags))
+    return line and line['summary']
+
+
+def claims(grids):
+    """The lines of the table of claims: where, what the paper says, its number, what is found here or that it is not run yet."""
+    def at(name, row, column, what='twice'):
+        c = grids[name].get((row, column))
+        return c and shown(c[what], c['corpus'])
+
+    def all_of(name, column, what, rows=None):
+        """`what` of every row of a column: 'rope 8, nope 9'."""
+        cells = {row: grids[name].get((row, column)) for row in rows or GRIDS[name][0]}
+        if None not in cells.values():
+            return ', '.join(f'{row} {c["holds"] or "none" if what == "holds" else shown(c[what], False)}' for row, c in cells.items())
+
+    def r2(row):
+        summary = probed('linear', 'vipe', row, 'polynomial, 3 layers')
+        return summary and ' / '.join(f'{value:.3f}' for value in summary.values())
+
+    def deposit(row, column='distance:span=16'):
+        summary = probed('heads', 'toeplitz', row, column)
+        return summary and f'{summary["largest"]} / {summary["second"]}'
+
+    def alone(name, lengths, as_text):
+        """as_text of score() over these lengths, for each run in results/NAME.jsonl."""
+        return ', '.join(f'{run["config"]["pe"]} {as_text(score(by_seed(run)[run["config"]["seeds"][0]], lengths))}' for run in runs(name))
+
+    both = lambda *texts: None if None in texts else '; '.join(texts)
+    on_stdlib = lambda probe, key: ', '.join(f'{pe} {lines("probes")[f"python probe.py {probe} out/stdlib/pe={pe}"]["summary"][key]:.2f}' for pe in ('rope', 'pope'))
+    holds_to = lambda *columns: both(*(f'{column}: {text}' if (text := all_of('vipe', column, 'holds')) else None for column in columns))
+    beyond = lambda *columns: both(*(f'{column}: {text}' if (text := all_of('prism', column, 'twice')) else None for column in columns))
+    table = [
+        ('ViPE Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length', 'trained to 16: ViPE holds to about 32', holds_to('polynomial, 2 layers', 'polynomial, 3 layers')),
+        ('ViPE Figure 12', 'copy, parity with one head: ViPE reaches furthest', '', holds_to('copy, 2 layers', 'copy, 3 layers', 'parity, 2 layers', 'parity, 3 layers')),
+        ('ViPE Figure 13', 'the same with more layers and heads', '', holds_to('polynomial, 4 layers, 2 heads', 'copy, 4 layers, 2 heads', 'parity, 4 layers, 2 heads')),
+        ('ViPE Figure 14', 'count, reverse, mode, sort', '', holds_to(*(f'{task}, {layers} layers' for task in ('count', 'reverse', 'mode', 'sort') for layers in (2, 3)))),
+        ('ViPE Figure 15', 'ViPE over 8 seeds', '', both(*(f'{task} {text}' if (text := at('vipe_seeds', 'vipe', task)) else None for task in THREE))),
+        ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, distance to EoI from layer 2, trained / longer lengths', 'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
+         both(*(f'{row} {text}' if (text := r2(row)) else None for row in ('nope', 'rope', 'ape')))),
+        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', 'reduced, one seed: ' + alone('scan', range(24, 49), lambda x: f'{100 * x:.1f}')),
+        ('PRISM Figures 2, 3, 5-8, 10', 'exact far beyond the trained lengths, the baseline not; here trained to 10, at 20', '', beyond(*(task for task in OF_PRISM if task != 'addition_cot'))),
+        ('PRISM Figure 1', 'addition beyond; here trained to 8, at 16', '', beyond('addition_cot')),
+        ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91', all_of('paper_pope', 'indirect indexing', 'trained') or
+         (text := all_of('cross', 'indirect indexing', 'trained', ('rope', 'pope'))) and f'reduced: {text}'),
+        ('PoPE Table 2', 'JSB chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889', 'reduced, one seed: ' + alone('jsb', [512], lambda x: f'{-x:.3f}') + ' (its phases from anywhere, then from 0)'),
+        ('PoPE Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', '', 'on the library, one seed, within and at 10 times: ' + both(
+            alone('stdlib', [128], lambda x: f'{math.exp(-x):.2f}'), alone('stdlib', [1280], lambda x: f'{math.exp(-x):.2f}'))),
+        ('PoPE Figures 3-6', 'RoPE uses few frequencies, PoPE the fast ones too', '', f'on the library: share of frequencies used {on_stdlib("frequency", "used")}; of the norm in the fast half {on_stdlib("frequency", "fast")}'),
+        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library: mean shift in tokens {on_stdlib("tuning", "shift")}'),
+        ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE', 'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: 69.4, 97.4, 77.7',
+         both(*(f'{task.partition(":")[0]}: {text}' if (text := all_of('toeplitz', task, 'trained')) else None for task in OF_TOEPLITZ if 'sum' not in task))),
+        ('Toeplitz Figures 4, 7, 9-12', 'without one head of layer 1 RoPE falls by 60 points, without any other not; MLA, NoPE, others have no such head', 'RoPE 60 / 0',
+         both(*(f'{row} {text}' if (text := deposit(row)) else None for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')))),
+        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', '', all_of('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if 'rope' in row and '+' not in row])),
+        ('Toeplitz appendix E', 'the sum of two distances: no RoPE goes beyond its length', '', all_of('toeplitz', 'distance_sum:span=16', 'twice')),
+        ('LLM position generalization, Figures 2 and 3, eq. 15', 'logits are a sum of axes', '0.865, 0.947, 0.959', 'SmolLM2-135M: ' + ', '.join(
+            f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg') if key in run['summary'])),
+    ]
+    yield '| where | claim | there | here |'
+    yield '|---|---|---|---|'
+    for row in table:
+        yield '| ' + ' | '.join(text or 'not run yet' if i == 3 else text for i, text in enumerate(row)) + ' |'
+
 
 def perturb_table():
     """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
@@ -224,9 +310,12 @@ def perturb_table():
 
 def ask():
     """Make every grid, as far as its runs are there: {name: {(row, column): cell}}; fills `missing`."""
+    runs.cache_clear()
     lines.cache_clear()
     missing.clear()
-    return {name: grid(name) for name in GRIDS}
+    grids = {name: grid(name) for name in GRIDS}
+    list(claims(grids))                                           # the probes that it wants
+    return grids
 
 
 def run(minutes, jobs):
@@ -277,7 +366,7 @@ def readme(grids):
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    for name, table in [(name, markdown(name, table)) for name, table in grids.items() if table] + [('perturb', perturb_table())]:
+    for name, table in [(name, markdown(name, table)) for name, table in grids.items() if table] + [('perturb', perturb_table()), ('claims', claims(grids))]:
         before, mark, rest = text.partition(f'<!-- {name} -->\n')
         _, end, after = rest.partition(f'<!-- end of {name} -->\n')
         assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
