@@ -2098,7 +2098,8 @@ spec.loader.exec_module(evidence)
 
 
 def test_readme_tables_are_made_from_results():
-    assert evidence.readme(evidence.ask()) == open(os.path.join(HERE, 'README.md')).read(), 'run python results/evidence.py readme'
+    evidence.ask()
+    assert evidence.readme() == open(os.path.join(HERE, 'README.md')).read(), 'run python results/evidence.py readme'
 
 
 @pytest.mark.parametrize('name', evidence.GRIDS)
@@ -2127,13 +2128,13 @@ open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
 ''')
     monkeypatch.setattr(evidence, 'ROOT', str(tmp_path))
     monkeypatch.setattr(evidence, 'GRIDS', {'tiny': (dict(good='--pe=rope', bad='--pe=bad'), dict(short=('--task=parity', [4])))})
-    monkeypatch.setattr(evidence, 'claims', lambda grids: ())
+    monkeypatch.setattr(evidence, 'claims', lambda: ())
     evidence.run(1, 2)
     told = capsys.readouterr().out
     assert '4 done, 3 failed' in told and told.count('train.py: no such encoding') == 3
     commands = list(evidence.lines('tiny'))
     assert len(commands) == 4 and '--lr=2e-3 --seeds=1,2' in commands[-1]
-    assert list(evidence.markdown('tiny', evidence.ask()['tiny']))[-1] == '| good | 100 ±0<br>50 ±0<br>2 |'
+    assert list(evidence.grid_table('tiny'))[-1] == '| good | 100 ±0<br>50 ±0<br>2 |'
     evidence.run(0.02, 2)
     assert len((tmp_path / 'results/tiny.jsonl').read_text().splitlines()) == 4
 

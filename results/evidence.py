@@ -1,11 +1,11 @@
-"""The evidence behind the README: what is there, what is missing, and the tables and pictures that are made of it.
+"""The evidence behind the README: what is there, what is missing, and the tables and the picture that are made of it.
 
     python results/evidence.py                 what is there and what is missing
     python results/evidence.py run 30          run the next missing pieces for 30 minutes, the most valuable first; the same command goes on
-    python results/evidence.py readme          write the README's tables and figures anew from results/*.jsonl
+    python results/evidence.py readme          write the README's tables and its first figure anew from results/*.jsonl
 
-A piece is one call of train.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that make the tables ask
-for their runs by found(): what that does not find is what is missing.
+A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
+make the tables ask for their pieces by found() and probed(): what these do not find is what is missing.
 """
 import functools
 import itertools
@@ -28,7 +28,86 @@ import torch
 
 import train
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the plan: grids of rows, encodings or variants of one, and columns, tasks. In a column all have the same width, layers and steps. Where a column
+# gives no learning rate, each cell takes the one of RATES with which seed 0 does best on the trained lengths alone, and seeds 1 and 2 train at it.
+
+RATES = '1e-3', '2e-3', '4e-3'
+SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500 '
+TO_8 = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps={} --batch_size=32 --n_eval=64 --n_test=512'
+TO_16 = '--train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps={} --n_test={}'
+COLUMNS = {                                                       # family: flags, longer lengths that stand for twice the trained one
+    'indirect indexing': (SIZE + '--task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --eval_lengths=3-12 '
+                          '--max_steps=2500 --n_test=512', [12]),
+    'iterative': (SIZE + '--task=polynomial ' + TO_8.format(1500), [16]),
+    'algorithmic': (SIZE + '--task=string_reverse ' + TO_8.format(1500), [16]),
+    'SCAN': (SIZE + '--task=scan --train_lengths=1-22 --eval_lengths=1-48 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256', range(24, 49)),
+    'distance': (SIZE + '--task=distance:span=16 ' + TO_16.format(1000, 512), [32]),
+    'counting': (SIZE + '--task=trigger_count ' + TO_16.format(1000, 512), [32]),
+    'chorales': (SIZE + '--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 '
+                 '--max_steps=500 --batch_size=8 --n_eval=16', [256]),
+    'text': (SIZE + '--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
+}
+CROSS = {name: f'--pe={name}' for name in (
+    'rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope', 'learned', 'random', 'shifted_ape')}
+CROSS['mla'] = '--pe=rope --attention=mla'
+some = lambda *names: {name: CROSS[name] for name in names}
+
+
+def variants(start, *switches):
+    """{label: flags} of every combination of switches, each {label: flag}."""
+    chosen = [list(zip(*pairs)) for pairs in itertools.product(*(switch.items() for switch in switches))]
+    return {', '.join(labels): ' '.join([start, *flags]) for labels, flags in chosen}
+
+
+on_off = lambda what, flag, on=True, off=False: {what: f'{flag}={on}', f'no {what}': f'{flag}={off}'}
+VIPE = variants('--pe=vipe', on_off('log n', '--vipe_logn'), on_off('s', '--vipe_s', 'length', 'one'), on_off('u', '--vipe_u'),
+                on_off('value code', '--vipe_value'))
+POPE = variants('--pe=pope', on_off('softplus', '--pope_softplus'), {'d frequencies': '--pope_frequencies=all', 'd/2 frequencies': '--pope_frequencies=half'},
+                {'delta from 0': '--pope_delta=zero', 'delta from anywhere': '--pope_delta=uniform', 'no delta': '--pope_delta=none'})
+PRISM = variants('--pe=prism', on_off('sharpening', '--prism_sharpen'), on_off('reset', '--prism_reset'),
+                 {'superposition': '--prism_superpose=True', 'mean position': '--prism_superpose=False'},
+                 {'short problems first': '--length_schedule=[(0,4),(300,8)]', 'all lengths at once': '--length_schedule=[]'})
+
+
+def iterative(task, layers, heads=1):
+    return f'{SIZE}--task={task} {TO_8.format(2000)} --n_layer={layers} --n_head={heads} --lr=1e-3', [16]
+
+
+THREE = 'polynomial', 'copy', 'parity'
+OF_VIPE = {f'{task}, {layers} layers': iterative(task, layers) for task in (*THREE, 'count', 'reverse', 'mode', 'sort') for layers in (2, 3)}
+OF_VIPE |= {f'{task}, 4 layers, 2 heads': iterative(task, 4, 2) for task in THREE}
+OF_PRISM = {task: (f'configs/{task}_prism.py', [20]) for task in ('string_copy', 'string_reverse', 'odds_first', 'stack')}
+OF_PRISM |= {'dyn_str_cpy': ('configs/string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed', [20]), 'addition_cot': ('configs/addition_prism.py', [16])}
+OF_TOEPLITZ = {task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
+               for task in ('distance:span=16', 'trigger_count', 'distance_sum:span=16')}
+TOEPLITZ_ROWS = some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')
+VIPE_ROWS = some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')
+PAPER = {                                                         # the papers' own sizes: run, before all others, where there is a GPU
+    'paper_pope': (some('rope', 'pope'), {'indirect indexing': ('configs/indirect_indexing_pope.py configs/paper_pope.py --seeds=0-2', [])}),
+    'paper_vipe': (VIPE_ROWS, {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task}', [32]) for task in THREE}),
+    'paper_toeplitz': (TOEPLITZ_ROWS, {
+        'distance': ('configs/distance_rope.py configs/paper_toeplitz.py', [256]),
+        'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 --n_test=15000 --max_steps=10200', [256])}),
+    'paper_prism': ({'prism': 'configs/paper_prism.py', 'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'},
+                    {task: (f'configs/{task}_prism.py', [80]) for task in ('string_copy', 'string_reverse')}),
+}
+GRIDS = PAPER | {                                                 # name: (rows, columns), the most valuable first
+    'cross': (CROSS, COLUMNS),
+    'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
+    'vipe': (VIPE_ROWS, OF_VIPE),
+    'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
+    'prism': (some('prism', 'shifted_ape'), OF_PRISM),
+    'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
+    'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
+    'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is there: lines of results/, and the cells of the grids
+
 missing = []                                                      # argvs asked for and not found, in that order
+cells = {}                                                        # (grid, row, column): {trained, twice: a score for each seed; holds; lr; corpus}
 
 
 @functools.cache
@@ -57,6 +136,39 @@ def found(name, folder, flags):
     return run
 
 
+def piece(name, row, column):
+    """(folder, flags) of a cell; flags name the seeds where they name a learning rate."""
+    rows, columns = GRIDS[name]
+    flags = f'{columns[column][0]} {rows[row]}'
+    if ('--lr=' in flags or 'configs/' in flags) and '--seeds=' not in flags and name not in PAPER:
+        flags += ' --seeds=0-2'
+    return f'{train.slug(column)}/{train.slug(row)}', flags
+
+
+def made_of(name, row, column):
+    """The runs of a cell; None if one is missing."""
+    folder, flags = piece(name, row, column)
+    if '--lr=' in flags or 'configs/' in flags:
+        run = found(name, folder, flags)
+        return run and [run]
+    tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES}
+    if None in tried.values():
+        return None
+    rate = max(tried, key=lambda rate: score(by_seed(tried[rate])[0], tried[rate]['config']['train_lengths']))
+    more = found(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
+    return more and [tried[rate], more]
+
+
+def probed(probe, name, row, column):
+    """What `python probe.py PROBE` summarized of a cell's first seed; None, and an entry in `missing`, if that is not there (the run, if it is not in out/)."""
+    folder, flags = piece(name, row, column)
+    argv = ['probe.py', probe, f'out/{name}/{folder}']
+    line = lines('probes').get('python ' + shlex.join(argv))
+    if line is None and (name, row, column) in cells:
+        missing.append(argv if os.path.exists(os.path.join(ROOT, argv[2], 'ckpt.pt')) else train_argv(name, folder, flags))
+    return line and line['summary']
+
+
 def by_seed(*runs):
     """{seed: {length: scores}} of several runs of one configuration."""
     return {int(seed): {int(n): x for n, x in scores.items()} for run in runs for seed, scores in run['lengths'].items()}
@@ -69,254 +181,186 @@ def score(scores, lengths):
     return sum(x.get('n', 1) * (-x['loss'] if 'loss' in x else x['exact']) for x in chosen) / total if chosen else math.nan
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# grids: encodings, or variants of one, on families of tasks. In a column all have the same width, layers and steps; the learning rate is chosen for each
-# cell from RATES by what seed 0 gets on the trained lengths alone, and seeds 1 and 2 then train at it.
-
-RATES = '1e-3', '2e-3', '4e-3'
-SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500 '
-TO_8 = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps={} --batch_size=32 --n_eval=64 --n_test=512'
-TO_16 = '--train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps={} --n_test={}'
-COLUMNS = {                                                       # family: flags, longer lengths that stand for twice the trained one
-    'indirect indexing': (SIZE + '--task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512', [12]),
-    'iterative': (SIZE + '--task=polynomial ' + TO_8.format(1500), [16]),
-    'algorithmic': (SIZE + '--task=string_reverse ' + TO_8.format(1500), [16]),
-    'SCAN': (SIZE + '--task=scan --train_lengths=1-22 --eval_lengths=1-48 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256', range(24, 49)),
-    'distance': (SIZE + '--task=distance:span=16 ' + TO_16.format(1000, 512), [32]),
-    'counting': (SIZE + '--task=trigger_count ' + TO_16.format(1000, 512), [32]),
-    'chorales': (SIZE + '--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16', [256]),
-    'text': (SIZE + '--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
-}
-CROSS = {name: f'--pe={name}' for name in ('rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope',
-                                           'learned', 'random', 'shifted_ape')} | {'mla': '--pe=rope --attention=mla'}
-some = lambda *names: {name: CROSS[name] for name in names}
-
-
-def variants(start, **switches):
-    """{label: flags} of every combination of switches, each {label: flag}."""
-    return {', '.join(label for label, _ in chosen): ' '.join([start, *(flag for _, flag in chosen)]) for chosen in itertools.product(*(s.items() for s in switches.values()))}
-
-
-on_off = lambda what, flag, on='True', off='False': {what: f'{flag}={on}', f'no {what}': f'{flag}={off}'}
-VIPE = variants('--pe=vipe', logn=on_off('log n', '--vipe_logn'), s=on_off('s', '--vipe_s', 'length', 'one'), u=on_off('u', '--vipe_u'), value=on_off('value code', '--vipe_value'))
-POPE = variants('--pe=pope', softplus=on_off('softplus', '--pope_softplus'), frequencies={f'{n} frequencies': f'--pope_frequencies={key}' for n, key in (('d', 'all'), ('d/2', 'half'))},
-                delta={label: f'--pope_delta={key}' for label, key in (('delta from 0', 'zero'), ('delta from anywhere', 'uniform'), ('no delta', 'none'))})
-PRISM = variants('--pe=prism', sharpen=on_off('sharpening', '--prism_sharpen'), reset=on_off('reset', '--prism_reset'),
-                 superpose={'superposition': '--prism_superpose=True', 'mean position': '--prism_superpose=False'},
-                 warm={'short problems first': '--length_schedule=[(0,4),(300,8)]', 'all lengths at once': '--length_schedule=[]'})
-def iterative(task, layers, heads=1):
-    return f'{SIZE}--task={task} {TO_8.format(2000)} --n_layer={layers} --n_head={heads} --lr=1e-3', [16]
-
-
-THREE = 'polynomial', 'copy', 'parity'
-OF_VIPE = {f'{task}, {layers} layers': iterative(task, layers) for task in (*THREE, 'count', 'reverse', 'mode', 'sort') for layers in (2, 3)} | {
-    f'{task}, 4 layers, 2 heads': iterative(task, 4, 2) for task in THREE}
-OF_PRISM = {task: (f'configs/{name}', [20]) for task, name in (
-    ('string_copy', 'string_copy_prism.py'), ('string_reverse', 'string_reverse_prism.py'), ('odds_first', 'odds_first_prism.py'), ('stack', 'stack_prism.py'),
-    ('dyn_str_cpy', 'string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed'))} | {'addition_cot': ('configs/addition_prism.py', [16])}
-OF_TOEPLITZ = {task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
-               for task in ('distance:span=16', 'trigger_count', 'distance_sum:span=16')}
-GRIDS = {                                                         # name: rows, columns; where a column gives no learning rate it is chosen from RATES
-    'cross': (CROSS, COLUMNS),
-    'toeplitz': (some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
-    'vipe': (some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn'), OF_VIPE),
-    'vipe_seeds': (some('vipe'), {task: (iterative(task, 3)[0] + ' --seeds=0-7', [16]) for task in THREE}),
-    'prism': (some('prism', 'shifted_ape'), OF_PRISM),
-    'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
-    'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
-    'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
-}
-PAPER = {                                                         # the papers' own sizes: run, and before all others, only where there is a GPU
-    'paper_pope': (some('rope', 'pope'), {'indirect indexing': ('configs/indirect_indexing_pope.py configs/paper_pope.py --seeds=0-2', [])}),
-    'paper_vipe': (some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn'), {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task}', [32]) for task in THREE}),
-    'paper_toeplitz': (some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla'), {
-        'distance': ('configs/distance_rope.py configs/paper_toeplitz.py', [256]),
-        'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 --n_test=15000 --max_steps=10200', [256])}),
-    'paper_prism': ({'prism': 'configs/paper_prism.py', 'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'}, {
-        task: (f'configs/{task}_prism.py', [80]) for task in ('string_copy', 'string_reverse')}),
-}
-GRIDS = PAPER | GRIDS
-
-
-def cell(name, flags, folder):
-    """The runs of a cell, together of seeds 0 to 2 if it names no others, at its learning rate; None if one is missing."""
-    if '--lr=' in flags or 'configs/' in flags:
-        run = found(name, folder, flags if '--seeds=' in flags or name in PAPER else f'{flags} --seeds=0-2')
-        return run and [run]
-    tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES}
-    if None in tried.values():
-        return None
-    within = lambda run: score(by_seed(run)[0], run['config']['train_lengths'])
-    rate = max(tried, key=lambda rate: within(tried[rate]))
-    more = found(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
-    return more and [tried[rate], more]
-
-
-def holds(run, mean):
-    """The longest length up to which {length: scores} are at least 95 %; of a corpus, whose perplexity there is at most 1 / 0.95 of the trained one."""
-    longest = max(run['config']['train_lengths'])
+def holds(mean, longest):
+    """The longest length up to which {length: scores} are at least 95 %; of a corpus, perplexity at most 1 / 0.95 of that at the longest trained."""
     bar = -score(mean, [longest]) - math.log(0.95)
     good = list(itertools.takewhile(lambda n: mean[n]['loss'] <= bar if 'loss' in mean[n] else mean[n]['exact'] >= 0.95, sorted(mean)))
     return good[-1] if good else 0
 
 
-def grid(name):
-    """{(row, column): {trained, twice: a score for each seed; holds; lr; corpus}} of the finished cells."""
-    rows, columns = GRIDS[name]
-    table = {}
-    for (row, flags), column in itertools.product(rows.items(), columns):
-        given, twice = columns[column]
-        made = cell(name, f'{given} {flags}', f'{train.slug(column)}/{train.slug(row)}')
-        if made:
-            scores, config = by_seed(*made), made[0]['config']
-            over = lambda lengths: [score(run, lengths) for run in scores.values()]
-            table[row, column] = dict(trained=over(config['train_lengths']), twice=over(twice), holds=holds(made[0], train.mean_scores(scores)), lr=config['lr'],
-                                      corpus='loss' in scores[0][config['eval_lengths'][0]])
-    return table
+def cell(made, twice):
+    """An entry of `cells` from a cell's runs."""
+    config, scores = made[0]['config'], by_seed(*made)
+    trained, beyond = ([score(run, lengths) for run in scores.values()] for lengths in (config['train_lengths'], twice))
+    mean = train.mean_scores(scores)
+    return dict(trained=trained, twice=beyond, holds=holds(mean, max(config['train_lengths'])), lr=config['lr'], corpus='loss' in next(iter(mean.values())))
 
 
-def shown(scores, corpus):
-    """Mean and standard deviation over seeds: percent, or perplexity."""
-    values = [math.exp(-x) if corpus else 100 * x for x in scores]
-    return f'{statistics.mean(values):.{2 if corpus else 0}f} ±{statistics.stdev(values):.{2 if corpus else 0}f}'
+def ask():
+    """Fill `cells` with what is there and `missing` with what is not."""
+    runs.cache_clear()
+    lines.cache_clear()
+    missing.clear()
+    cells.clear()
+    for name, (rows, columns) in GRIDS.items():
+        for row, column in itertools.product(rows, columns):
+            made = made_of(name, row, column)
+            if made:
+                cells[name, row, column] = cell(made, columns[column][1])
+    list(claims())                                                # asks for probes
 
 
-def markdown(name, table):
-    """The lines of a grid's table: in each cell the trained lengths, twice the length, the longest length that holds."""
-    rows, columns = GRIDS[name]
-    columns = [column for column in columns if any(column == of for _, of in table)]
+# ---------------------------------------------------------------------------------------------------------------------
+# tables and the figure
+
+def spread(values, digits):
+    """Mean and standard deviation over seeds."""
+    return f'{statistics.mean(values):.{digits}f} ±{statistics.stdev(values):.{digits}f}'
+
+
+def shown(cell, what):
+    """Exact match in percent, or perplexity, of a cell, `what` trained or twice."""
+    return spread([math.exp(-x) for x in cell[what]], 2) if cell['corpus'] else spread([100 * x for x in cell[what]], 0)
+
+
+def grid_table(name):
+    """A grid as Markdown: in each cell the trained lengths, twice the length, the longest length that holds."""
+    rows, columns = ([x for x in axis if any(key[0] == name and x in key[1:] for key in cells)] for axis in GRIDS[name])
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
     for row in rows:
-        cells = [table.get((row, column)) for column in columns]
-        if any(cells):
-            text = [f'{shown(c["trained"], c["corpus"])}<br>{shown(c["twice"], c["corpus"])}<br>{c["holds"] or "none"}' if c else 'not run' for c in cells]
-            yield f'| {row} | ' + ' | '.join(text) + ' |'
+        found = [cells.get((name, row, column)) for column in columns]
+        yield f'| {row} | ' + ' | '.join(f'{shown(c, "trained")}<br>{shown(c, "twice")}<br>{c["holds"] or "none"}' if c else 'not run yet' for c in found) + ' |'
 
 
-def cross_figure(plt, table):
+def cross_figure(plt):
     """The cross table as colours: within the trained lengths on the left, at twice the length on the right."""
-    rows, columns = ([name for name in names if any(name in key for key in table)] for names in GRIDS['cross'])
-    fig, axes = plt.subplots(1, 2, figsize=(13, 1.5 + 0.3 * len(rows)), layout='constrained', sharey=True)
+    rows, columns = ([x for x in axis if any(key[0] == 'cross' and x in key[1:] for key in cells)] for axis in GRIDS['cross'])
+    fig, axes = plt.subplots(1, 2, figsize=(13, 1.8 + 0.32 * len(rows)), layout='constrained', sharey=True)
     for ax, what, title in zip(axes, ('trained', 'twice'), ('on the trained lengths', 'at twice the length')):
-        for j, column in enumerate(columns):
-            least = min(math.exp(-statistics.mean(c['trained'])) for (_, of), c in table.items() if of == column)
-            for i, row in enumerate(rows):
-                if (row, column) in table:
-                    c = table[row, column]
-                    value = statistics.mean(math.exp(-x) if c['corpus'] else x for x in c[what])
-                    shade = min(1, least / value) if c['corpus'] else value
-                    ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=plt.cm.viridis(shade)))
-                    ax.text(j, i, f'{value:.2f}' if c['corpus'] else f'{100 * value:.0f}', ha='center', va='center', color='white' if shade < 0.6 else 'black', fontsize=9)
+        for (j, column), (i, row) in itertools.product(enumerate(columns), enumerate(rows)):
+            if ('cross', row, column) in cells:
+                value, shade = colour(cells['cross', row, column], what, [c for key, c in cells.items() if key[0] == 'cross' and key[2] == column])
+                ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=plt.cm.viridis(shade)))
+                ax.text(j, i, value, ha='center', va='center', color='white' if shade < 0.6 else 'black', fontsize=9)
         ax.set(title=title, xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)), yticklabels=rows)
         ax.set_xticks(range(len(columns)), columns, rotation=20, ha='right')
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     bar = fig.colorbar(plt.cm.ScalarMappable(cmap='viridis'), ax=axes, shrink=0.8)
-    bar.set_label('exact match; chorales, text: the best trained\nperplexity of the column over this one')
+    bar.set_label('exact match; chorales, text: best trained\nperplexity of the column over this one')
     return fig
+
+
+def colour(cell, what, column):
+    """A cell's number and its place on the scale from 0 to 1: exact match, or the best trained perplexity of its column over its own."""
+    if not cell['corpus']:
+        return f'{100 * statistics.mean(cell[what]):.0f}', statistics.mean(cell[what])
+    perplexity = lambda c, what: statistics.mean(math.exp(-x) for x in c[what])
+    value = perplexity(cell, what)
+    return f'{value:.2f}', min(1, min(perplexity(c, 'trained') for c in column) / value)
+
+
+def perturb_table():
+    """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
+    line = lines('probes')['python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt']
+    paper = {'text': (37.39, 41.44, 42.34, 42.37), 'feature': (35.11, 41.15, 41.98, 42.33), 'position': (37.19, 42.44, 42.42, 42.74)}
+    right = {(row['kind'], row.get('gamma'), row.get('l_max')): f'{100 * row["token"]:.1f}' for row in line['rows']}
+    yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
+    yield '|---' * 6 + '|'
+    for kind, name in (('text', 'tokens change places'), ('feature', 'keys change places'), ('position', 'position indices')):
+        found = [f'{right[kind, gamma, 5]} ({there:.1f})' for gamma, there in zip((0.5, 0.1, 0.05, 0.01), paper[kind])]
+        yield f'| {name} | {" | ".join(found)} | {right["original", None, None]} (42.5) |'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the papers' claims beside what is found here
 
-def probed(probe, name, row, column):
-    """What `python probe.py PROBE` summarized of a cell's first seed; None, and an entry in `missing`, if that is not there (first the run, if it is not in out/)."""
-    rows, columns = GRIDS[name]
-    folder, flags = f'{train.slug(column)}/{train.slug(row)}', f'{columns[column][0]} {rows[row]} --seeds=0-2'
-    argv = ['probe.py', probe, f'out/{name}/{folder}']
-    line = lines('probes').get('python ' + shlex.join(argv))
-    if line is None and found(name, folder, flags):
-        missing.append(argv if os.path.exists(os.path.join(ROOT, argv[2], 'ckpt.pt')) else train_argv(name, folder, flags))
-    return line and line['summary']
+def column(name, of, what, rows=None):
+    """One score of every row of a column, as text: 'rope 8, nope 9'; None if a row is missing."""
+    found = {row: cells.get((name, row, of)) for row in rows or GRIDS[name][0]}
+    if None not in found.values():
+        return ', '.join(f'{row} {c["holds"] or "none" if what == "holds" else shown(c, what)}' for row, c in found.items())
 
 
-def claims(grids):
-    """The lines of the table of claims: where, what the paper says, its number, what is found here or that it is not run yet."""
-    def at(name, row, column, what='twice'):
-        c = grids[name].get((row, column))
-        return c and shown(c[what], c['corpus'])
+def columns(name, of, what):
+    """The same of several columns; None if one is missing."""
+    return listed({each: column(name, each, what) for each in of}, ': ')
 
-    def all_of(name, column, what, rows=None):
-        """`what` of every row of a column: 'rope 8, nope 9'."""
-        cells = {row: grids[name].get((row, column)) for row in rows or GRIDS[name][0]}
-        if None not in cells.values():
-            return ', '.join(f'{row} {c["holds"] or "none" if what == "holds" else shown(c[what], False)}' for row, c in cells.items())
 
-    def r2(row):
-        summary = probed('linear', 'vipe', row, 'polynomial, 3 layers')
-        return summary and ' / '.join(f'{value:.3f}' for value in summary.values())
+def listed(found, sign=' '):
+    """{name: text} as one text; None if one of them is."""
+    return None if None in found.values() else '; '.join(f'{name}{sign}{text}' for name, text in found.items())
 
-    def deposit(row, column='distance:span=16'):
-        summary = probed('heads', 'toeplitz', row, column)
-        return summary and f'{summary["largest"]} / {summary["second"]}'
 
-    def alone(name, lengths, as_text):
-        """as_text of score() over these lengths, for each run in results/NAME.jsonl."""
-        return ', '.join(f'{run["config"]["pe"]} {as_text(score(by_seed(run)[run["config"]["seeds"][0]], lengths))}' for run in runs(name))
+def r2(row):
+    """The four R2 of a linear probe."""
+    summary = probed('linear', 'vipe', row, 'polynomial, 3 layers')
+    return summary and ' / '.join(f'{value:.3f}' for value in summary.values())
 
-    both = lambda *texts: None if None in texts else '; '.join(texts)
-    on_stdlib = lambda probe, key: ', '.join(f'{pe} {lines("probes")[f"python probe.py {probe} out/stdlib/pe={pe}"]["summary"][key]:.2f}' for pe in ('rope', 'pope'))
-    holds_to = lambda *columns: both(*(f'{column}: {text}' if (text := all_of('vipe', column, 'holds')) else None for column in columns))
-    beyond = lambda *columns: both(*(f'{column}: {text}' if (text := all_of('prism', column, 'twice')) else None for column in columns))
+
+def deposit(row):
+    """What the two heads that matter most are worth, in points."""
+    summary = probed('heads', 'toeplitz', row, 'distance:span=16')
+    return summary and f'{summary["largest"]} / {summary["second"]}'
+
+
+def alone(name, lengths, text):
+    """text() of the score over these lengths, of each run in results/NAME.jsonl, one seed each."""
+    return ', '.join(f'{run["config"]["pe"]} {text(score(by_seed(run)[run["config"]["seeds"][0]], lengths))}' for run in runs(name))
+
+
+def of_stdlib(probe, key):
+    """A number of a probe of the library's RoPE and PoPE."""
+    return ', '.join(f'{pe} {lines("probes")[f"python probe.py {probe} out/stdlib/pe={pe}"]["summary"][key]:.2f}' for pe in ('rope', 'pope'))
+
+
+def claims():
+    """The table of claims as Markdown: where, what the paper says, its number, what is found here."""
+    perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.1f}'
+    indirect = column('cross', 'indirect indexing', 'trained', ('rope', 'pope'))
+    axes = [f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg') if key in run['summary']]
     table = [
-        ('ViPE Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length', 'trained to 16: ViPE holds to about 32', holds_to('polynomial, 2 layers', 'polynomial, 3 layers')),
-        ('ViPE Figure 12', 'copy, parity with one head: ViPE reaches furthest', '', holds_to('copy, 2 layers', 'copy, 3 layers', 'parity, 2 layers', 'parity, 3 layers')),
-        ('ViPE Figure 13', 'the same with more layers and heads', '', holds_to('polynomial, 4 layers, 2 heads', 'copy, 4 layers, 2 heads', 'parity, 4 layers, 2 heads')),
-        ('ViPE Figure 14', 'count, reverse, mode, sort', '', holds_to(*(f'{task}, {layers} layers' for task in ('count', 'reverse', 'mode', 'sort') for layers in (2, 3)))),
-        ('ViPE Figure 15', 'ViPE over 8 seeds', '', both(*(f'{task} {text}' if (text := at('vipe_seeds', 'vipe', task)) else None for task in THREE))),
-        ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, distance to EoI from layer 2, trained / longer lengths', 'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
-         both(*(f'{row} {text}' if (text := r2(row)) else None for row in ('nope', 'rope', 'ape')))),
-        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', 'reduced, one seed: ' + alone('scan', range(24, 49), lambda x: f'{100 * x:.1f}')),
-        ('PRISM Figures 2, 3, 5-8, 10', 'exact far beyond the trained lengths, the baseline not; here trained to 10, at 20', '', beyond(*(task for task in OF_PRISM if task != 'addition_cot'))),
-        ('PRISM Figure 1', 'addition beyond; here trained to 8, at 16', '', beyond('addition_cot')),
-        ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91', all_of('paper_pope', 'indirect indexing', 'trained') or
-         (text := all_of('cross', 'indirect indexing', 'trained', ('rope', 'pope'))) and f'reduced: {text}'),
-        ('PoPE Table 2', 'JSB chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889', 'reduced, one seed: ' + alone('jsb', [512], lambda x: f'{-x:.3f}') + ' (its phases from anywhere, then from 0)'),
-        ('PoPE Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', '', 'on the library, one seed, within and at 10 times: ' + both(
-            alone('stdlib', [128], lambda x: f'{math.exp(-x):.2f}'), alone('stdlib', [1280], lambda x: f'{math.exp(-x):.2f}'))),
-        ('PoPE Figures 3-6', 'RoPE uses few frequencies, PoPE the fast ones too', '', f'on the library: share of frequencies used {on_stdlib("frequency", "used")}; of the norm in the fast half {on_stdlib("frequency", "fast")}'),
-        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library: mean shift in tokens {on_stdlib("tuning", "shift")}'),
-        ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE', 'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: 69.4, 97.4, 77.7',
-         both(*(f'{task.partition(":")[0]}: {text}' if (text := all_of('toeplitz', task, 'trained')) else None for task in OF_TOEPLITZ if 'sum' not in task))),
-        ('Toeplitz Figures 4, 7, 9-12', 'without one head of layer 1 RoPE falls by 60 points, without any other not; MLA, NoPE, others have no such head', 'RoPE 60 / 0',
-         both(*(f'{row} {text}' if (text := deposit(row)) else None for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')))),
-        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', '', all_of('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if 'rope' in row and '+' not in row])),
-        ('Toeplitz appendix E', 'the sum of two distances: no RoPE goes beyond its length', '', all_of('toeplitz', 'distance_sum:span=16', 'twice')),
-        ('LLM position generalization, Figures 2 and 3, eq. 15', 'logits are a sum of axes', '0.865, 0.947, 0.959', 'SmolLM2-135M: ' + ', '.join(
-            f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg') if key in run['summary'])),
+        ('ViPE Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length', 'trained to 16: ViPE holds to about 32',
+         columns('vipe', ['polynomial, 2 layers', 'polynomial, 3 layers'], 'holds')),
+        ('ViPE Figure 12', 'copy, parity with one head', '', columns('vipe', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)], 'holds')),
+        ('ViPE Figure 13', 'more layers and heads', '', columns('vipe', [f'{task}, 4 layers, 2 heads' for task in THREE], 'holds')),
+        ('ViPE Figure 14', 'count, reverse, mode, sort', '',
+         columns('vipe', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)], 'holds')),
+        ('ViPE Figure 15', 'ViPE over 8 seeds, at twice the length', '', columns('vipe_seeds', THREE, 'twice')),
+        ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths, and of distance to EoI from layer 2',
+         'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
+         listed({row: r2(row) for row in ('nope', 'rope', 'ape')})),
+        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), percent)}'),
+        ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'trained to 10 or 40',
+         columns('prism', [task for task in OF_PRISM if task != 'addition_cot'], 'twice')),
+        ('PRISM Figure 1', 'addition beyond', 'trained to 10', column('prism', 'addition_cot', 'twice')),
+        ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91',
+         column('paper_pope', 'indirect indexing', 'trained') or indirect and f'reduced: {indirect}'),
+        ('PoPE Table 2', 'chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889',
+         f'reduced, one seed: {alone("jsb", [512], lambda x: f"{-x:.3f}")} (its phases from anywhere, then from 0)'),
+        ('PoPE Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', '',
+         f'on the library, one seed: within {alone("stdlib", [128], perplexity)}; at 10 times {alone("stdlib", [1280], perplexity)}'),
+        ('PoPE Figures 3-6', 'RoPE uses few frequencies, PoPE the fast ones too', '',
+         f'on the library: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast")}'),
+        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}'),
+        ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE',
+         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', columns('toeplitz', ['distance:span=16', 'trigger_count'], 'trained')),
+        ('Toeplitz Figures 4, 7, 9-12', 'points lost without the head that matters most / the next: one head of RoPE has it all', 'RoPE about 60 / 0',
+         listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')})),
+        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', '',
+         column('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if row.startswith('rope')])),
+        ('Toeplitz appendix E', 'the sum of two distances: no RoPE goes beyond its length', '', column('toeplitz', 'distance_sum:span=16', 'twice')),
+        ('LLM position generalization', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959', f'SmolLM2: {", ".join(axes)}'),
     ]
     yield '| where | claim | there | here |'
     yield '|---|---|---|---|'
-    for row in table:
-        yield '| ' + ' | '.join(text or 'not run yet' if i == 3 else text for i, text in enumerate(row)) + ' |'
-
-
-def perturb_table():
-    """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
-    line = lines('probes').get('python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt')
-    if line:                                                      # (its share 0.001 is less than a token here)
-        paper = {'text': (37.39, 41.44, 42.34, 42.37), 'feature': (35.11, 41.15, 41.98, 42.33), 'position': (37.19, 42.44, 42.42, 42.74)}
-        right = {(row['kind'], row.get('gamma'), row.get('l_max')): f'{100 * row["token"]:.1f}' for row in line['rows']}
-        yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
-        yield '|---' * 6 + '|'
-        for kind, name in (('text', 'tokens change places'), ('feature', 'keys change places'), ('position', 'position indices')):
-            cells = [f'{right[kind, gamma, 5]} ({there:.1f})' for gamma, there in zip((0.5, 0.1, 0.05, 0.01), paper[kind])]
-            yield f'| {name} | {" | ".join(cells)} | {right["original", None, None]} (42.5) |'
+    for where, claim, there, here in table:
+        yield f'| {where} | {claim} | {there} | {here or "not run yet"} |'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the three commands
-
-def ask():
-    """Make every grid, as far as its runs are there: {name: {(row, column): cell}}; fills `missing`."""
-    runs.cache_clear()
-    lines.cache_clear()
-    missing.clear()
-    grids = {name: grid(name) for name in GRIDS}
-    list(claims(grids))                                           # the probes that it wants
-    return grids
-
 
 def run(minutes, jobs):
     """Run missing pieces, `jobs` at a time, until the minutes are over; what is cut off goes on from its checkpoint next time."""
@@ -338,8 +382,8 @@ def run(minutes, jobs):
         for argv in waiting[:jobs - len(running)]:
             print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; next {out_dir(argv)}', flush=True)
             resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
-            process = subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            running.append((process, argv))
+            running.append((subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL,
+                                             stderr=subprocess.PIPE), argv))
         while time.time() < deadline and all(process.poll() is None for process, _ in running):
             time.sleep(0.2)
     for process, _ in running:
@@ -357,16 +401,18 @@ def out_dir(argv):
 def write_probe(argv):
     """Append a line about a probe that has just been made."""
     with open(os.path.join(ROOT, out_dir(argv), f'probe_{argv[1]}.json')) as f:
-        made = dict(probe=argv[1], command='python ' + shlex.join(argv), summary=json.load(f)['summary'])
+        summary = json.load(f)['summary']
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f'{platform.machine()} CPU'
-    train.append(os.path.join(ROOT, 'results/probes.jsonl'), json.dumps(made | dict(torch=torch.__version__, python=platform.python_version(), hardware=hardware)) + '\n')
+    line = dict(probe=argv[1], command='python ' + shlex.join(argv), summary=summary, torch=torch.__version__, python=platform.python_version(), hardware=hardware)
+    train.append(os.path.join(ROOT, 'results/probes.jsonl'), json.dumps(line) + '\n')
 
 
-def readme(grids):
+def readme():
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    for name, table in [(name, markdown(name, table)) for name, table in grids.items() if table] + [('perturb', perturb_table()), ('claims', claims(grids))]:
+    tables = {name: grid_table(name) for name in GRIDS if any(key[0] == name for key in cells)}
+    for name, table in (tables | dict(perturb=perturb_table(), claims=claims())).items():
         before, mark, rest = text.partition(f'<!-- {name} -->\n')
         _, end, after = rest.partition(f'<!-- end of {name} -->\n')
         assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
@@ -376,21 +422,21 @@ def readme(grids):
 
 def main(argv):
     """The program; returns the exit status."""
-    if argv[:1] == ['run'] and re.fullmatch(r'[\d.]+( [1-9]\d*)?', ' '.join(argv[1:])):
+    if argv[:1] == ['run'] and re.fullmatch(r'\d+(\.\d+)?( [1-9]\d*)?', ' '.join(argv[1:])):
         return run(float(argv[1]), int(argv[2]) if len(argv) == 3 else 4 if torch.cuda.is_available() else os.cpu_count())
     if argv not in ([], ['readme']):
         print('evidence.py: write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`, or nothing to see what is there', file=sys.stderr)
         return 2
-    grids = ask()
+    ask()
     if argv:
-        train.write(os.path.join(ROOT, 'README.md'), readme(grids))
+        train.write(os.path.join(ROOT, 'README.md'), readme())
         import matplotlib
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt
-        cross_figure(plt, grids['cross']).savefig(os.path.join(ROOT, 'assets/cross.png'), dpi=110)
+        cross_figure(plt).savefig(os.path.join(ROOT, 'assets/cross.png'), dpi=110)
         return 0
-    for name, table in grids.items():
-        print(f'{name:16}{len(table):4} of {math.prod(map(len, GRIDS[name]))} cells')
+    for name, (rows, columns) in GRIDS.items():
+        print(f'{name:16}{sum(key[0] == name for key in cells):4} of {len(rows) * len(columns)} cells')
     print(f'\n{len(missing)} or more pieces to run, the first: python {shlex.join(missing[0])}' if missing else '\nnothing is missing')
 
 
