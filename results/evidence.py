@@ -258,7 +258,7 @@ def colour(cell, what, column):
         return f'{100 * statistics.mean(cell[what]):.0f}', statistics.mean(cell[what])
     perplexity = lambda c, what: statistics.mean(math.exp(-x) for x in c[what])
     value = perplexity(cell, what)
-    return f'{value:.2f}', min(1, min(perplexity(c, 'trained') for c in column) / value)
+    return f'{value:.2f}', min(1.0, min(perplexity(c, 'trained') for c in column) / value)
 
 
 def perturb_table():
