@@ -7,6 +7,7 @@
 A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
 make the tables ask for their pieces by found() and probed(): what these do not find is what is missing.
 """
+import contextlib
 import functools
 import itertools
 import json
@@ -363,34 +364,40 @@ def claims():
 # the three commands
 
 def run(minutes, jobs):
-    """Run missing pieces, `jobs` at a time, until the minutes are over; what is cut off goes on from its checkpoint next time."""
-    deadline, running, failed, done = time.time() + 60 * minutes, [], [], 0
-    env = os.environ | ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))})
-    while True:
-        for process, argv in [pair for pair in running if pair[0].poll() is not None]:
-            running.remove((process, argv))
-            done += process.returncode == 0
-            if process.returncode:
-                failed.append(argv)
-                print(f'failed: python {shlex.join(argv)}\n{process.stderr.read().strip()}')
-            elif argv[0] == 'probe.py':
-                write_probe(argv)
-        ask()
-        waiting = [argv for argv in missing if argv not in failed and argv not in [argv for _, argv in running]]
-        if time.time() > deadline or not (waiting or running):
-            break
-        for argv in waiting[:jobs - len(running)]:
-            print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; next {out_dir(argv)}', flush=True)
-            resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
-            running.append((subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL,
-                                             stderr=subprocess.PIPE), argv))
-        while time.time() < deadline and all(process.poll() is None for process, _ in running):
-            time.sleep(0.2)
-    for process, _ in running:
+    """Run missing pieces, `jobs` at a time, until the minutes are over or Ctrl-C; what is cut off goes on from its checkpoint next time."""
+    deadline, running, failed, done = time.time() + 60 * minutes, {}, [], 0             # running: process -> argv
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            for process in [process for process in running if process.poll() is not None]:
+                argv = running.pop(process)
+                done += process.returncode == 0
+                if process.returncode:
+                    failed.append(argv)
+                    print(f'failed: python {shlex.join(argv)}\n{process.stderr.read().strip()}')
+                elif argv[0] == 'probe.py':
+                    write_probe(argv)
+            ask()
+            waiting = [argv for argv in missing if argv not in failed and argv not in running.values()]
+            if time.time() > deadline or not (waiting or running):
+                break
+            for argv in waiting[:jobs - len(running)]:
+                print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; next {out_dir(argv)}', flush=True)
+                running[start(argv, jobs)] = argv
+            while time.time() < deadline and all(process.poll() is None for process in running):
+                time.sleep(0.2)
+    for process in running:
         process.send_signal(signal.SIGTERM)
-    for process, _ in running:
+    for process in running:
         process.communicate()
     print(f'{done} done, {len(failed)} failed, {len(missing)} or more to run')
+
+
+def start(argv, jobs):
+    """A process for a piece; one of `jobs`, which share the CPU's cores."""
+    env = os.environ | ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))})
+    resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
+    return subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def out_dir(argv):
