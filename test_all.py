@@ -2126,6 +2126,7 @@ line = dict(command='python ' + ' '.join(sys.argv), config=dict(train_lengths=[1
     seed: {n: dict(exact=1 - abs(rate - 2e-3) * 100 * (n < 3) - 0.5 * (n > 3), n=4) for n in (1, 2, 4)} for seed in seeds})
 open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
 ''')
+    monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)                     # this process' own signals stay
     monkeypatch.setattr(evidence, 'ROOT', str(tmp_path))
     monkeypatch.setattr(evidence, 'GRIDS', {'tiny': (dict(good='--pe=rope', bad='--pe=bad'), dict(short=('--task=parity', [4])))})
     monkeypatch.setattr(evidence, 'claims', lambda: ())

@@ -386,6 +386,7 @@ def run(minutes, jobs):
                 running[start(argv, jobs)] = argv
             while time.time() < deadline and all(process.poll() is None for process in running):
                 time.sleep(0.2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                                        # they save now
     for process in running:
         process.send_signal(signal.SIGTERM)
     for process in running:
@@ -397,7 +398,8 @@ def start(argv, jobs):
     """A process for a piece; one of `jobs`, which share the CPU's cores."""
     env = os.environ | ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))})
     resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
-    return subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                            start_new_session=True)                                    # a Ctrl-C is for this program
 
 
 def out_dir(argv):
