@@ -104,6 +104,16 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
 }
 
+TITLES = {
+    'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
+    'paper_toeplitz': "The Toeplitz study's tasks at its size:", 'toeplitz': "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens:",
+    'vipe': "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3:", 'vipe_seeds': 'ViPE, 3 layers, seeds 0 to 7:',
+    'prism': "PRISM's tasks, as in `configs/` (trained to 10 digits, addition to 8):",
+    'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE):',
+    'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias:",
+    'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first:",
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what is there: lines of results/, and the cells of the grids
 
@@ -227,6 +237,8 @@ def shown(cell, what):
 def grid_table(name):
     """A grid as Markdown: in each cell the trained lengths, twice the length, the longest length that holds."""
     rows, columns = ([x for x in axis if any(key[0] == name and x in key[1:] for key in cells)] for axis in GRIDS[name])
+    if name in TITLES:
+        yield TITLES[name] + '\n'
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
     for row in rows:
