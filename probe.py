@@ -309,7 +309,7 @@ def iteration_head(name):
     Layer 1 measures distances to the anchors: every token attends to EoI, those that cannot see it and EoI itself to BoS, and ViPE's value
     channel (eq. 8) hands over the distance D, so D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized
     vector (D, c) has its largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up. Neighbouring distances differ by
-    1e-7 in that product: float64. cfg calls lengths to 16 trained, as the paper's are.
+    1e-7 in that product: float64. The second head of each layer is zero. cfg calls lengths to 16 trained, as the paper's are.
     """
     rules = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2, 'polynomial': lambda s, x: (s * x + 1) % 5}
     if name not in rules:
@@ -318,8 +318,9 @@ def iteration_head(name):
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
     table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]  # (state, input, next state)
     table += [(s + 4, x + 4, rules[name](s, x) + 4) for s in symbols for x in symbols]
-    one, dist, read, write, C = V, V + 1, V + 2, 2 * V + 2, 3 * V + 2  # the residual stream: token, 1, D, token read, next token
-    cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=1, n_layer=2,
+    one, dist, read, write = V, V + 1, V + 2, 2 * V + 2             # the residual stream: token, 1, D, token read, next token
+    C = 3 * V + 2 + V % 2                                           # even, for two heads
+    cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C, n_head=2, n_layer=2,
                        d_ff=len(table), norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
     model, tokens, unit = Transformer(cfg).double().eval(), torch.arange(V), 1e-3       # D is kept in thousands
     with torch.no_grad():
@@ -330,13 +331,13 @@ def iteration_head(name):
         q, k, v = anchor.attn.qkv.weight.view(3, C, C)                                  # each (to, from)
         q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3                                # to BoS; rather to EoI, except from EoI
         k[0, BoS], k[1, EoI] = 1.0, 1.0
-        anchor.attn.pe.W_p.fill_(unit)
-        anchor.attn.proj.weight[dist, C] = 1.0                                          # D from the channel behind the values
+        anchor.attn.pe.W_p[0] = unit
+        anchor.attn.proj.weight[dist, C // 2] = 1.0                                     # D from the channel behind the values
         q, k, v = match.attn.qkv.weight.view(3, C, C)
         q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0                              # <(D_2 + 1, c), (D_1, c)>: c^2 = 2, for token and
         q[1, one], k[1, one] = 2.0, 1.0                                                 # constant add 1 each to the length of the vector
         q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0                             # EoI asks for the smallest D but BoS's: for x_1
-        q *= 1e9 * C ** 0.5
+        q *= 1e9 * (C // 2) ** 0.5
         v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
         for i, (s, x, new) in enumerate(table):                                         # unit i: how strongly x was read, if the token is s
             match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3], dtype=torch.float64)
@@ -382,7 +383,7 @@ def attention(model, task, cfg, length=0, n=16):
     for L, (tokens, targets) in problems(task, sorted({trained, length}), n).items():
         tokens, targets = fewer(cfg, tokens, targets)
         maps, asked = attention_maps(model, tokens), targets != -100
-        shown[L] = tokens[0][tokens[0] != 0], [weights[0] for weights in maps]
+        shown[L] = tokens[0][tokens[0] != 0], [weights[0, :1 if made(cfg) == BY_HAND else None] for weights in maps]
         for layer, weights in enumerate(maps, 1):
             means = means_of(weights, tokens, asked, task)
             if cfg.task.partition(':')[0] in ITERATIVE:
@@ -924,8 +925,8 @@ def heads(model, task, cfg, length=0, n=512):
     length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match
     without that head, in points (where it is 0 anyway: of the tokens right; of a corpus: rise of the loss, in nats); `share`: of the
     largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`, the number of heads that carry it: share near 1 with a
-    large drop is the single-head deposit. Drops below 0 count as 0 there; where none is above 0, they are empty. Summary: the same over all
-    heads.
+    large drop is the single-head deposit (by_hand: it is each layer's first head). Drops below 0 count as 0 there; where none is above 0,
+    they are empty. Summary: the same over all heads.
     """
     L, H = len(model.blocks), model.blocks[0].attn.heads
     if H == 1:
@@ -1131,7 +1132,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
                for name in dict.fromkeys(key for f in found for key in f)}
     chance = (T - 1) / (T * (T + 1) / 2 - 1)
     summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4),
-                   **{name: round(value.mean().item(), 4) for name, value in columns.items()},
+                   **{name: number(value.nanmean()) for name, value in columns.items()},
                    **{f'error of {name}': error for name, error in errors.items()})
     words = [task.vocab[t] for t in tokens[0].tolist()]
     title = f'{titled(cfg)}, length {length}'
@@ -1143,9 +1144,9 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     """
     share = columns['toeplitz']
     L, H = share.shape
-    layer, head = divmod(share.argmax().item(), H)
+    layer, head = divmod(share.nan_to_num(-1).argmax().item(), H)
     few = L * H <= 24
-    bars = {name: (value if few else value.mean(dim=1)).flatten().numpy() for name, value in columns.items()}
+    bars = {name: (value if few else value.nanmean(dim=1)).flatten().numpy() for name, value in columns.items()}
     names = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)] if few else [str(x + 1) for x in range(L)]
     at = range(len(names))
     fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
@@ -1153,7 +1154,7 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="of each problem")
     ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color=COLOURS[5], label='one for all')
     ax.axhline(chance, color='black', lw=1, ls=':', label='white noise')
-    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, bars['shared'].min()), 1.02))
+    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, np.nanmin(bars['shared'])), 1.02))
     below = dict(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.15))
     ax.legend(**below, ncols=3)
     terms, what = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}, 'terms of eq. 1'
@@ -1332,11 +1333,10 @@ def spectrum(model, task, cfg, length=0, n=8):
         ends = {'symbol from': f.min(), 'symbol to': f.max(), 'eigenvalues from': e[0], 'eigenvalues to': e[-1]}
         return {'of': name} | {key: round(x.item(), 4) for key, x in ends.items()} | more
     rows = [r for name in chosen for r in (row(f'content {name}', pairs[name][0]),
-                                           row(f'logits {name}', pairs[name][1], ratio=round(ratio[name], 4)))]
+                                           row(f'logits {name}', pairs[name][1], ratio=number(ratio[name])))]
     rows += [row(name, a) for name, a in factors.items() if name[2:] in chosen or name[0] != 'B'] + spectral_claims()
-    values = torch.tensor(list(ratio.values()))
-    summary = dict(length=length, n=len(tokens), tokens=T, ratio=round(values.mean().item(), 4),
-                   narrower=round((values < 1).double().mean().item(), 4))
+    values = torch.tensor([x for x in ratio.values() if x == x])
+    summary = dict(length=length, n=len(tokens), tokens=T, ratio=number(values.mean()), narrower=number((values < 1).double().mean()))
     widest = max(pairs, key=lambda name: widths(pairs[name][1]))
     return rows, summary, lambda plt: spectrum_figure(plt, pairs[widest], f'head {widest}, {titled(cfg)}, length {length}')
 
