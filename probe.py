@@ -84,10 +84,21 @@ def trained_to(cfg, length):
     return f'runs are trained to {length}' if made(cfg) == BY_HAND else f'trained to {length}'
 
 
-def label_tokens(axis, labels):
-    """Write the tokens along a matplotlib axis, or only numbers where they would run into each other."""
-    if len(labels) <= 48:
-        axis.set_ticks(range(len(labels)), labels, fontsize=6)
+def label_tokens(axis, words, inches):
+    """Write the tokens along an axis so many inches long; only BoS, EoI, EoS and a few positions where they would run into each other."""
+    if len(words) <= 10 * inches:
+        axis.set_tick_params(labelrotation=90 if axis.axis_name == 'x' and max(map(len, words)) > 1 else 0)
+        return axis.set_ticks(range(len(words)), words, fontsize=6)
+    marks = {i: word for i, word in enumerate(words) if word in ('BoS', 'EoI', 'EoS')}
+    apart = max(1, len(words) // 8)
+    marks |= {i: str(i) for i in range(0, len(words), apart) if all(abs(i - j) > 0.75 * apart for j in marks)}
+    axis.set_ticks(list(marks), marks.values(), fontsize=6)
+
+
+def map_labels(T, inches):
+    """What stands along the axes of a map of T tokens that label_tokens has written."""
+    what = 'token' if T <= 10 * inches else 'token, or number of its position'
+    return dict(xlabel=f'key ({what})', ylabel=f'query ({what})')
 
 
 def problems(task, lengths, n, split='test'):
@@ -266,7 +277,7 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
                               interpolation='nearest')
             ax.set_title(f'P({title}), {when}')
             ax.set_yticks(range(len(names)) if len(names) <= 32 else [], names if len(names) <= 32 else [], fontsize=6)
-            label_tokens(ax.xaxis, words(short[0]))
+            label_tokens(ax.xaxis, words(short[0]), 4)
         axes[row][0].set_ylabel('cursor: query or key, layer.head.number')
         fig.colorbar(image, cax=axes[row][3], label='probability')
     for ax, net, row, title in zip(axes[2], (before, model, model), (short[:1], short[:1], tokens[:1]),
@@ -278,7 +289,7 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
         for of, style, colour in (('query', '-', QUERY), ('key', '--', KEY)):
             ax.plot([], style, color=colour, label=f'{of} cursors' + (' (stronger: weigh more)' if net is model else ''))
         ax.set(title=f'mode of each histogram, {title}', xlabel='token')
-        label_tokens(ax.xaxis, words(row[0]))
+        label_tokens(ax.xaxis, words(row[0]), 4)
         ax.legend(fontsize=8)
     axes[2][0].set(ylabel='offset', ylim=[f(ends) for f, ends in zip((min, max), zip(axes[2][0].get_ylim(), axes[2][1].get_ylim()))])
     axes[2][3].axis('off')
@@ -289,9 +300,9 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
     for ax, row, n in zip(axes[3][1:], (short[:1], tokens[:1]), (trained, length)):
         weights = attention_maps(model, row)[strongest['layer'] - 1][0, strongest['head'] - 1]
         image = ax.imshow(weights.numpy(), vmin=0, vmax=1, aspect='auto', cmap='viridis', interpolation='nearest')
-        ax.set(title=f'attention of head {at}, length {n}', xlabel='key', ylabel='query')
-        label_tokens(ax.xaxis, words(row[0]))
-        label_tokens(ax.yaxis, words(row[0]))
+        ax.set(title=f'attention of head {at}, length {n}', **map_labels(row.shape[1], 4))
+        label_tokens(ax.xaxis, words(row[0]), 4)
+        label_tokens(ax.yaxis, words(row[0]), 4)
     fig.colorbar(image, cax=axes[3][3], label='probability, attention weight')
     fig.suptitle(f'{titled(cfg)}: exact match {100 * exact:.0f} % at length {length}, trained to {trained}')
     return fig
@@ -370,30 +381,35 @@ def masses(maps, queries, keys):
     return by_head(weights[:, :, queries, keys] for weights in maps)
 
 
-def attention(model, task, cfg, length=0, n=16):
+def attention(model, task, cfg, length=0, n=16, layer=0, head=0):
     """Where does every head look, at the trained length and at a longer one (vipe.txt Figures 1, 2, 6-8, 10, 11)?
 
     length: the longer one, 0: 2.5 times the trained one (the paper's 39 after 16), at most the longest of eval_lengths; n: problems
     averaged over. Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI
     and these to the one input that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary:
-    the best head's. Figure: one problem.
+    the best head's. Figure: one problem; layer, head: only this one, in maps large enough for 100 tokens by name where both are given, 0:
+    every one (by_hand: the first head of each layer, the second is zero).
     """
     trained = max(cfg.train_lengths)
     length, rows, shown = length or min(max(cfg.eval_lengths), 5 * trained // 2), [], {}
+    if layer > cfg.n_layer or head > cfg.heads:
+        raise train.UserError(f'attention: layer is from 1 to {cfg.n_layer}, head from 1 to {cfg.heads}; 0 for every one')
+    layers = [layer] if layer else range(1, cfg.n_layer + 1)
+    heads = [head] if head else range(1, 1 + (1 if made(cfg) == BY_HAND else cfg.heads))
     for L, (tokens, targets) in problems(task, sorted({trained, length}), n).items():
         tokens, targets = fewer(cfg, tokens, targets)
         maps, asked = attention_maps(model, tokens), targets != -100
-        shown[L] = tokens[0][tokens[0] != 0], [weights[0, :1 if made(cfg) == BY_HAND else None] for weights in maps]
-        for layer, weights in enumerate(maps, 1):
+        shown[L] = tokens[0][tokens[0] != 0], {(i, h): maps[i - 1][0, h - 1] for i in layers for h in heads}
+        for i, weights in enumerate(maps, 1):
             means = means_of(weights, tokens, asked, task)
             if cfg.task.partition(':')[0] in ITERATIVE:
                 means['s_to_x_t'] = masses([weights], *ladder(cfg, L)).mean(dim=(1, 2))
-            rows += [dict(length=L, layer=layer, head=h + 1, **{name: round(mean[h].item(), 3) for name, mean in means.items()})
+            rows += [dict(length=L, layer=i, head=h + 1, **{name: round(mean[h].item(), 3) for name, mean in means.items()})
                      for h in range(weights.shape[1])]
     summary = dict(trained=trained, length=length, n=len(tokens))
     for name in [name for name in rows[0] if name in ('x_to_BoS', 's_to_EoI', 's_to_x_t', 'largest')]:
         summary |= {f'{name}, length {L}': max(row[name] for row in rows if row['length'] == L) for L in shown}
-    return rows, summary, lambda plt: attention_figure(plt, shown, task, f'{titled(cfg)}, {trained_to(cfg, trained)}')
+    return rows, summary, lambda plt: attention_figure(plt, shown, len(layers), len(heads), task, cfg)
 
 
 def means_of(weights, tokens, asked, task):
@@ -406,39 +422,31 @@ def means_of(weights, tokens, asked, task):
     return means | dict(largest=of(weights.amax(dim=-1), asked), entropy=of(torch.special.entr(weights).sum(dim=-1), asked))
 
 
-def attention_figure(plt, shown, task, title):
+def attention_figure(plt, shown, rows, H, task, cfg):
     """The figure of `attention`: a map for every layer (row), head and length (columns)."""
-    first = next(iter(shown.values()))[1]
-    H, size = first[0].shape[0], 4 if len(first) * len(first[0]) < 5 else 2.4
-    rows, columns = len(first), H * len(shown)
+    longest = max(len(tokens) for tokens, _ in shown.values())
+    size = min(10, max(4, longest / 10)) if rows * H == 1 else 4 if rows * H < 5 else 2.4
+    columns, marked = H * len(shown), longest > cfg.train_len
     fig, axes = plt.subplots(rows, columns, figsize=(size * columns + 0.8, size * rows + 0.4), squeeze=False, layout='constrained')
     for n, (length, (tokens, maps)) in enumerate(shown.items()):
         words, T = [task.vocab[i] for i in tokens.tolist()], len(tokens)
-        for layer, weights in enumerate(maps):
-            for head in range(H):
-                ax = axes[layer][n * H + head]
-                pixels = F.adaptive_max_pool2d(weights[None, head, :T, :T], min(T, 300))[0]            # no line of a large map is lost
-                image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest',
-                                  extent=(-0.5, T - 0.5, T - 0.5, -0.5))
-                ax.set_title(f'head {layer + 1}.{head + 1}, length {length}', fontsize=9)
-                for axis in (ax.xaxis, ax.yaxis):
-                    label_sequence(axis, words, size)
-    fig.supxlabel('key', fontsize=9)
-    fig.supylabel('query', fontsize=9)
+        for i, ((layer, head), weights) in enumerate(maps.items()):
+            ax = axes[i // H][n * H + i % H]
+            pixels = F.adaptive_max_pool2d(weights[None, :T, :T], min(T, 300))[0]                      # no line of a large map is lost
+            image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest', extent=(-0.5, T - 0.5, T - 0.5, -0.5))
+            ax.set_title(f'head {layer}.{head}, length {length}', fontsize=9)
+            if T > cfg.train_len:
+                ax.axvline(cfg.train_len - 0.5, color='crimson', lw=0.8)
+                ax.axhline(cfg.train_len - 0.5, color='crimson', lw=0.8)
+            for axis in (ax.xaxis, ax.yaxis):
+                label_tokens(axis, words, size)
+    along = map_labels(longest, size)
+    fig.supxlabel(along['xlabel'], fontsize=9)
+    fig.supylabel(along['ylabel'], fontsize=9)
     fig.colorbar(image, ax=axes, label='attention weight', shrink=0.6)
-    fig.suptitle(title)
+    trained = trained_to(cfg, max(cfg.train_lengths)) + f' ({cfg.train_len} tokens: red lines)' * marked
+    fig.suptitle(f'{titled(cfg)}, {trained}')
     return fig
-
-
-def label_sequence(axis, words, inches):
-    """Write the tokens along an axis so many inches long; only BoS, EoI, EoS and a few numbers where they would run into each other."""
-    axis.set_tick_params(labelrotation=90 if axis.axis_name == 'x' and len(words) <= 10 * inches else 0)
-    if len(words) <= 10 * inches:
-        return axis.set_ticks(range(len(words)), words, fontsize=6)
-    marks = {i: word for i, word in enumerate(words) if word in ('BoS', 'EoI', 'EoS')}
-    apart = max(1, len(words) // 8)
-    marks |= {i: str(i) for i in range(0, len(words), apart) if all(abs(i - j) > 0.75 * apart for j in marks)}
-    axis.set_ticks(list(marks), marks.values(), fontsize=6)
 
 
 @torch.no_grad()
@@ -879,10 +887,10 @@ def shift_figure(plt, shown, words, length, best, cfg):
                           interpolation='nearest')
         queries, keys = ladder(cfg, length)
         ax.plot(keys.numpy(), queries.numpy() - length - 1, '.', color='crimson', ms=3)
-        label_sequence(ax.xaxis, words[:length + 2], 3)
-        label_sequence(ax.yaxis, words[length + 1:-1], 3)
-        ax.set(title=f'distance to BoS {offset:+d}', xlabel='key')
-    axes[0][0].set_ylabel('query')
+        label_tokens(ax.xaxis, words[:length + 2], 3)
+        label_tokens(ax.yaxis, words[length + 1:-1], 3)
+        ax.set(title=f'distance to BoS {offset:+d}', xlabel=map_labels(length + 2, 3)['xlabel'])
+    axes[0][0].set_ylabel(map_labels(length + 2, 3)['ylabel'])
     fig.colorbar(image, ax=axes, label='attention weight', shrink=0.8)
     fig.suptitle(f'{titled(cfg)}: head {best}; dots: the correct keys')
     return fig
@@ -1188,10 +1196,9 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     low, high = min(z[z == z].min() for z in maps), max(z[z == z].max() for z in maps)
     for ax, z, what in zip(axes[1], maps, ('logits', 'their Toeplitz part', 'the rest')):
         image = ax.imshow(z, vmin=low, vmax=high, cmap='viridis', interpolation='nearest')
-        ax.set(title=f'head {layer + 1}.{head + 1}: {what}', xlabel='key', ylabel='query')
-        label_tokens(ax.xaxis, words)
-        label_tokens(ax.yaxis, words)
-        ax.tick_params(axis='x', rotation=90)
+        ax.set(title=f'head {layer + 1}.{head + 1}: {what}', **map_labels(len(words), 4))
+        label_tokens(ax.xaxis, words, 4)
+        label_tokens(ax.yaxis, words, 4)
     fig.colorbar(image, ax=axes[1], label='logit')
     fig.suptitle(title)
     return fig

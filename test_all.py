@@ -2464,6 +2464,19 @@ def test_figures_of_the_iterative_probes(tmp_path):
         plt.close('all')
 
 
+def test_one_large_attention_map():
+    """--layer and --head: their map alone, every token by name, the trained tokens marked where there are more."""
+    plt = pytest.importorskip('matplotlib.pyplot')
+    model, cfg = nano('polynomial', n_head=2)                                             # trained to 19 tokens
+    short, long = probe.attention(model, cfg.the_task, cfg, length=40, n=1, layer=2, head=1)[2](plt).axes[:2]
+    tokens = probe.problems(cfg.the_task, [40], 1)[40][0][0]
+    assert [label.get_text() for label in long.get_yticklabels()] == [cfg.the_task.vocab[i] for i in tokens]
+    assert long.get_title() == 'head 2.1, length 40' and not short.lines and [line.get_xdata()[0] for line in long.lines] == [18.5, 0]
+    close(long.images[0].get_array().data, probe.attention_maps(model, tokens[None])[1][0, 0].detach())
+    with pytest.raises(train.UserError, match='head from 1 to 2'):
+        probe.attention(model, cfg.the_task, cfg, head=3)
+
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # probe.py: toeplitz.txt
