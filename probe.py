@@ -79,6 +79,29 @@ def titled(cfg):
     return f'{cfg.task} with {made(cfg)}'
 
 
+def besides(model, cfg, beside):
+    """{name: (model, cfg)} of a run and of those in --beside, a comma list of further runs of its task."""
+    runs, parts = {made(cfg): (model, cfg)}, beside.split(',') if beside else []
+    while parts:
+        n = next((n for n in range(len(parts), 1, -1) if os.path.isdir(','.join(parts[:n]))), 1)            # a folder with commas in its name
+        path, parts = ','.join(parts[:n]), parts[n:]
+        net, other = load(path)
+        if other.the_task is not cfg.the_task:
+            raise train.UserError(f'{path} was trained on {f"{other.task} {other.data}".strip()}, this run on '
+                                  f'{f"{cfg.task} {cfg.data}".strip()}: not to be compared')
+        runs[path if made(other) in runs else made(other)] = net, other
+    return runs
+
+
+def side_by_side(found):
+    """Rows and summary of several runs from {name: (rows, summary)}: where there are several, each row says its run, and so does each number of the
+    summary but the first run's.
+    """
+    first, *others = found
+    rows = [dict(run=name) | row if others else row for name, (rows, _) in found.items() for row in rows]
+    return rows, found[first][1] | {f'{name}, {key}': value for name in others for key, value in found[name][1].items()}
+
+
 def trained_to(cfg, length):
     """What a figure says of the longest trained length: weights set by hand were not trained."""
     return f'runs are trained to {length}' if made(cfg) == BY_HAND else f'trained to {length}'
@@ -635,12 +658,10 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     state predicted there, at every input length at which this is still within the trained total length. Only the context is longer than in
     training.
     """
-    runs = {made(cfg): (model, cfg)}
-    for path in filter(None, beside.split(',')):
-        net, other = load(path)
-        if other.task != cfg.task or other.train_len != cfg.train_len:
-            raise train.UserError(f'{path} was trained on {other.task} to {other.train_len} tokens, not {cfg.task} to {cfg.train_len}')
-        runs[path if made(other) in runs else made(other)] = net, other
+    runs = besides(model, cfg, beside)
+    for name, (_, other) in runs.items():
+        if other.train_len != cfg.train_len:
+            raise train.UserError(f'{name} was trained to {other.train_len} tokens, this run to {cfg.train_len}: not to be compared')
     try:
         wanted = sorted({int(d) for d in distances.split(',')})
     except ValueError:
@@ -905,14 +926,13 @@ def held_out_problems(task, cfg, length, n):
     return length, *problems(task, [length], n)[length]
 
 
-def scoring(model, task, length, tokens, targets):
-    """(score(), what it is now, its name): of a corpus minus the loss; else exact match, or, where that is 0, the tokens right."""
-    choices = (('loss', -1, 'loss (nats)'),) if task.corpus else (('exact', 100, 'exact match (%)'), ('token', 100, 'tokens right (%)'))
-    for metric, scale, name in choices:
-        score = lambda: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
-        if base := score():
-            break
-    return score, base, name
+def scoring(models, task, length, tokens, targets):
+    """(score(model), its name): of a corpus minus the loss; else exact match, or, where that is 0 for one of the models, the tokens right."""
+    of = lambda metric, scale: lambda model: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
+    if task.corpus:
+        return of('loss', -1), 'loss (nats)'
+    exact = of('exact', 100)
+    return (exact, 'exact match (%)') if all(map(exact, models)) else (of('token', 100), 'tokens right (%)')
 
 
 def concentration(drops):
@@ -927,59 +947,77 @@ def concentration(drops):
     return dict(share=d.amax(dim=-1) / total, gini=gini, effective=total ** 2 / (d ** 2).sum(dim=-1))
 
 
-def heads(model, task, cfg, length=0, n=512):
+def heads(model, task, cfg, length=0, n=512, beside=''):
     """Which heads does the answer hang on, and is it a single one? Zeroes one head at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
 
-    length: of the problems, 0: the longest trained; n: how many, held out. A row for each layer: `drop 1`, `drop 2`, ... of exact match
-    without that head, in points (where it is 0 anyway: of the tokens right; of a corpus: rise of the loss, in nats); `share`: of the
-    largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`, the number of heads that carry it: share near 1 with a
-    large drop is the single-head deposit (by_hand: it is each layer's first head). Drops below 0 count as 0 there; where none is above 0,
-    they are empty. Summary: the same over all heads.
+    length: of the problems, 0: the longest trained; n: how many, held out; beside: further runs of the task, a comma list. A row for each
+    layer: `drop 1`, `drop 2`, ... of exact match without that head, in points (where a run has 0 anyway: of the tokens right; of a corpus:
+    rise of the loss, in nats); `share`: of the largest drop in the layer's sum, `gini` (from 0 to 1 - 1/H) and `effective`, the number of
+    heads that carry it: share near 1 with a large drop is the single-head deposit (by_hand: it is each layer's first head). Drops below 0
+    count as 0 there; where none is above 0, they are empty. Summary: the same over all heads.
     """
-    L, H = len(model.blocks), model.blocks[0].attn.heads
-    if H == 1:
-        raise train.UserError('heads compares the heads of a layer, and this run has one: train it with more, --n_head=4')
+    runs = besides(model, cfg, beside)
+    for name, (net, _) in runs.items():
+        if net.blocks[0].attn.heads == 1:
+            raise train.UserError(f'heads compares the heads of a layer, and {name if beside else "this run"} has one: '
+                                  'train it with more, --n_head=4')
     length, *problems = held_out_problems(task, cfg, length, n)
-    (score, base, unit), scores = scoring(model, task, length, *problems), torch.zeros(L, H)
-    for layer, block in enumerate(model.blocks):
-        for head in range(H):
-            # (B, H, T, out_dim)
-            with hooked((block.attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):
-                scores[layer, head] = score()
-    drops = base - scores
-    rows = [dict(layer=layer + 1, **{f'drop {head + 1}': round(x, 3) for head, x in enumerate(drops[layer].tolist())},
-                 **{key: number(x[layer], 3) for key, x in concentration(drops).items()}) for layer in range(L)]
-    worst = drops.argmax().item()
-    summary = dict(length=length, n=len(problems[0]), unit=unit, base=round(abs(base), 4), layer=worst // H + 1, head=worst % H + 1,
-                   largest=number(drops.max(), 3), second=number(drops.flatten().sort().values[-2], 3),
-                   **{key: number(x, 3) for key, x in concentration(drops.flatten()).items()})
-    return rows, summary, lambda plt: heads_figure(plt, scores.abs().numpy(), abs(base), unit, f'{titled(cfg)}, length {length}')
+    score, unit = scoring([net for net, _ in runs.values()], task, length, *problems)
+    scores = {name: (score(net), without_each_head(net, score)) for name, (net, _) in runs.items()}
+    rows, summary = side_by_side({name: drops_of(base, base - each) for name, (base, each) in scores.items()})
+    title = f'{titled(cfg) if len(runs) == 1 else cfg.task}, length {length}'
+    return rows, dict(length=length, n=len(problems[0]), unit=unit) | summary, lambda plt: heads_figure(plt, scores, unit, title)
 
 
-def heads_figure(plt, scores, base, label, title):
-    """The figure of `heads`: a violin per layer (Figure 4), under it a curve over its heads (Figure 9). scores [L, H], base: no head off.
+def without_each_head(model, score):
+    """score(model) [L, H] with the output of one head at a time zero."""
+    scores = torch.zeros(len(model.blocks), model.blocks[0].attn.heads)
+    for layer, head in np.ndindex(*scores.shape):
+        # (B, H, T, out_dim)
+        with hooked((model.blocks[layer].attn.tap_head_out, lambda m, _, y: y.index_fill(1, torch.tensor([head], device=y.device), 0.0))):
+            scores[layer, head] = score(model)
+    return scores
+
+
+def drops_of(base, drops):
+    """(rows, summary) of heads() for one run."""
+    rows = [dict(layer=layer, **{f'drop {head}': round(x, 3) for head, x in enumerate(row.tolist(), 1)},
+                 **{key: number(x, 3) for key, x in concentration(row).items()}) for layer, row in enumerate(drops, 1)]
+    layer, head = divmod(drops.argmax().item(), drops.shape[1])
+    return rows, dict(base=round(abs(base), 4), layer=layer + 1, head=head + 1, largest=number(drops.max(), 3),
+                      second=number(drops.flatten().sort().values[-2], 3),
+                      **{key: number(x, 3) for key, x in concentration(drops.flatten()).items()})
+
+
+def heads_figure(plt, scores, unit, title):
+    """The figure of `heads`: violins per layer (Figure 4), under them curves over its heads (Figure 9), a colour for each run. scores:
+    {run: (with all heads, [L, H] with one off)}.
     """
-    L, H = scores.shape
-    columns = min(L, 4)
+    L, H = (max(each.shape[i] for _, each in scores.values()) for i in (0, 1))
+    columns, many, width = min(L, 4), len(scores) > 1, 0.8 / len(scores)
     fig = plt.figure(figsize=(max(7, 2.6 * columns), 3.4 + 2.2 * -(-L // columns)), layout='constrained')
     top, bottom = fig.subfigures(2, 1, height_ratios=(3.2, 2.2 * -(-L // columns)))
-    ax = top.subplots()
-    violins = ax.violinplot(scores.T, positions=range(1, L + 1), showextrema=False, widths=0.7)
-    for body in violins['bodies']:
-        body.set(facecolor=COLOURS[5], alpha=0.6)
-    ax.plot([layer + 1 for layer in range(L) for _ in range(H)], scores.flatten(), 'o', color=QUERY, ms=4, label='one head off')
-    ax.axhline(base, color=COLOURS[1], lw=1, label='no head off')
-    ax.set(xlabel='layer of the head that is off', ylabel=label, xticks=range(1, L + 1), title=title)
-    ax.legend(fontsize=8)
-    for layer, ax in enumerate(bottom.subplots(-(-L // columns), columns, sharey=True, squeeze=False).flat):
-        if layer >= L:
-            ax.axis('off')
-            continue
-        ax.plot(range(1, H + 1), scores[layer], 'o-', color=QUERY, ms=4)
-        ax.axhline(base, color=COLOURS[1], lw=1)
+    ax, below = top.subplots(), bottom.subplots(-(-L // columns), columns, sharey=True, squeeze=False).flatten()
+    for i, (name, (base, each)) in enumerate(scores.items()):
+        look = many and train.look(name) or dict(color=COLOURS[i % 6], ls='-')
+        base, each, look['marker'] = abs(base), each.abs().numpy(), {'-': 'o', '--': 's', ':': '^'}[look['ls']]
+        at = np.arange(1, len(each) + 1) + (i + 0.5) * width - 0.4
+        for body in ax.violinplot(each.T, positions=at, showextrema=False, widths=0.9 * width)['bodies']:
+            body.set(facecolor=look['color'], alpha=0.35)
+        ax.hlines(np.full(len(at), base), at - width / 2, at + width / 2, color='black', label=None if i else 'no head off')
+        ax.plot(at.repeat(each.shape[1]), each.flatten(), **look | dict(ls=''), ms=4, label=f'{name}, one head off' if many else 'one head off')
+        for curve, ax_ in zip(each, below):
+            ax_.plot(range(1, len(curve) + 1), curve, **look, ms=4)
+            if not many:
+                ax_.axhline(base, color='black', lw=1)
+    ax.set(xlabel='layer of the head that is off', ylabel=unit, xticks=range(1, L + 1), title=title)
+    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
+    for layer, ax in enumerate(below):
         ax.set(title=f'layer {layer + 1}', xlabel='head that is off', xticks=range(1, H + 1, 1 + H // 9))
         if layer % columns == 0:
-            ax.set_ylabel(label)
+            ax.set_ylabel(unit)
+        if layer >= L:
+            ax.axis('off')
     return fig
 
 
@@ -1220,11 +1258,12 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
                               f'train with pe=ape or pe=ape+{cfg.pe}')
     if not draws:
         raise train.UserError('--draws=0: take at least one draw of random vectors')
-    (score, base, unit), g, rows = scoring(model, task, length, tokens, targets), train.generator('cpu', 'test', 0), []
+    (score, unit), g, rows = scoring([model], task, length, tokens, targets), train.generator('cpu', 'test', 0), []
+    base = score(model)
 
     def without(module, vectors):
         with hooked((module, lambda m, _, x: x - vectors[:x.shape[1]])):
-            return score()
+            return score(model)
     for layer, module in enumerate([model.tap_resid, *(block.tap_resid for block in model.blocks[:-1])]):
         noise = [F.normalize(torch.randn(p.shape, generator=g, dtype=p.dtype), dim=-1) * p.norm(dim=-1, keepdim=True)
                  for _ in range(draws)]
@@ -1616,12 +1655,7 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     """
     length = length or max(cfg.eval_lengths)
     tokens, targets = problems(task, [length], n)[length]
-    curves = {made(cfg): losses_by_position(model, tokens, targets)[:-1]}
-    for path in filter(None, beside.split(',')):
-        net, other = load(path)
-        if other.the_task is not task:
-            raise train.UserError(f'{path} was trained on {other.task} {other.data}, this run on {cfg.task} {cfg.data}: not to be compared')
-        curves[path if made(other) in curves else made(other)] = losses_by_position(net, tokens, targets)[:-1]
+    curves = {name: losses_by_position(net, tokens, targets)[:-1] for name, (net, _) in besides(model, cfg, beside).items()}
     mean = lambda curve: None if curve.isnan().all() else round(curve.nanmean().item(), 4)
     parts = torch.arange(tokens.shape[1] - 1).tensor_split(16)
     rows = [dict(first=part[0].item() + 1, last=part[-1].item() + 1, **{name: mean(curve[part]) for name, curve in curves.items()})
@@ -1680,47 +1714,63 @@ def polar(enc, q, k):
     return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), theta
 
 
-def frequency(model, task, cfg, length=0, n=8):
+def frequency(model, task, cfg, length=0, n=8, beside=''):
     """Which frequencies do queries and keys use? The mean norm of what turns at each (pope.txt Figures 3-6, after Barbero et al. 2025).
 
-    length, n: as for axes. Rows: a frequency each, from fast to slow: its wavelength in tokens, the mean norm in queries and in keys over
-    layers and heads, and the largest of a head. summary: `used`: the effective share of the frequencies, exp(entropy of the norms' shares)
-    / their number, mean over heads, 1 where all are used alike; `fast` the share of the norm in the faster half, `fast_after_first` the
-    same without layer 1.
+    length, n: as for axes; beside: further runs of the task, a comma list, on the same sequences. Rows: a frequency each, from fast to
+    slow: its wavelength in tokens, the mean norm in queries and in keys over layers and heads, and the largest of a head. summary: `used`:
+    the effective share of the frequencies, exp(entropy of the norms' shares) / their number, mean over heads, 1 where all are used alike;
+    `fast` the share of the norm in the faster half, `fast_after_first` the same without layer 1.
     """
-    norms, theta = [], None
-    for row in sequences(task, cfg.train_lengths, length, n):
+    sample = sequences(task, cfg.train_lengths, length, n)
+    norms = {name: norms_of(net, sample) for name, (net, _) in besides(model, cfg, beside).items()}
+    rows, summary = side_by_side({name: frequencies_used(*found) for name, found in norms.items()})
+    title = f'{titled(cfg) if len(norms) == 1 else cfg.task}: mean norm at each frequency'
+    return rows, summary, lambda plt: frequency_figure(plt, norms, 'mean norm', title)
+
+
+def norms_of(model, sample):
+    """(mean norms [L, 2, H, n] of what turns at each frequency in queries and keys, the frequencies theta [n]) over sequences [1, T]."""
+    norms = []
+    for row in sample:
         layers = []
         for enc, q, k, _ in inside(model, row):
             zq, zk, theta = polar(enc, q[0], k[0])
             layers.append(torch.stack([zq.abs().mean(dim=1), zk.abs().mean(dim=1)]))    # (2, H, n)
         norms.append(torch.stack(layers))
-    norms = torch.stack(norms).mean(dim=0)                                              # (L, 2, H, n)
+    return torch.stack(norms).mean(dim=0), theta
+
+
+def frequencies_used(norms, theta):
+    """(rows, summary) of frequency() for one run."""
     mean, top = norms.mean(dim=(0, 2)), norms.amax(dim=(0, 2))                          # (2, n)
     rows = [dict(number=c + 1, wavelength=number(2 * np.pi / theta[c], 1), q=number(mean[0, c]), k=number(mean[1, c]),
                  largest_q=number(top[0, c]), largest_k=number(top[1, c])) for c in range(len(theta))]
     share = norms / norms.sum(dim=-1, keepdim=True)
     used, fast = share.mul(-share.clamp(min=1e-12).log()).sum(dim=-1).exp() / len(theta), share[..., :len(theta) // 2].sum(dim=-1)
-    summary = dict(used=number(used.mean()), used_q=number(used[:, 0].mean()), used_k=number(used[:, 1].mean()), fast=number(fast.mean()),
-                   fast_after_first=number(fast[1:].mean()), frequencies=len(theta))
-    title = f'{titled(cfg)}: mean norm at each frequency'
-    return rows, summary, lambda plt: frequency_figure(plt, norms, theta, 'mean norm', title)
+    return rows, dict(used=number(used.mean()), used_q=number(used[:, 0].mean()), used_k=number(used[:, 1].mean()),
+                      fast=number(fast.mean()), fast_after_first=number(fast[1:].mean()), frequencies=len(theta))
 
 
-def frequency_figure(plt, norms, theta, label, title):
-    """Pictures of norms [L, 2, H, n], queries beside keys: frequencies from fast to slow against layers, and within them heads."""
-    L, _, H, n = norms.shape
-    fig, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout='constrained')
-    for ax, x, name in zip(axes, norms.unbind(dim=1), ('queries', 'keys')):
-        image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', vmin=norms.min(),
-                          vmax=norms.max())
-        ax.set_xticks([i * H + (H - 1) / 2 for i in range(0, L, 1 + L // 16)], range(1, L + 1, 1 + L // 16))
-        ax.set(title=name, xlabel='layer, and within it head' if H > 1 else 'layer')
-        for i in range(1, L):
-            ax.axvline(i * H - 0.5, color='white', lw=0.5 if L <= 12 else 0.2)
-    at = range(0, n, 1 + n // 12)
-    axes[0].set_yticks(at, [f'{x:.1f}' if x < 100 else f'{x:,.0f}' for x in (2 * np.pi / theta[list(at)]).tolist()])
-    axes[0].set_ylabel('wavelength (tokens), fast to slow')
+def frequency_figure(plt, found, label, title):
+    """Pictures of {run: (norms [L, 2, H, n], theta [n])}, a line for each run, queries beside keys: frequencies from fast to slow against
+    layers, and within them heads.
+    """
+    fig, axes = plt.subplots(len(found), 2, figsize=(11, 0.8 + 4.2 * len(found)), squeeze=False, layout='constrained')
+    ends = dict(vmin=min(x.min() for x, _ in found.values()), vmax=max(x.max() for x, _ in found.values()))
+    for line, (run, (norms, theta)) in zip(axes, found.items()):
+        L, _, H, n = norms.shape
+        at = range(0, n, 1 + n // 12)
+        waves = [f'{x:.1f}' if x < 100 else f'{x:,.0f}' for x in (2 * np.pi / theta[list(at)]).tolist()]
+        for ax, x, name in zip(line, norms.unbind(dim=1), ('queries', 'keys')):
+            image = ax.imshow(x.reshape(L * H, n).T.numpy(), aspect='auto', cmap='viridis', interpolation='nearest', **ends)
+            ax.set_xticks([i * H + (H - 1) / 2 for i in range(0, L, 1 + L // 16)], range(1, L + 1, 1 + L // 16))
+            ax.set_yticks(at, waves)
+            ax.set(title=f'{name}, {run}' if len(found) > 1 else name, xlabel='layer, and within it head' if H > 1 else 'layer')
+            for i in range(1, L):
+                ax.axvline(i * H - 0.5, color='white', lw=0.5 if L <= 12 else 0.2)
+        line[0].set_ylabel('wavelength (tokens), fast to slow')
+        line[1].set_yticklabels([])
     fig.colorbar(image, ax=axes, label=label)
     fig.suptitle(title)
     return fig
@@ -1760,7 +1810,7 @@ def norms(model, task, cfg):
     summary = dict(ratio_q=number(ratio[:, 0].mean()), ratio_k=number(ratio[:, 1].mean()),
                    slow=number((at >= len(theta) // 2).double().mean()))
     title = f'{titled(cfg)}: norms of the rows of W_Q and W_K at each frequency'
-    return rows, summary, lambda plt: frequency_figure(plt, found, theta, 'norm of the rows', title)
+    return rows, summary, lambda plt: frequency_figure(plt, {made(cfg): (found, theta)}, 'norm of the rows', title)
 
 
 def curves_of(enc, q, k, state):

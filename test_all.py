@@ -3047,6 +3047,14 @@ def test_probes_of_positions_on_runs(tmp_path):
     for kind in ('original', 'text', 'feature', 'position'):
         same = probe.scores_of(model, kind, tokens, targets, 0.0, 1, torch.Generator())
         assert abs(same['token'] - score['token']) < 1e-3 and abs(same['exact'] - score['exact']) < 1e-3 and abs(same['loss'] - model(tokens, targets)[1].item()) < 1e-3
+    own = json.loads((tmp_path / 'pope' / 'probe_frequency.json').read_text())
+    os.rename(tmp_path / 'pope', tmp_path / 'pope,lr=1')                                    # as a sweep names its folders
+    for name in ('frequency', 'heads'):
+        probe.main([name, str(tmp_path / 'rope'), f'--beside={tmp_path / "pope,lr=1"},{tmp_path / "rope"}', f'--out_dir={tmp_path / "both"}'])
+    found = json.loads((tmp_path / 'both' / 'probe_frequency.json').read_text())
+    mean = {run: [row['q'] for row in found['rows'] if row['run'] == run] for run in ('rope', 'pope', str(tmp_path / 'rope'))}
+    assert mean['pope'] == [row['q'] for row in own['rows']] and found['summary']['pope, used'] == own['summary']['used'] and mean['rope'] == mean[str(tmp_path / 'rope')]
+    assert [row['run'] for row in json.loads((tmp_path / 'both' / 'probe_heads.json').read_text())['rows']] == ['rope', 'pope', str(tmp_path / 'rope')]
     probe.main(['report', str(tmp_path / 'rope')])
     page = (tmp_path / 'rope' / 'report.html').read_text()
     assert all(f'<h2>{one}</h2>' in page for one in asked['rope'].split()) and page.count('<details>') == 9
