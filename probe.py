@@ -2136,14 +2136,15 @@ def scores_of(model, kind, tokens, targets, *perturbation):
     return dict(loss=number(losses.double().sum() / asked.sum()), token=number(right.sum() / asked.sum()), exact=number(exact))
 
 
-def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max='5,10,100'):
+def perturb(model, task, cfg, length=0, n=0, gammas='0.01,0.05,0.1,0.5', l_max='5,10,100'):
     """How much disorder does a model bear? A share gamma perturbed within l_max (position_generalization.txt 4.1, Figure 5, Table 1).
 
-    length: as for axes; n: problems, or stretches of text (of a Llama 2, unless given). Three ways: `text`: tokens change places in pairs,
-    scored where the token to be predicted has not moved (an algorithmic task's problem is then another one, and the old answer is still
-    asked for); `feature`: keys change places, in every layer others; `position`: a key counts as up to l_max places away from where it is,
-    where attention sees distances. Rows: loss in nats per token, share of tokens, and of sequences, right; `cost`: loss over the original
-    one. summary: the original's, and each way's mean cost at the gamma nearest to 0.05.
+    length: as for axes; n: 128 problems, or 16 stretches of text (of a Llama 2), unless given. Three ways: `text`: tokens change places in
+    pairs, scored where the token to be predicted has not moved (an algorithmic task's problem is then another one, and the old answer is
+    still asked for); `feature`: keys change places, in every layer others; `position`: a key counts as up to l_max places away from where
+    it is, where attention sees distances. Rows: loss in nats per token, share of tokens, and of sequences, right; `cost`: loss over the
+    original one. summary: the original's, and each way's mean cost at the gamma nearest to 0.05. Of a text these are next tokens: Table 1's
+    answers to questions about documents need a benchmark, which a text is not.
     """
     try:
         values = [float(x) for x in gammas.split(',')], [int(x) for x in l_max.split(',')]
@@ -2152,9 +2153,9 @@ def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max=
     if min(values[0]) <= 0 or max(values[0]) > 1 or min(values[1]) < 1:
         raise train.UserError('--gammas are shares above 0 and up to 1, --l_max whole numbers from 1 on, both comma lists')
     source = train.generator('cpu', 'test', 0)
-    tokens, targets = drawn(task, cfg.train_lengths, length, n)
+    tokens, targets = drawn(task, cfg.train_lengths, length, n or (16 if task.corpus else 128))
     kinds = ('text', 'feature') + ('position',) * sees_distances(model, tokens)
-    rows = [dict(kind='original', **scores_of(model, 'original', tokens, targets, 0, 0, None))]
+    rows = [dict(kind='original', gamma=None, l_max=None, **scores_of(model, 'original', tokens, targets, 0, 0, None))]
     for kind in kinds:
         for gamma in values[0]:
             for l in values[1]:
@@ -2165,13 +2166,14 @@ def perturb(model, task, cfg, length=0, n=16, gammas='0.01,0.05,0.1,0.5', l_max=
                                 or [np.nan])
     summary = {key: rows[0][key] for key in ('loss', 'token', 'exact')}
     summary |= {f'cost_{kind}': number(cost(kind)) for kind in kinds} | dict(gamma=near)
-    return rows, summary, lambda plt: perturb_figure(plt, rows, kinds, *values, cfg)
+    return rows, summary, lambda plt: perturb_figure(plt, rows, kinds, *values, 'token' if task.corpus else 'exact', cfg)
 
 
-def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
-    """The figure of `perturb`: the cost in loss and the accuracy over gamma and l_max."""
+def perturb_figure(plt, rows, kinds, gammas, lengths, right, cfg):
+    """The figure of `perturb`: over gamma and l_max the cost in loss, and the share `right`: of tokens, or of exact answers."""
+    share = {'token': 'share of tokens right', 'exact': 'share of answers right (exact match)'}[right]
     fig, axes = plt.subplots(2, len(kinds), figsize=(3.6 * len(kinds) + 1, 6), squeeze=False, layout='constrained')
-    for line, (key, label) in zip(axes, (('cost', 'loss over the original (nats per token)'), ('token', 'share of tokens right'))):
+    for line, (key, label) in zip(axes, (('cost', 'loss over the original (nats per token)'), (right, share))):
         values = {kind: [row[key] for row in rows if row['kind'] == kind] for kind in kinds}
         table = {kind: np.array(x, dtype=float).reshape(len(gammas), len(lengths)).T for kind, x in values.items()}
         top = max(np.nanmax(x, initial=1e-9) for x in table.values()) if key == 'cost' else 1
@@ -2185,7 +2187,7 @@ def perturb_figure(plt, rows, kinds, gammas, lengths, cfg):
             ax.set(title=f'{kind} order' if kind != 'position' else 'position indices', xlabel='share perturbed, gamma')
         line[0].set_ylabel('largest distance, l_max (tokens)')
         fig.colorbar(image, ax=line, label=label)
-    fig.suptitle(f'{titled(cfg)}: perturbed positions\nwithout, loss {rows[0]["loss"]}, tokens right {rows[0]["token"]}')
+    fig.suptitle(f'{titled(cfg)}: perturbed positions\nwithout, loss {rows[0]["loss"]}, {share} {rows[0][right]}')
     return fig
 
 
@@ -2246,8 +2248,9 @@ def plane(x):
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     """What lets a model go beyond its trained length? Sliding windows, distances that stop there (position_generalization.txt 4.2).
 
-    length: 0: the longest evaluated, of a text at most 512 tokens; n: as for perturb; window: tokens taken for the trained length, 0: that
-    itself, or half of the sequence if that is less; layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in
+    length: 0: the longest evaluated, of a text at most 512 tokens; n: problems, or stretches of text (of a Llama 2, unless given); window:
+    tokens taken for the trained length, 0: that itself, or half of the sequence if that is less. Lengths end at 8,192, since the maps are
+    length x length: a Llama trained to as many is seen with such a shorter window only. layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in
     nats, as trained; with distances clamped at the window; with only the window and the first 10 tokens (LM-Infinite); with half of it, the
     first 10, and 32 retrieved keys for each query (InfLLM). summary: means over the targets beyond the window; `inside`: share of the
     outputs of some queries over sliding windows within the 99 % ellipse of the normal outputs on the plane of their two main axes (Figure

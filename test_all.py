@@ -3039,7 +3039,7 @@ def test_probes_of_positions_on_runs(tmp_path):
         with pytest.raises(train.UserError, match=says):
             probe.main([one, str(tmp_path / name)])
     rows = json.loads((tmp_path / 'rope' / 'probe_perturb.json').read_text())['rows']
-    assert {row['kind'] for row in rows} == {'original', 'text', 'feature', 'position'}
+    assert list(rows[0])[:3] == ['kind', 'gamma', 'l_max'] and {row['kind'] for row in rows} == {'original', 'text', 'feature', 'position'}
     assert {row['kind'] for row in json.loads((tmp_path / 'ape' / 'probe_perturb.json').read_text())['rows']} == {'original', 'text', 'feature'}
     model, cfg = train.load(tmp_path / 'rope')
     tokens, targets = probe.drawn(cfg.the_task, [3], 0, 5)
