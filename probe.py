@@ -1,6 +1,6 @@
 """See why a trained model works or breaks: a probe for every question, on any run of train.py.
 
-    python probe.py                                       lists the probes
+    python probe.py                                       lists the probes; python probe.py NAME --help tells of one and its flags
     python probe.py cursor out/string_copy_prism          prints a table, writes probe_cursor.json and .png into the run
     python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
     python probe.py attention by_hand:parity              of a Transformer whose weights are set by hand (iteration_head)
@@ -347,7 +347,7 @@ def iteration_head(name):
     """
     rules = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2, 'polynomial': lambda s, x: (s * x + 1) % 5}
     if name not in rules:
-        raise train.UserError(f'by_hand:{name}: weights are set by hand for {", ".join(rules)} only')
+        raise train.UserError(f'{f"by_hand:{name}".rstrip(":")}: weights are set by hand for {", ".join(rules)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
     table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]  # (state, input, next state)
@@ -2551,20 +2551,43 @@ def tables(rows):
     return [[list(columns)] + [['' if row.get(key) is None else str(row[key]) for key in columns] for row in of] for columns, of in found]
 
 
+def said(summary):
+    """[(key, value)] of a summary as text, numbers with four digits."""
+    return [(key, f'{value:.4g}' if type(value) is float else str(value)) for key, value in summary.items()]
+
+
 def show(rows, summary):
     """Print rows as tables, and the summary."""
     for lines in tables(rows):
         widths = [max(map(len, column)) for column in zip(*lines)]
         for line in lines:
             print('  '.join(f'{text:>{width}}' for text, width in zip(line, widths)))
-    print(textwrap.fill(', '.join(f'{key} {value}' for key, value in summary.items()), 130, break_long_words=False, break_on_hyphens=False))
+    parts = '  '.join(f'{key}: {value}'.replace(' ', '\0') for key, value in said(summary))         # a key and its value on one line
+    print(textwrap.fill(parts, 130, break_long_words=False, break_on_hyphens=False).replace('\0', ' '))
+
+
+def flags_of(function):
+    """{flag: default} of what every probe takes, and of the probe's own arguments."""
+    return ({'seed': None, 'out_dir': ''} | ({'hf': '', 'text': ''} if function in LLAMA else {}),
+            {name: p.default for name, p in list(inspect.signature(function).parameters.items())[3:]})
+
+
+def tell(name=None):
+    """Print what a probe does and its flags; without a name what all of them ask."""
+    if name:
+        common, own = flags_of(PROBES[name])
+        print(f'python probe.py {name} RUN {" ".join(f"--{key}={value}" for key, value in own.items())} '
+              f'{" ".join(f"[--{key}=...]" for key in common)}\n\n{inspect.getdoc(PROBES[name])}')
+        return
+    print(__doc__)
+    for name, function in PROBES.items():
+        print(f'{name:12} {inspect.getdoc(function).splitlines()[0]}')
 
 
 def read_flags(argv, function):
     """--key=value -> what every probe takes, and the probe's own arguments, each of the type of its default."""
-    common = {'seed': None, 'out_dir': ''} | ({'hf': '', 'text': ''} if function in LLAMA else {})
-    known = common | {name: p.default for name, p in list(inspect.signature(function).parameters.items())[3:]}
-    values = {}
+    common, own = flags_of(function)
+    known, values = common | own, {}
     for arg in argv:
         key, equals, text = arg[2:].partition('=')
         if arg.startswith(('--hf=', '--text=')) and key not in known:
@@ -2596,7 +2619,7 @@ def report(folder):
             result = json.load(f)
         name, png = os.path.basename(path)[len('probe_'):-len('.json')], path[:-len('.json')] + '.png'
         asks = (inspect.getdoc(PROBES[name]) or '').splitlines()[0] if name in PROBES else ''
-        summary = ', '.join(f'{cell(key)} <b>{cell(value)}</b>' for key, value in result['summary'].items())
+        summary = ' &emsp; '.join(f'{cell(key)}: <b>{cell(value)}</b>' for key, value in said(result['summary']))
         parts += [f'<h2>{cell(name)}</h2><p>{cell(asks)}</p><p>{summary}</p>']
         if os.path.exists(png):
             with open(png, 'rb') as f:
@@ -2627,10 +2650,7 @@ def load(run, seed=None):
 def main(argv):
     """The program: the list of probes, or one probe on one run or on one Llama."""
     if not argv or {'--help', '-h'} & set(argv):
-        print(__doc__)
-        for name, function in PROBES.items():
-            print(f'{name:12} {inspect.getdoc(function)}\n')
-        return
+        return tell(argv[0] if argv and argv[0] in PROBES else None)
     if argv[0] == 'report':
         if len(argv) != 2:
             raise train.UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
@@ -2662,6 +2682,8 @@ def main(argv):
     train.make_folder(out_dir)
     train.write(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
     if png is None:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path + '.png')                                                    # an older one shows something else
         print(f'(pip install matplotlib, and {path}.png is drawn as well)')
         return
     train.write(path + '.png', png)

@@ -2178,7 +2178,7 @@ def test_readme_numbers_are_those_of_results(name):
 # ---------------------------------------------------------------------------------------------------------------------
 # probe.py
 
-def test_probe_cursor_on_a_run(tmp_path):
+def test_probe_cursor_on_a_run(tmp_path, capsys):
     """Rows for every cursor, a summary, a figure; the run's own files stay as they were; mistakes end in one line."""
     run = str(tmp_path / 'run')
     train.main(flags(task='string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2, prism_layers='1,2', out_dir=run, seeds='0,3'))
@@ -2201,7 +2201,10 @@ def test_probe_cursor_on_a_run(tmp_path):
             probe.main(argv)
     failed = python('probe.py', 'cursor', 'nowhere')
     assert failed.returncode == 2 and failed.stderr.count('\n') == 1
-    assert 'cursor' in python('probe.py').stdout
+    listed = python('probe.py').stdout
+    assert all(re.search(rf'(?m)^{name} +[A-Z].*[?.]', listed) for name in probe.PROBES) and listed.count('\n') < 20 + len(probe.PROBES)
+    probe.main(['axes', 'RUN', '--help'])
+    assert '--length=0 --n=8 [--seed=...]' in (out := capsys.readouterr().out) and 'W_ij' in out and 'PRISM' not in out
 
 
 def test_probe_cursor_sees_gates_set_by_hand():
@@ -2261,8 +2264,9 @@ def test_iteration_head_is_right_at_every_length():
             tokens, targets = cfg.the_task.sample(2, length, torch.Generator().manual_seed(length))
             with torch.no_grad():
                 assert model(tokens, targets)[1] < 1e-6, (name, length)
-    with pytest.raises(train.UserError, match='set by hand for copy, parity, polynomial only'):
-        probe.load('by_hand:mode')
+    for name in ('by_hand:mode', 'by_hand:'):
+        with pytest.raises(train.UserError, match=f'^{name.rstrip(":")}: .*set by hand for copy, parity, polynomial only'):
+            probe.load(name)
     with pytest.raises(train.UserError, match='--seed=3 .* set by hand'):
         probe.main(['attention', 'by_hand:copy', '--seed=3'])
     with pytest.raises(train.UserError, match='every value .* is 0'):
@@ -2749,6 +2753,23 @@ def test_tables_are_narrow(capsys):
         model, cfg = pair
         probe.show(*probe.PROBES[name](model, cfg.the_task, cfg, n=4, **flags)[:2])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 130, name
+
+
+def test_a_summary_keeps_keys_and_values_together(capsys):
+    probe.show([], {f'accuracy beyond, part {i}': 1.7030816934493487e-07 for i in range(9)} | dict(tokens=8192, unit='exact match (%)', none=None))
+    lines = capsys.readouterr().out.splitlines()
+    assert [part.split(': ') for line in lines for part in line.split('  ')] == \
+        [[f'accuracy beyond, part {i}', '1.703e-07'] for i in range(9)] + [['tokens', '8192'], ['unit', 'exact match (%)'], ['none', 'None']]
+    assert max(map(len, lines)) <= 130
+
+
+def test_without_matplotlib_no_older_figure_stays(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'probe_norms.png').touch()
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    train.main(flags(out_dir=tmp_path))
+    for _ in range(2):
+        probe.main(['norms', str(tmp_path)])
+        assert 'pip install matplotlib' in capsys.readouterr().out and not (tmp_path / 'probe_norms.png').exists()
 
 
 def test_colours_of_heads_fit_the_values():
