@@ -519,8 +519,9 @@ def linear(model, task, cfg, n=32):
 
     A ridge regression of each from the residual stream after each layer (0: the embedding), fitted on n held-out problems of every trained
     length, scored on other problems of the trained lengths and on the longer ones of eval_lengths. rmse, mae in tokens. The distance is
-    that of the tokens behind EoI. The paper reports position from layer 1 and distance from layer 2 of 3: for NoPE R2 0.975 and 0.891, then
-    0.864 and 0.814 on longer problems; RoPE 0.943 and 0.869, then 0.542 and 0.667; APE 1.000 and 0.891, then 0.721 and 0.614.
+    that of the tokens behind EoI. (Spearman's r can be below 1 beside an R2 of 1: rounding ranks equal distances.) The paper reports
+    position from layer 1 and distance from layer 2 of 3: for NoPE R2 0.975 and 0.891, then 0.864 and 0.814 on longer problems; RoPE 0.943
+    and 0.869, then 0.542 and 0.667; APE 1.000 and 0.891, then 0.721 and 0.614.
     """
     longer = [length for length in cfg.eval_lengths if length > max(cfg.train_lengths)]
     if not longer:
@@ -552,6 +553,7 @@ def linear_figure(plt, errors, cfg):
             if of == target:
                 ax.plot(error.numpy(), '--' if part == 'trained' else '-', color=COLOURS[layer % 6], lw=1 + (part == 'longer'),
                         label=f'layer {layer}' if part == 'longer' else None)
+        ax.plot([], 'k-', lw=2, label='longer lengths')
         ax.plot([], 'k--', lw=1, label='trained lengths')
         seen = len(errors[target, 0, 'trained']) - 1
         ax.axvline(seen, color='crimson', lw=1)
@@ -774,9 +776,10 @@ def stats_figure(plt, curves, labels, anchor, title):
             y = found[part][:len(curves['measured'][part])]
             ax.plot(np.arange(1, len(y) + 1), y.numpy(), style, color=colour, label=names[name])
         if anchor:
-            ax.axvline(anchor, color='crimson', lw=1)
+            ax.axvline(anchor, color='0.5', lw=1)
+        ax.locator_params(axis='x', integer=True)
         ax.set(title={'mean': 'mean of $z_n$', 'variance': 'variance of $z_n$', 'difference': 'mean of $z_{n+1} - z_n$'}[label],
-               xlabel='position n' + (' (red line: EoI)' if anchor else ''), ylabel=f'{label} over the coordinates')
+               xlabel='position n' + (' (grey line: EoI)' if anchor else ''), ylabel=f'{label} over the coordinates')
     fig.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc='outside lower center', ncols=3)
     fig.suptitle(title)
     return fig
@@ -1398,6 +1401,7 @@ def spectrum_figure(plt, pair, title):
     fig.suptitle(title)
     axes[0].set(title='symbols of their Toeplitz parts', xlabel='theta (rad)', ylabel='symbol')
     axes[1].set(title='eigenvalues', xlabel='eigenvalue, from the largest', ylabel='value')
+    axes[1].locator_params(axis='x', integer=True)
     w, phase = torch.tensor([0, 1, 1], dtype=torch.float64), torch.full((3,), -torch.pi / 2, dtype=torch.float64)
     for f, colour, name in zip(lemma_b1(w, phase), (COLOURS[1], COLOURS[5]), ('f, with phases -pi/2', 'g, without')):
         axes[2].plot(torch.linspace(0, 2 * torch.pi, len(f)), f, color=colour, label=f'{name}: range {f.max() - f.min():.2f}')
@@ -1614,6 +1618,7 @@ def gradients_figure(plt, rows, curves, at, edge, title):
             for head, curve in enumerate(H):
                 ax.plot(at, curve[at], color=colours(head / max(1, len(H) - 1) * 0.9), lw=1.2, label=f'head {head + 1}')
             ax.axhline(0, color='grey', lw=0.8, ls=':')
+            ax.locator_params(axis='x', integer=True)
             ax.set(title=f'H(d), layer {layer + 1}, {"step " if step != "trained" else ""}{step}', xlabel='distance d (tokens)',
                    ylabel='gradient (nats per logit, summed)')
     if len(H) <= 8:
@@ -1853,6 +1858,8 @@ def tuning(model, task, cfg, length=0, contents=24):
         raise train.UserError('tuning asks for a logit at any distance, and PRISM\'s positions come from the content: see the probe cursor')
     length, (row,) = length or min(512, 2 * cfg.train_len), sequences(task, cfg.train_lengths, 0, 1)
     curves = tuning_curves(model, row, length, contents).double()                       # (L, N, H, d)
+    if (curves.amax(dim=-1) - curves.amin(dim=-1)).max() <= 1e-5 * curves.abs().max():
+        raise train.UserError(f'tuning wants logits that see distances, and those of {titled(cfg)} do not: take rope, pope or alibi')
     mean, where, what = curves.mean(dim=(1, 3), keepdim=True), curves.mean(dim=1, keepdim=True), curves.mean(dim=3, keepdim=True)
     total = (curves - mean).square().mean(dim=(1, 3)).clamp(min=1e-20)
     best = curves.argmax(dim=-1).double()                                               # (L, N, H)
@@ -2191,7 +2198,7 @@ def perturb_figure(plt, rows, kinds, gammas, lengths, right, cfg):
     return fig
 
 
-def infinite_logits(near, far, d, L, first=10):
+def infinite_logits(near, far, d, L, first):
     """LM-Infinite's logits from those at true distances (near) and those at distance L (far), [.., T, T]; d = t - s [T, T].
 
     The last L keys as they are; before them, the first tokens only, at distance L.
@@ -2200,7 +2207,7 @@ def infinite_logits(near, far, d, L, first=10):
     return torch.where(d <= L, near, torch.where(start, far, -torch.inf))
 
 
-def retrieved_logits(near, far, mid, d, l, first=10, top=32):
+def retrieved_logits(near, far, mid, d, l, first, top):
     """InfLLM's: the last l keys as they are; of those before, the first tokens at the trained length's distance (far), and at distance l
     (mid) the `top` that the query likes best.
     """
@@ -2216,6 +2223,8 @@ LAYOUTS = ('as trained', 'clamped', 'LM-Infinite', 'InfLLM')
 
 def laid_out(layout, window):
     """For other_logits: attention with distances laid out for a trained length of `window` tokens (position_generalization.txt 4.2)."""
+    first, top = max(1, min(10, window // 8)), max(1, min(32, window // 4))
+
     def change(enc, q, k, state, logits):
         pos = torch.arange(q.shape[2])
         d = pos[:, None] - pos
@@ -2223,8 +2232,8 @@ def laid_out(layout, window):
         if layout == 'clamped':
             return torch.where(d <= window, logits, at(window))
         if layout == 'LM-Infinite':
-            return infinite_logits(logits, at(window), d, window)
-        return retrieved_logits(logits, at(window), at(window // 2), d, window // 2)
+            return infinite_logits(logits, at(window), d, window, first)
+        return retrieved_logits(logits, at(window), at(window // 2), d, window // 2, first, top)
     return change
 
 
@@ -2250,11 +2259,11 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
 
     length: 0: the longest evaluated, of a text at most 512 tokens; n: problems, or stretches of text (of a Llama 2, unless given); window:
     tokens taken for the trained length, 0: that itself, or half of the sequence if that is less. Lengths end at 8,192, since the maps are
-    length x length: a Llama trained to as many is seen with such a shorter window only. layer: the one looked at, 0: the middle one. Rows: loss by part of the sequence, in
-    nats, as trained; with distances clamped at the window; with only the window and the first 10 tokens (LM-Infinite); with half of it, the
-    first 10, and 32 retrieved keys for each query (InfLLM). summary: means over the targets beyond the window; `inside`: share of the
-    outputs of some queries over sliding windows within the 99 % ellipse of the normal outputs on the plane of their two main axes (Figure
-    6).
+    length x length: a Llama trained to as many is seen with such a shorter window only. layer: the one looked at, 0: the middle one. Rows:
+    loss by part of the sequence, in nats, as trained; with distances clamped at the window; with only the window and the first 10 tokens
+    (LM-Infinite); with half of it, the first 10, and 32 retrieved keys for each query (InfLLM); of a small window at most an eighth as
+    first, a quarter as retrieved keys. summary: means over the targets beyond the window; `inside`: share of the outputs of some queries
+    over sliding windows within the 99 % ellipse of the normal outputs on the plane of their two main axes (Figure 6).
     """
     tokens, targets = drawn(task, cfg.eval_lengths, length, n)
     T, layer = tokens.shape[1], layer or (len(model.blocks) + 1) // 2
@@ -2316,7 +2325,7 @@ def stretch_figure(plt, curves, normal, std, lines, window, layer, cfg):
     axes[1].plot(*(ELLIPSE ** 0.5 * std.numpy()[:, None] * np.stack([np.cos(angle), np.sin(angle)])), '--', color='black', lw=1,
                  label='99 % of these, if normal')
     for (t, line), colour in zip(lines.items(), COLOURS):
-        axes[1].plot(*line.T.numpy(), 'o', ms=3.5, alpha=0.8, mew=0, color=colour, label=f'query {t + 1} over sliding windows')
+        axes[1].plot(*line.T.numpy(), 'o-', lw=0.8, ms=3.5, alpha=0.8, mew=0, color=colour, label=f'query {t + 1} over sliding windows')
     axes[1].set(title=f'attention output of layer {layer}', xlabel='first main axis', ylabel='second main axis')
     axes[1].legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     fig.suptitle(f'{titled(cfg)}: beyond {window} tokens')
@@ -2380,7 +2389,7 @@ def tuples(model, task, cfg, length=0, n=4):
     length, n: as for axes. Rows: the slow dominating pairs (see slow_dominating), the strongest 60: wavelength in tokens; `logit` = mean
     |q_r| mean |k_r| / sqrt(d); `ratio` of that to the head's median pair; `rotation` over the trained length and mean starting `angle`, arg
     q_r - arg k_r, in radians; `spread`: standard deviation of q_r conj(k_r) over all pairs of tokens, over the length of its mean; `fixed`
-    = mean |k_r - kbar_r| / |kbar_r|, which Observation 1 wants small.
+    = mean |k_r - kbar_r| / |kbar_r|, which Observation 1 wants small. Without such pairs there is no table, and the summary says so.
     """
     z = [torch.stack([torch.stack(polar(enc, q[0], k[0])[:2]) for enc, q, k, _ in inside(model, row)]) for row in
          sequences(task, cfg.train_lengths, length, n)]
@@ -2399,7 +2408,7 @@ def tuples(model, task, cfg, length=0, n=4):
                  spread=number(std[i, h, c] / start[i, h, c].abs()), fixed=number(fixed[i, h, c])) for i, h, c in slow.nonzero().tolist()]
     rows.sort(key=lambda row: -row['logit'])
     summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(), of_heads=slow[..., 0].numel(),
-                   share_of_pairs=number(slow.double().mean()))
+                   share_of_pairs=number(slow.double().mean())) | ({} if rows else dict(note='no pair is slow and dominating'))
     return rows[:60], summary, lambda plt: tuples_figure(plt, start, std, theta, slow, product, cfg)
 
 
@@ -2412,8 +2421,8 @@ def tuples_figure(plt, start, std, theta, slow, product, cfg):
     order = (order if order.any() else product.amax(dim=-1).flatten()).argsort(descending=True)[:6].tolist()
     fig, axes = panels(plt, len(order), 4.2, 4.6)
     for ax, (i, h) in zip(axes, (divmod(x, H) for x in order)):
-        longest = start[i, h].abs().argsort(descending=True)[:5].tolist()
-        for c, colour in zip(longest, COLOURS):
+        largest = start[i, h].abs().argsort(descending=True)[:5].tolist()
+        for c, colour in zip(largest, COLOURS):
             z, turn = complex(start[i, h, c]), theta[c].item() * cfg.train_len
             ax.annotate('', (z.real, z.imag), (0, 0), arrowprops=dict(arrowstyle='-|>', color=colour, lw=3 if slow[i, h, c] else 1.2,
                                                                       shrinkA=0, shrinkB=0))
@@ -2422,14 +2431,15 @@ def tuples_figure(plt, start, std, theta, slow, product, cfg):
                 arc = z * np.exp(1j * np.linspace(0, turn, 100))
                 ax.plot(arc.real, arc.imag, color=colour, lw=1)
             length = 2 * np.pi / theta[c].item()
-            ax.plot([], color=colour, lw=3 if slow[i, h, c] else 1.2, label=f'pair {c + 1}: {length:,.0f} tokens'
+            ax.plot([], color=colour, lw=3 if slow[i, h, c] else 1.2, label=f'pair {c + 1}, wavelength {length:,.0f}'
                     + ', slow, dominating' * slow[i, h, c].item())
-        size = 1.1 * (start[i, h].abs() + std[i, h])[longest].max().item()
+        size = 1.1 * (start[i, h].abs() + std[i, h])[largest].max().item()
         ax.set(title=f'head {i + 1}.{h + 1}', aspect='equal', xlim=(-size, size), ylim=(-size, size), xlabel='contribution to the logit',
                ylabel='imaginary part')
         ax.axvline(0, color='grey', lw=0.5)
         ax.legend(fontsize=7, loc='lower left')
-    fig.suptitle(f'{titled(cfg)}: the 5 longest pairs of each head\n'
+    none = '' if slow.any() else '; none is slow and dominating'
+    fig.suptitle(f'{titled(cfg)}: the 5 largest pairs of each head, wavelengths in tokens{none}\n'
                  'arrow: mean; dotted: standard deviation; arc: rotation over the trained length, if within a turn')
     return fig
 

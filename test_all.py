@@ -2785,8 +2785,8 @@ def test_figures_of_weights_set_by_hand():
     """They say so, and nothing of training."""
     plt = pytest.importorskip('matplotlib.pyplot')
     model, cfg = probe.iteration_head('copy')
-    for name in ('attention', 'alignment', 'linear', 'steps', 'shift', 'toeplitz', 'tuning', 'entropy', 'loss'):
-        figure = probe.PROBES[name](model, cfg.the_task, cfg, **({} if name == 'tuning' else dict(n=2)))[2](plt)
+    for name in ('attention', 'alignment', 'linear', 'steps', 'shift', 'heads', 'toeplitz', 'entropy', 'loss'):
+        figure = probe.PROBES[name](model, cfg.the_task, cfg, n=2)[2](plt)
         words = [text.get_text() for text in figure.findobj(plt.Text)]
         assert any('set by hand' in text for text in words) and not any('vipe' in text for text in words), name
         assert not any('trained to' in text.replace('runs are trained to', '') for text in words), name
@@ -2988,6 +2988,16 @@ def test_distances_laid_out_anew():
             assert retrieved[t, s] == (near[t, s] if close_by else far[t, s] if start else mid[t, s] if mid[t, s] in between else -math.inf)
 
 
+def test_layouts_fit_the_window():
+    """The paper's 10 first and 32 retrieved keys from a window of 128 on, fewer in smaller ones; and all keys that are near."""
+    q, k = at_random(2, 1, 4, 400, 8)
+    enc, pos = encoding('rope'), torch.arange(400)
+    for window, first, top in ((128, 10, 32), (24, 3, 6), (2, 1, 1)):
+        for layout, keys in (('LM-Infinite', window + 1 + first), ('InfLLM', window // 2 + 1 + first + top)):
+            logits = probe.laid_out(layout, window)(enc, q, k, None, enc.logits(q, k, pos))
+            assert (logits[..., -1, :].isfinite().sum(dim=-1) == keys).all(), (layout, window)
+
+
 @pytest.mark.parametrize('name', ['rope', 'pope', 'alibi', 't5', 'yarn', 'nope', 'ape', 'fire', 'vipe', 'ape+rope'])
 def test_probes_move_keys_and_leave_no_trace(name):
     """What attention sees of positions; windows as long as the sequence give attention's own output; afterwards the model is what it was."""
@@ -3039,6 +3049,9 @@ def test_tuning_curves_and_row_norms():
     zq, zk, theta = probe.polar(enc, q[0], k[0])
     turn = torch.polar(torch.ones(6, 4).double(), -torch.arange(6)[:, None] * theta)
     close(probe.tuning_curves(model, row, 6, 3)[0, 1], (zq[:, t].conj() * zk[:, s] @ turn.T).real * enc.scale)
+    for blind in (nano(pe='nope'), nano(pe='vipe', dtype=torch.float32), nano(pe='vrope'), probe.iteration_head('copy')):
+        with pytest.raises(train.UserError, match='logits that see distances'):
+            probe.tuning(*probe_args(blind))
     close(probe.row_norms(model.blocks[0].attn)[1, 2, 3], model.blocks[0].attn.qkv.weight[32 + 2 * 8 + 3].norm())
     assert probe.row_norms(make(pe='pope', attention='mla').blocks[0].attn).shape == (2, 2, 16)
 
@@ -3052,7 +3065,7 @@ def test_probes_of_positions_on_runs(tmp_path):
         for one in probes.split():
             probe.main([one, str(run), *(['--n=2', '--gammas=0.5', '--l_max=3,9'] if one == 'perturb' else [])])
             found = json.loads((run / f'probe_{one}.json').read_text())
-            assert found['summary'] and (found['rows'] or one == 'tuples')
+            assert found['summary'] and (found['rows'] or one == 'tuples') and ('note' in found['summary']) == (not found['rows'])
             if one in ('axes', 'disentangle'):
                 assert -1 <= found['summary']['mean_r'] <= 1
     for name, one, says in (('ape', 'disentangle', 'pe=ape has not'), ('ape', 'frequency', 'RoPE and PoPE'), ('ape', 'norms', 'RoPE and PoPE'), ('ape', 'tuples', 'RoPE and PoPE'),
