@@ -83,7 +83,7 @@ def besides(model, cfg, beside):
     """{name: (model, cfg)} of a run and of those in --beside, a comma list of further runs of its task."""
     runs, parts = {made(cfg): (model, cfg)}, beside.split(',') if beside else []
     while parts:
-        n = next((n for n in range(len(parts), 1, -1) if os.path.isdir(','.join(parts[:n]))), 1)            # a folder with commas in its name
+        n = next((n for n in range(len(parts), 1, -1) if os.path.isdir(','.join(parts[:n]))), 1)            # a name with commas
         path, parts = ','.join(parts[:n]), parts[n:]
         net, other = load(path)
         if other.the_task is not cfg.the_task:
@@ -94,8 +94,8 @@ def besides(model, cfg, beside):
 
 
 def side_by_side(found):
-    """Rows and summary of several runs from {name: (rows, summary)}: where there are several, each row says its run, and so does each number of the
-    summary but the first run's.
+    """Rows and summary of several runs {name: (rows, summary)} as one: each row says its run, if there are several, and so does the summary
+    but for the first run.
     """
     first, *others = found
     rows = [dict(run=name) | row if others else row for name, (rows, _) in found.items() for row in rows]
@@ -120,7 +120,7 @@ def label_tokens(axis, words, inches):
 
 def map_labels(T, inches):
     """What stands along the axes of a map of T tokens that label_tokens has written."""
-    what = 'token' if T <= 10 * inches else 'token, or number of its position'
+    what = 'token' if T <= 10 * inches else 'token or position'
     return dict(xlabel=f'key ({what})', ylabel=f'query ({what})')
 
 
@@ -456,7 +456,8 @@ def attention_figure(plt, shown, rows, H, task, cfg):
         for i, ((layer, head), weights) in enumerate(maps.items()):
             ax = axes[i // H][n * H + i % H]
             pixels = F.adaptive_max_pool2d(weights[None, :T, :T], min(T, 300))[0]                      # no line of a large map is lost
-            image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest', extent=(-0.5, T - 0.5, T - 0.5, -0.5))
+            image = ax.imshow(pixels.numpy(), vmin=0, vmax=1, cmap='viridis', interpolation='nearest',
+                              extent=(-0.5, T - 0.5, T - 0.5, -0.5))
             ax.set_title(f'head {layer}.{head}, length {length}', fontsize=9)
             if T > cfg.train_len:
                 ax.axvline(cfg.train_len - 0.5, color='crimson', lw=0.8)
@@ -930,7 +931,7 @@ def held_out_problems(task, cfg, length, n):
 
 
 def scoring(models, task, length, tokens, targets):
-    """(score(model), its name): of a corpus minus the loss; else exact match, or, where that is 0 for one of the models, the tokens right."""
+    """(score(model), its name): of a corpus minus the loss; else exact match, or, where a model has 0, the tokens right."""
     of = lambda metric, scale: lambda model: train.evaluate(model, task, {length: (tokens, targets)})[length][metric] * scale
     if task.corpus:
         return of('loss', -1), 'loss (nats)'
@@ -1008,7 +1009,7 @@ def heads_figure(plt, scores, unit, title):
         for body in ax.violinplot(each.T, positions=at, showextrema=False, widths=0.9 * width)['bodies']:
             body.set(facecolor=look['color'], alpha=0.35)
         ax.hlines(np.full(len(at), base), at - width / 2, at + width / 2, color='black', label=None if i else 'no head off')
-        ax.plot(at.repeat(each.shape[1]), each.flatten(), **look | dict(ls=''), ms=4, label=f'{name}, one head off' if many else 'one head off')
+        ax.plot(at.repeat(each.shape[1]), each.flatten(), **look | dict(ls=''), ms=4, label=f'{name}, ' * many + 'one head off')
         for curve, ax_ in zip(each, below):
             ax_.plot(range(1, len(curve) + 1), curve, **look, ms=4)
             if not many:
@@ -1196,51 +1197,51 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
     layer, head = divmod(share.nan_to_num(-1).argmax().item(), H)
     few = L * H <= 24
     bars = {name: (value if few else value.nanmean(dim=1)).flatten().numpy() for name, value in columns.items()}
-    names = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)] if few else [str(x + 1) for x in range(L)]
-    at = range(len(names))
-    fig, axes = plt.subplots(2, 3, figsize=(14, 8.5), layout='constrained')
-    ax = axes[0][0]
-    ax.bar([x - 0.2 for x in at], bars['toeplitz'], 0.4, color=QUERY, label="of each problem")
-    ax.bar([x + 0.2 for x in at], bars['shared'], 0.4, color=COLOURS[5], label='one for all')
-    ax.axhline(chance, color='black', lw=1, ls=':', label='white noise')
-    ax.set(title='Toeplitz part of the logits', ylabel='share of variance', ylim=(min(0, np.nanmin(bars['shared'])), 1.02))
-    below = dict(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.15))
-    ax.legend(**below, ncols=3)
-    terms, what = {name: value for name, value in bars.items() if name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')}, 'terms of eq. 1'
-    if len(terms) < 2:
-        terms = {name: bars[name] for name in ('G_e off', 'free G_e off', 'impossible') if name in bars}
-        what = 'eq. 2 with a single G_e: how far off'
-    ax = axes[0][1]
-    for number, (name, value) in enumerate(terms.items()):
-        ax.bar([x + 0.8 * (number + 0.5) / len(terms) - 0.4 for x in at], value, 0.8 / len(terms), label=name,
-               color=COLOURS[number])
-    if terms:
-        ax.set(title=what, ylabel='share of variance' + ', of pairs' * ('impossible' in terms))
-        ax.legend(**below, ncols=5)
-    else:
-        ax.axis('off')
-    for ax in axes[0][:2]:
-        ax.set(xlabel='layer.head' if few else 'layer (mean over its heads)', xticks=at, xticklabels=names)
+    ticks = [f'{x + 1}.{y + 1}' for x in range(L) for y in range(H)] if few else [str(x + 1) for x in range(L)]
+    at = range(len(ticks))
+    bar_charts = [(title, label, {name: word for name, word in names.items() if name in bars}) for title, label, names in (
+        ('Toeplitz part of the logits', 'share of their variance', {'toeplitz': 'one for each problem', 'shared': 'one for all problems'}),
+        ('terms of eq. 1: of the query, of the key', 'share of the variance of the logits',
+         {'qc kc': 'content, content', 'qc kp': 'content, position', 'qp kc': 'position, content', 'qp kp': 'position, position',
+          'B': 'bias'}),
+        ('eq. 2 with one Toeplitz matrix $G_e$', 'share of variance it misses, or of pairs',
+         {'G_e off': 'missed, entries of modulus 1', 'free G_e off': 'missed, any entries',
+          'impossible': 'pairs i, j that no $G_e$ fits'}))]
+    bar_charts = [chart for chart in bar_charts if len(chart[2]) > 1]
+    fig = plt.figure(figsize=(14 if len(bar_charts) < 3 else 18, 9), layout='constrained')
+    top, bottom = fig.subfigures(2, 1, height_ratios=(1, 1.1))
+    *charts, by_distance = top.subplots(1, 1 + len(bar_charts))
+    for ax, (what, label, names) in zip(charts, bar_charts):
+        for i, (name, word) in enumerate(names.items()):
+            ax.bar([x + 0.8 * (i + 0.5) / len(names) - 0.4 for x in at], bars[name], 0.8 / len(names), label=word, color=COLOURS[i])
+        ax.set(title=what, ylabel=label, xlabel='layer.head' if few else 'layer (mean over its heads)', xticks=at, xticklabels=ticks,
+               xlim=(-0.6, len(ticks) - 0.4))
         ax.tick_params(axis='x', labelsize=8)
+    charts[0].axhline(chance, color='black', lw=1, ls=':', label='white noise')
+    charts[0].set_ylim(min(0, np.nanmin(bars['shared'])), 1.02)
+    for ax in charts:
+        ax.legend(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.15), ncols=2)
     colours = plt.get_cmap('viridis')
     for number, (_, _, mean) in enumerate(profiles):
         for row in mean:
-            axes[0][2].plot(row.numpy(), color=colours(number / max(1, L)), lw=1, alpha=0.8)
-        axes[0][2].plot([], color=colours(number / max(1, L)), label=f'layer {number + 1}')
+            by_distance.plot(row.numpy(), color=colours(number / max(1, L)), lw=1, alpha=0.8)
+        by_distance.plot([], color=colours(number / max(1, L)), label=f'layer {number + 1}')
     if len(words) > trained:
-        axes[0][2].axvline(trained, color='crimson', lw=1, label='trained length')
-    axes[0][2].set(title='mean logit at each distance, a line for each head', xlabel='distance i - j (tokens)', ylabel='logit')
-    axes[0][2].legend(fontsize=8)
+        by_distance.axvline(trained, color='crimson', lw=1, label='trained length')
+    by_distance.set(title='mean logit of each head', xlabel='distance i - j (tokens)', ylabel='logit')
+    by_distance.locator_params(axis='x', integer=True)
+    by_distance.legend(fontsize=8)
     logits, part = profiles[layer][0][head], toeplitz_matrix(profiles[layer][1][head])
     hidden = torch.ones_like(logits).triu(1).bool()
     maps = [z.masked_fill(hidden, float('nan')).numpy() for z in (logits, part, logits - part)]
     low, high = min(z[z == z].min() for z in maps), max(z[z == z].max() for z in maps)
-    for ax, z, what in zip(axes[1], maps, ('logits', 'their Toeplitz part', 'the rest')):
+    axes = bottom.subplots(1, 3)
+    for ax, z, what in zip(axes, maps, ('logits', 'their Toeplitz part', 'the rest')):
         image = ax.imshow(z, vmin=low, vmax=high, cmap='viridis', interpolation='nearest')
         ax.set(title=f'head {layer + 1}.{head + 1}: {what}', **map_labels(len(words), 4))
         label_tokens(ax.xaxis, words, 4)
         label_tokens(ax.yaxis, words, 4)
-    fig.colorbar(image, ax=axes[1], label='logit')
+    bottom.colorbar(image, ax=axes, label='logit')
     fig.suptitle(title)
     return fig
 
