@@ -1693,7 +1693,7 @@ def rotating(enc):
     for part in enc.modules():
         if isinstance(part, (encodings.RoPE, encodings.PoPE)):
             return part
-    raise train.UserError('this probe is about the frequencies of RoPE and PoPE, which this run has not: take one with pe=rope or pe=pope')
+    raise train.UserError(f'this probe is about the frequencies of RoPE and PoPE, and pe={enc.cfg.pe} has none: take one with rope or pope')
 
 
 def frequencies_of(part, like):
