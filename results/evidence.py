@@ -306,10 +306,11 @@ def listed(found, sign=' '):
     return None if None in found.values() else '; '.join(f'{name}{sign}{text}' for name, text in found.items())
 
 
-def r2(row):
-    """The four R2 of a linear probe."""
-    summary = probed('linear', 'vipe', row, 'polynomial, 3 layers')
-    return summary and ' / '.join(f'{value:.3f}' for value in summary.values())
+def r2(summary):
+    """The four R2 of a linear probe, or None of none."""
+    if summary:
+        position, position_longer, distance, distance_longer = summary.values()
+        return f'{position:.3f} / {position_longer:.3f}, {distance:.3f} / {distance_longer:.3f}'
 
 
 def deposit(row):
@@ -343,7 +344,8 @@ def claims():
         ('ViPE Figure 15', 'ViPE over 8 seeds, at twice the length', '', columns('vipe_seeds', THREE, 'twice')),
         ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths, and of distance to EoI from layer 2',
          'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
-         listed({row: r2(row) for row in ('nope', 'rope', 'ape')})),
+         listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {
+             'weights set by hand': r2(lines('probes')['python probe.py linear by_hand:polynomial']['summary'])})),
         ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), percent)}'),
         ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'trained to 10 or 40',
          columns('prism', [task for task in OF_PRISM if task != 'addition_cot'], 'twice')),
