@@ -422,7 +422,7 @@ class YaRN(RoPE):
 class PoPE(Encoding):
     """Polar coordinates (PoPE eq. 3-6): logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d), theta_c = base^(-c/d).
 
-    mu = softplus; d frequencies where RoPE has d/2; delta [H, D] learned, held in [-2 pi, 0] (the gradient passes the clamp, so a
+    mu = softplus; d frequencies where RoPE has d/2 (or as many as RoPE, theta_c = base^(-2 floor(c/2)/d), by pope_frequencies='half'); delta [H, D] learned, held in [-2 pi, 0] (the gradient passes the clamp, so a
     phase at the bound can come back). In Cartesian form (eq. 7-10) q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
     """
     shift_invariant = True
@@ -439,11 +439,10 @@ class PoPE(Encoding):
         else:
             self.delta = nn.Parameter(delta.uniform_(-2 * math.pi, 0) if cfg.pope_delta == 'uniform' else delta)
 
-    def theta(self, like):
-        n = self.cfg.head_dim
+    def theta(self, like):                                                                      # (D,)
         if self.cfg.pope_frequencies == 'half':
-            return frequencies(n // 2, self.cfg.rope_base, like).repeat_interleave(2)
-        return frequencies(n, self.cfg.rope_base, like)
+            return frequencies(self.cfg.head_dim // 2, self.cfg.rope_base, like).repeat_interleave(2)
+        return frequencies(self.cfg.head_dim, self.cfg.rope_base, like)
 
     def phases(self):
         return self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
