@@ -422,8 +422,9 @@ class YaRN(RoPE):
 class PoPE(Encoding):
     """Polar coordinates (PoPE eq. 3-6): logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d), theta_c = base^(-c/d).
 
-    mu = softplus; d frequencies where RoPE has d/2 (or as many as RoPE, theta_c = base^(-2 floor(c/2)/d), by pope_frequencies='half'); delta [H, D] learned, held in [-2 pi, 0] (the gradient passes the clamp, so a
-    phase at the bound can come back). In Cartesian form (eq. 7-10) q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
+    mu = softplus; d frequencies where RoPE has d/2 (pope_frequencies='half': theta_c = base^(-2 floor(c/2)/d), RoPE's, each for two features); delta
+    [H, D] learned, held in [-2 pi, 0] (the gradient passes the clamp, so a phase at the bound can come back). In Cartesian form (eq. 7-10)
+    q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
     """
     shift_invariant = True
     kernel = True
