@@ -276,7 +276,7 @@ def colour(cell, what, column):
 
 def perturb_table():
     """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
-    line = lines('probes')['python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt']
+    line = lines('probes')['python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt --l_max=5 --n=8']
     paper = {'text': (37.39, 41.44, 42.34, 42.37), 'feature': (35.11, 41.15, 41.98, 42.33), 'position': (37.19, 42.44, 42.42, 42.74)}
     right = {(row['kind'], row.get('gamma'), row.get('l_max')): f'{100 * row["token"]:.1f}' for row in line['rows']}
     yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
