@@ -2125,7 +2125,7 @@ if '--pe=bad' in sys.argv:
 rate = next(float(arg[5:]) for arg in sys.argv if arg.startswith('--lr='))
 seeds = ['1', '2'] if '--seeds=1,2' in sys.argv else ['0']
 line = dict(command='python ' + ' '.join(sys.argv), config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 4], lr=rate), lengths={
-    seed: {n: dict(exact=1 - abs(rate - 2e-3) * 100 * (n < 3) - 0.5 * (n > 3), n=4) for n in (1, 2, 4)} for seed in seeds})
+    seed: {n: dict(exact=1 - abs(rate - 2e-3) * 100 * (n < 3) - 0.5 * (n > 3), n=64) for n in (1, 2, 4)} for seed in seeds})
 open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
 ''')
     monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)                     # this process' own signals stay
@@ -2138,8 +2138,13 @@ open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
     commands = list(evidence.lines('tiny'))
     assert len(commands) == 4 and '--lr=2e-3 --seeds=1,2' in commands[-1]
     assert list(evidence.grid_table('tiny'))[-1] == '| good | 100 ±0<br>50 ±0<br>2 |'
+    assert list(evidence.grid_table('tiny'))[0] == '1 of 2 cells so far; no cell yet of bad.\n'
     evidence.run(0.02, 2)
     assert len((tmp_path / 'results/tiny.jsonl').read_text().splitlines()) == 4
+    with open(tmp_path / 'results/tiny.jsonl', 'a') as f:
+        f.write('{"comm')
+    with pytest.raises(train.UserError, match='tiny.jsonl, line 5, is cut off'):
+        evidence.ask()
 
 
 @pytest.mark.parametrize('name', sorted(name for name in os.listdir(os.path.join(HERE, 'results')) if name.endswith('.jsonl') and name[:-6] not in evidence.GRIDS))

@@ -8,6 +8,7 @@ A piece is one call of train.py or probe.py; the line that it leaves in results/
 make the tables ask for their pieces by found() and probed(): what these do not find is what is missing.
 """
 import contextlib
+import fcntl
 import functools
 import itertools
 import json
@@ -20,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -124,8 +126,13 @@ cells = {}                                                        # (grid, row, 
 @functools.cache
 def runs(name):
     """What results/NAME.jsonl holds."""
-    path = os.path.join(ROOT, f'results/{name}.jsonl')
-    return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
+    path, found = os.path.join(ROOT, f'results/{name}.jsonl'), []
+    for number, line in enumerate(open(path) if os.path.exists(path) else (), 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            raise train.UserError(f'results/{name}.jsonl, line {number}, is cut off: delete it, and what it was about runs again') from None
+    return found
 
 
 @functools.cache
@@ -193,10 +200,12 @@ def score(scores, lengths):
 
 
 def holds(mean, longest):
-    """The longest length up to which {length: scores} are at least 95 %; of a corpus, perplexity at most 1 / 0.95 of that at the longest trained."""
+    """The longest length up to which {length: scores} are at least 95 %; of a corpus, perplexity at most 1 / 0.95 of that at the longest trained. As text,
+    ≥ where that is the longest evaluated."""
     bar = -score(mean, [longest]) - math.log(0.95)
-    good = list(itertools.takewhile(lambda n: mean[n]['loss'] <= bar if 'loss' in mean[n] else mean[n]['exact'] >= 0.95, sorted(mean)))
-    return good[-1] if good else 0
+    asked = sorted(n for n, x in mean.items() if 'loss' in x or x['n'] >= 50)           # SCAN has six problems of length 1
+    good = list(itertools.takewhile(lambda n: mean[n]['loss'] <= bar if 'loss' in mean[n] else mean[n]['exact'] >= 0.95, asked))
+    return f'≥ {good[-1]}' if good == asked else str(good[-1]) if good else 'none'
 
 
 def cell(made, twice):
@@ -237,13 +246,18 @@ def shown(cell, what):
 def grid_table(name):
     """A grid as Markdown: in each cell the trained lengths, twice the length, the longest length that holds."""
     rows, columns = ([x for x in axis if any(key[0] == name and x in key[1:] for key in cells)] for axis in GRIDS[name])
+    if not rows:
+        return
+    there, planned, waiting = sum(key[0] == name for key in cells), math.prod(map(len, GRIDS[name])), [row for row in GRIDS[name][0] if row not in rows]
     if name in TITLES:
         yield TITLES[name] + '\n'
+    if there < planned:
+        yield f'{there} of {planned} cells so far' + (f'; no cell yet of {", ".join(waiting)}' if waiting else '') + '.\n'
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
     for row in rows:
         found = [cells.get((name, row, column)) for column in columns]
-        yield f'| {row} | ' + ' | '.join(f'{shown(c, "trained")}<br>{shown(c, "twice")}<br>{c["holds"] or "none"}' if c else 'not run yet' for c in found) + ' |'
+        yield f'| {row} | ' + ' | '.join(f'{shown(c, "trained")}<br>{shown(c, "twice")}<br>{c["holds"]}' if c else 'not run yet' for c in found) + ' |'
 
 
 def cross_figure(plt):
@@ -276,7 +290,9 @@ def colour(cell, what, column):
 
 def perturb_table():
     """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
-    line = lines('probes')['python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt --l_max=5 --n=8']
+    line = lines('probes').get('python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt --l_max=5 --n=8')
+    if not line:
+        return
     paper = {'text': (37.39, 41.44, 42.34, 42.37), 'feature': (35.11, 41.15, 41.98, 42.33), 'position': (37.19, 42.44, 42.42, 42.74)}
     right = {(row['kind'], row.get('gamma'), row.get('l_max')): f'{100 * row["token"]:.1f}' for row in line['rows']}
     yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
@@ -293,7 +309,7 @@ def column(name, of, what, rows=None):
     """One score of every row of a column, as text: 'rope 8, nope 9'; None if a row is missing."""
     found = {row: cells.get((name, row, of)) for row in rows or GRIDS[name][0]}
     if None not in found.values():
-        return ', '.join(f'{row} {c["holds"] or "none" if what == "holds" else shown(c, what)}' for row, c in found.items())
+        return ', '.join(f'{row} {c["holds"] if what == "holds" else shown(c, what)}' for row, c in found.items())
 
 
 def columns(name, of, what):
@@ -324,9 +340,15 @@ def alone(name, lengths, text):
     return ', '.join(f'{run["config"]["pe"]} {text(score(by_seed(run)[run["config"]["seeds"][0]], lengths))}' for run in runs(name))
 
 
+def summarized(command):
+    """The summary of a probe in results/probes.jsonl, or None."""
+    return lines('probes').get(command, {}).get('summary')
+
+
 def of_stdlib(probe, key):
     """A number of a probe of the library's RoPE and PoPE."""
-    return ', '.join(f'{pe} {lines("probes")[f"python probe.py {probe} out/stdlib/pe={pe}"]["summary"][key]:.2f}' for pe in ('rope', 'pope'))
+    found = {pe: summarized(f'python probe.py {probe} out/stdlib/pe={pe}') for pe in ('rope', 'pope')}
+    return ', '.join(f'{pe} {summary[key]:.2f}' if summary else f'{pe} not run yet' for pe, summary in found.items())
 
 
 def claims():
@@ -345,9 +367,9 @@ def claims():
         ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths, and of distance to EoI from layer 2',
          'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
          listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {
-             'weights set by hand': r2(lines('probes')['python probe.py linear by_hand:polynomial']['summary'])})),
+             'weights set by hand': r2(summarized('python probe.py linear by_hand:polynomial'))})),
         ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), percent)}'),
-        ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'trained to 10 or 40',
+        ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'trained to 5, 10 or 40',
          columns('prism', [task for task in OF_PRISM if task != 'addition_cot'], 'twice')),
         ('PRISM Figure 1', 'addition beyond', 'trained to 10', column('prism', 'addition_cot', 'twice')),
         ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91',
@@ -380,6 +402,12 @@ def claims():
 def run(minutes, jobs):
     """Run missing pieces, `jobs` at a time, until the minutes are over or Ctrl-C; what is cut off goes on from its checkpoint next time."""
     deadline, running, failed, done = time.time() + 60 * minutes, {}, [], 0             # running: process -> argv
+    os.makedirs(os.path.join(ROOT, 'out'), exist_ok=True)
+    lock = open(os.path.join(ROOT, 'out/evidence.lock'), 'w')
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise train.UserError('another `evidence.py run` is at work in this folder') from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -388,11 +416,12 @@ def run(minutes, jobs):
                 done += process.returncode == 0
                 if process.returncode:
                     failed.append(argv)
-                    print(f'failed: python {shlex.join(argv)}\n{process.stderr.read().strip()}')
+                    process.errors.seek(0)
+                    print(f'failed: python {shlex.join(argv)}\n{process.errors.read().decode(errors="replace").strip()}')
                 elif argv[0] == 'probe.py':
                     write_probe(argv)
             ask()
-            waiting = [argv for argv in missing if argv not in failed and argv not in running.values()]
+            waiting = [argv for argv in missing if argv not in failed and argv not in running.values() and not lacks(argv)]
             if time.time() > deadline or not (waiting or running):
                 break
             for argv in waiting[:jobs - len(running)]:
@@ -404,16 +433,27 @@ def run(minutes, jobs):
     for process in running:
         process.send_signal(signal.SIGTERM)
     for process in running:
-        process.communicate()
+        process.wait()
+    for path in sorted(set(filter(None, map(lacks, missing)))):
+        print(f'left out what needs {path}: put it there')
     print(f'{done} done, {len(failed)} failed, {len(missing)} or more to run')
+    return bool(failed)
+
+
+def lacks(argv):
+    """The data file that a piece needs and that is not there, or None."""
+    paths = [arg.partition('=')[2] for arg in argv if arg.startswith('--data=')]
+    return next((path for path in paths if not os.path.exists(os.path.join(ROOT, path))), None)
 
 
 def start(argv, jobs):
     """A process for a piece; one of `jobs`, which share the CPU's cores."""
-    env = os.environ | ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))})
+    env = ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))}) | os.environ
     resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
-    return subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                            start_new_session=True)                                    # a Ctrl-C is for this program
+    process = subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=(errors := tempfile.TemporaryFile()),
+                               start_new_session=True)                                  # a Ctrl-C is for this program
+    process.errors = errors
+    return process
 
 
 def out_dir(argv):
@@ -434,29 +474,34 @@ def readme():
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    tables = {name: grid_table(name) for name in GRIDS if any(key[0] == name for key in cells)}
-    for name, table in (tables | dict(perturb=perturb_table(), claims=claims())).items():
+    for name, table in ({name: grid_table(name) for name in GRIDS} | dict(perturb=perturb_table(), claims=claims())).items():
         before, mark, rest = text.partition(f'<!-- {name} -->\n')
         _, end, after = rest.partition(f'<!-- end of {name} -->\n')
         assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
-        text = before + mark + '\n'.join(table) + '\n' + end + after
+        text = before + mark + ''.join(f'{line}\n' for line in table) + end + after
     return text
 
 
 def main(argv):
     """The program; returns the exit status."""
-    if argv[:1] == ['run'] and re.fullmatch(r'\d+(\.\d+)?( [1-9]\d*)?', ' '.join(argv[1:])):
+    if argv in (['--help'], ['-h']):
+        print(__doc__)
+        return 0
+    if argv[:1] == ['run'] and re.fullmatch(r'(\d+|\d*\.\d+)( [1-9]\d*)?', ' '.join(argv[1:])):
         return run(float(argv[1]), int(argv[2]) if len(argv) == 3 else 4 if torch.cuda.is_available() else os.cpu_count())
     if argv not in ([], ['readme']):
-        print('evidence.py: write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`, or nothing to see what is there', file=sys.stderr)
-        return 2
+        raise train.UserError('write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`, or nothing to see what is there')
     ask()
     if argv:
-        train.write(os.path.join(ROOT, 'README.md'), readme())
-        import matplotlib
+        try:
+            import matplotlib
+        except ImportError:
+            raise train.UserError('the figure wants matplotlib: pip install matplotlib') from None
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt
-        cross_figure(plt).savefig(os.path.join(ROOT, 'assets/cross.png'), dpi=110)
+        train.write(os.path.join(ROOT, 'README.md'), readme())
+        if any(key[0] == 'cross' for key in cells):
+            cross_figure(plt).savefig(os.path.join(ROOT, 'assets/cross.png'), dpi=110)
         return 0
     for name, (rows, columns) in GRIDS.items():
         print(f'{name:16}{sum(key[0] == name for key in cells):4} of {len(rows) * len(columns)} cells')
@@ -464,4 +509,8 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except train.UserError as error:
+        print(f'evidence.py: {error}', file=sys.stderr)
+        sys.exit(2)
