@@ -394,6 +394,7 @@ def claims():
     yield '|---|---|---|---|'
     for where, claim, there, here in table:
         yield f'| {where} | {claim} | {there} | {here or "not run yet"} |'
+    yield '\nProbes behind it: ' + ', '.join(f'`{run["command"]}`' for run in runs('probes')) + '.'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
