@@ -330,14 +330,22 @@ class Distance(Classification):
 class TriggerCount(Classification):
     """Task 2: how many tokens are triggers? (Toeplitz study 4.1). 20 trigger words; 32 classes, the count uniform on 0..31.
 
+    trigger_count:most=16 is for training at 16: counts stay at most 16 in longer problems too, so that every one has been trained.
+
     >>> example('trigger_count', 9)
     'trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3'
     """
     triggers = 20
 
+    def __init__(self, most=31):
+        super().__init__()
+        if not 1 <= most < self.classes:
+            raise ValueError(f'counts are from 0 to most: most must be from 1 to {self.classes - 1}, not {most}')
+        self.most = most
+
     def place(self, words, draw):
         n, length = words.shape
-        count = draw.integers(min(length, 31) + 1, n, 1)
+        count = draw.integers(min(length, self.most) + 1, n, 1)
         chosen = draw.permutation(n, length) < count                                    # count places of each row
         return torch.where(chosen, self.first_trigger + draw.integers(20, n, length), words), count
 

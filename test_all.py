@@ -865,8 +865,8 @@ def test_polynomial_of_any_modulus():
     assert all((row[9 + t - 1] * row[t] + 1) % 7 == row[9 + t] for t in range(1, 9))
 
 
-def test_smaller_indirect_indexing_and_distance():
-    """All shifts up to 2 occur and no other, all 12 letters and no other; at span 16 distances 1 to 15 in classes two apart."""
+def test_smaller_problems():
+    """All shifts up to 2 occur and no other, all 12 letters and no other; at span 16 distances 1 to 15 in classes two apart; counts to 16 in 40 tokens."""
     task, draw = tasks.make('indirect_indexing:letters=12:shift=2'), torch.Generator().manual_seed(0)
     rows = [task.decode(row).split(', ') for row in task.sample(500, 6, draw)[0]]
     assert {row[2] for row in rows} == {'+0', '+1', '+2', '-1', '-2'} and set(''.join(row[0] for row in rows)) == set('ABCDEFGHIJKL')
@@ -875,11 +875,15 @@ def test_smaller_indirect_indexing_and_distance():
     places = (tokens[:, :40] == 34) | (tokens[:, :40] == 35)
     i, j = places.nonzero()[:, 1].view(500, 2).T
     assert set((j - i).tolist()) == set(range(1, 16)) and torch.equal(tokens[:, 41] - 2, 2 * (j - i))
+    tokens, _ = tasks.make('trigger_count:most=16').sample(500, 40, draw)
+    count = ((tokens[:, :40] >= 34) & (tokens[:, :40] < 54)).sum(dim=1)
+    assert set(count.tolist()) == set(range(17)) and torch.equal(tokens[:, 41] - 2, count)
 
 
 @pytest.mark.parametrize('name, length, says', [('pairty', 5, "'parity'"), ('polynomial:q=7', 5, 'options'), ('polynomial:p=', 5, 'options'), ('count', 200, '128'),
                                                 ('sort', 101, '100'), ('copy', 0, 'from 1'), ('distance_sum', 3, 'from 4'), ('indirect_indexing', 53, '52'),
-                                                ('indirect_indexing:letters=12:shift=2', 13, '12'), ('indirect_indexing:letters=53', 5, '1 to 52'), ('distance:span=1', 5, 'at least 2')])
+                                                ('indirect_indexing:letters=12:shift=2', 13, '12'), ('indirect_indexing:letters=53', 5, '1 to 52'), ('distance:span=1', 5, 'at least 2'),
+                                                ('trigger_count:most=32', 5, 'from 1 to 31')])
 def test_task_errors(name, length, says):
     with pytest.raises(ValueError, match=says):
         tasks.make(name).sample(2, length)
@@ -2108,12 +2112,12 @@ def test_readme_tables_are_made_from_results():
 def test_every_piece_of_evidence_can_be_run(name):
     """Its flags make a configuration; twice the longest trained length is evaluated; the variants of an encoding differ."""
     rows, columns = evidence.GRIDS[name]
-    assert len(set(rows.values())) == len(rows) == {'cross': 17, 'ablation_vipe': 16, 'ablation_pope': 12, 'ablation_prism': 16}.get(name, len(rows))
+    assert len(set(rows.values())) == len(rows) == {'cross': 18, 'ablation_vipe': 16, 'ablation_pope': 12, 'ablation_prism': 16}.get(name, len(rows))
     for (row, flags), (column, (given, twice)) in itertools.product(rows.items(), columns.items()):
         if 'data/' not in given:
             cfg = train.make_config(train.read_config([os.path.join(HERE, arg) if arg.startswith('configs/') else arg for arg in shlex.split(f'{given} {flags}')]))
             longer = [n for n in cfg.eval_lengths if n in twice]
-            assert longer == [2 * max(cfg.train_lengths)] or column == 'SCAN' and min(longer) > max(cfg.train_lengths) or not twice, (row, column)
+            assert longer == [2 * max(cfg.train_lengths)] or column in ('SCAN', 'scan_cot') and min(longer) > max(cfg.train_lengths) or not twice, (row, column)
 
 
 def test_evidence_runs_what_is_missing(tmp_path, monkeypatch, capsys):

@@ -33,9 +33,8 @@ import train
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan: grids of rows, encodings or variants of one, and columns, tasks. In a column all have the same width, layers and steps. Where a column
-# gives no learning rate, each cell takes the one of RATES with which seed 0 does best on the trained lengths alone, and seeds 1 and 2 train at it.
+# gives no learning rate, each cell takes the one of three with which seed 0 does best on the trained lengths alone, and seeds 1 and 2 train at it.
 
-RATES = '1e-3', '2e-3', '4e-3'
 SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500 '
 TO_8 = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps={} --batch_size=32 --n_eval=64 --n_test=512'
 TO_16 = '--train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps={} --n_test={}'
@@ -46,14 +45,15 @@ COLUMNS = {                                                       # family: flag
     'algorithmic': (SIZE + '--task=string_reverse ' + TO_8.format(1500), [16]),
     'SCAN': (SIZE + '--task=scan --train_lengths=1-22 --eval_lengths=1-48 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256', range(24, 49)),
     'distance': (SIZE + '--task=distance:span=16 ' + TO_16.format(1000, 512), [32]),
-    'counting': (SIZE + '--task=trigger_count ' + TO_16.format(1000, 512), [32]),
+    'counting': (SIZE + '--task=trigger_count:most=16 ' + TO_16.format(1000, 512), [32]),
     'chorales': (SIZE + '--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 '
                  '--max_steps=500 --batch_size=8 --n_eval=16', [256]),
     'text': (SIZE + '--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
 }
+RATES = {'chorales': ('2e-3', '4e-3', '8e-3'), 'text': ('2e-3', '4e-3', '8e-3'), 'all others': ('1e-3', '2e-3', '4e-3')}
 CROSS = {name: f'--pe={name}' for name in (
     'rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope', 'learned', 'random', 'shifted_ape')}
-CROSS['mla'] = '--pe=rope --attention=mla'
+CROSS |= {'mla': '--pe=rope --attention=mla', 'rope, d=80': '--pe=rope --d_model=80'}       # the latter has as many parameters as prism
 some = lambda *names: {name: CROSS[name] for name in names}
 
 
@@ -81,9 +81,15 @@ THREE = 'polynomial', 'copy', 'parity'
 OF_VIPE = {f'{task}, {layers} layers': iterative(task, layers) for task in (*THREE, 'count', 'reverse', 'mode', 'sort') for layers in (2, 3)}
 OF_VIPE |= {f'{task}, 4 layers, 2 heads': iterative(task, 4, 2) for task in THREE}
 OF_PRISM = {task: (f'configs/{task}_prism.py', [20]) for task in ('string_copy', 'string_reverse', 'odds_first', 'stack')}
-OF_PRISM |= {'dyn_str_cpy': ('configs/string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed', [20]), 'addition_cot': ('configs/addition_prism.py', [16])}
+OF_PRISM |= {
+    'dyn_str_cpy': ('configs/string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed', [20]),
+    'addition_cot': ('configs/addition_prism.py', [16]),
+    'multiplication_cot': ('configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 --length_schedule=[(0,1),(400,2),(800,3)] '
+                           '--eval_lengths=1-6', [6]),
+    'scan_cot': ('configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 --length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 '
+                 '--n_eval=4 --n_test=32', range(24, 49))}
 OF_TOEPLITZ = {task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
-               for task in ('distance:span=16', 'trigger_count', 'distance_sum:span=16')}
+               for task in ('distance:span=16', 'trigger_count:most=16', 'distance_sum:span=16')}
 TOEPLITZ_ROWS = some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')
 VIPE_ROWS = some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')
 PAPER = {                                                         # the papers' own sizes: run, before all others, where there is a GPU
@@ -96,11 +102,11 @@ PAPER = {                                                         # the papers' 
                     {task: (f'configs/{task}_prism.py', [80]) for task in ('string_copy', 'string_reverse')}),
 }
 GRIDS = PAPER | {                                                 # name: (rows, columns), the most valuable first
-    'cross': (CROSS, COLUMNS),
-    'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
-    'vipe': (VIPE_ROWS, OF_VIPE),
     'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
+    'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
     'prism': (some('prism', 'shifted_ape'), OF_PRISM),
+    'cross': (CROSS, COLUMNS),
+    'vipe': (VIPE_ROWS, OF_VIPE),
     'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
     'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
@@ -169,7 +175,7 @@ def made_of(name, row, column):
     if '--lr=' in flags or 'configs/' in flags:
         run = found(name, folder, flags)
         return run and [run]
-    tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES}
+    tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES.get(column, RATES['all others'])}
     if None in tried.values():
         return None
     rate = max(tried, key=lambda rate: score(by_seed(tried[rate])[0], tried[rate]['config']['train_lengths']))
@@ -382,7 +388,7 @@ def claims():
          f'on the library: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast")}'),
         ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}'),
         ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE',
-         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', columns('toeplitz', ['distance:span=16', 'trigger_count'], 'trained')),
+         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', columns('toeplitz', ['distance:span=16', 'trigger_count:most=16'], 'trained')),
         ('Toeplitz Figures 4, 7, 9-12', 'points lost without the head that matters most / the next: one head of RoPE has it all', 'RoPE about 60 / 0',
          listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')})),
         ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', '',
