@@ -1279,7 +1279,7 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
                                              'more': round(random.mean().item() - removed, 3),
                                              'norm': round((p.norm(dim=-1).mean() / heard[0][2].norm(dim=-1).mean()).item(), 3)}))
     summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4),
-                   most_more_at=max(rows, key=lambda row: row['more'])['layer'])
+                   most_more_at=max(rows, key=lambda row: row['more'])['layer'], more=[row['more'] for row in rows])
     return rows, summary, lambda plt: positions_figure(plt, rows, abs(base), unit, f'{titled(cfg)}, length {length}')
 
 

@@ -1099,9 +1099,13 @@ def write_result(cfg, by_seed, checkpoint, command):
 
 def made_by(cfg, command):
     """Configuration, command, versions and machine."""
-    gpu = torch.cuda.get_device_name() if pick_device(cfg).type == 'cuda' else None
-    return dict(config=asdict(cfg), command=command, torch=torch.__version__, python=platform.python_version(),
-                hardware=gpu or f'{platform.machine()} CPU, {torch.get_num_threads()} threads')
+    return dict(config=asdict(cfg), command=command) | machine(pick_device(cfg))
+
+
+def machine(device):
+    """Versions and hardware."""
+    return dict(torch=torch.__version__, python=platform.python_version(),
+                hardware=torch.cuda.get_device_name() if device.type == 'cuda' else f'{platform.machine()} CPU, {torch.get_num_threads()} threads')
 
 
 def untrained(cfg):

@@ -2,19 +2,19 @@
 
     python results/evidence.py                 what is there and what is missing
     python results/evidence.py run 30          run the next missing pieces for 30 minutes, the most valuable first; the same command goes on
-    python results/evidence.py readme          write the README's tables and its first figure anew from results/*.jsonl
+    python results/evidence.py readme          write the README's tables and their figures anew from results/*.jsonl
 
 A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
 make the tables ask for their pieces by found() and probed(): what these do not find is what is missing.
 """
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import signal
@@ -30,6 +30,7 @@ sys.path.insert(0, ROOT)
 import torch
 
 import train
+from model import ModelConfig, Transformer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan: grids of rows, encodings or variants of one, and columns, tasks. In a column all have the same width, layers and steps. Where a column
@@ -101,16 +102,18 @@ PAPER = {                                                         # the papers' 
     'paper_prism': ({'prism': 'configs/paper_prism.py', 'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'},
                     {task: (f'configs/{task}_prism.py', [80]) for task in ('string_copy', 'string_reverse')}),
 }
-GRIDS = PAPER | {                                                 # name: (rows, columns), the most valuable first
-    'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
-    'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
-    'prism': (some('prism', 'shifted_ape'), OF_PRISM),
+GRIDS = PAPER | {                                                 # name: (rows, columns)
     'cross': (CROSS, COLUMNS),
+    'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
     'vipe': (VIPE_ROWS, OF_VIPE),
+    'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
+    'prism': (some('prism', 'shifted_ape'), OF_PRISM),
     'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
     'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
 }
+
+FIRST = 'out/paper', 'out/toeplitz/distance_span', 'out/vipe/polynomial', 'out/prism/string'        # the most valuable; then in the order of GRIDS
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
@@ -126,7 +129,7 @@ TITLES = {
 # what is there: lines of results/, and the cells of the grids
 
 missing = []                                                      # argvs asked for and not found, in that order
-cells = {}                                                        # (grid, row, column): {trained, twice: a score for each seed; holds; lr; corpus}
+cells = {}                                                        # (grid, row, column): what cell() returns
 
 
 @functools.cache
@@ -219,7 +222,8 @@ def cell(made, twice):
     config, scores = made[0]['config'], by_seed(*made)
     trained, beyond = ([score(run, lengths) for run in scores.values()] for lengths in (config['train_lengths'], twice))
     mean = train.mean_scores(scores)
-    return dict(trained=trained, twice=beyond, holds=holds(mean, max(config['train_lengths'])), lr=config['lr'], corpus='loss' in next(iter(mean.values())))
+    return dict(trained=trained, twice=beyond, holds=holds(mean, max(config['train_lengths'])), corpus='loss' in next(iter(mean.values())), config=config,
+                lengths={n: [run[n] for run in scores.values()] for n in mean}, curves=[curve for run in made for curve in run['curves'].values()])
 
 
 def ask():
@@ -234,6 +238,7 @@ def ask():
             if made:
                 cells[name, row, column] = cell(made, columns[column][1])
     list(claims())                                                # asks for probes
+    missing.sort(key=lambda argv: not out_dir(argv).startswith(FIRST))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,19 +268,31 @@ def grid_table(name):
     yield '|---' * (len(columns) + 1) + '|'
     for row in rows:
         found = [cells.get((name, row, column)) for column in columns]
-        yield f'| {row} | ' + ' | '.join(f'{shown(c, "trained")}<br>{shown(c, "twice")}<br>{c["holds"]}' if c else 'not run yet' for c in found) + ' |'
+        label = f'{row}<br>{parameters(*filter(None, found)):,}' if name == 'cross' else row
+        yield f'| {label} | ' + ' | '.join(f'{shown(c, "trained")}<br>{shown(c, "twice")}<br>{c["holds"]}' if c else 'not run yet' for c in found) + ' |'
+    if name in FIGURES and name != 'cross':
+        yield f'\n![{TITLES[name]}](assets/{name}.png)'
 
 
-def cross_figure(plt):
+def parameters(*found):
+    """How many parameters the smallest model of these cells has."""
+    keys = {field.name for field in dataclasses.fields(ModelConfig)}
+    models = (Transformer(ModelConfig(**{key: value for key, value in cell['config'].items() if key in keys})) for cell in found)
+    return min(sum(p.numel() for p in model.parameters()) for model in models)
+
+
+def cross_figure(plt, name):
     """The cross table as colours: within the trained lengths on the left, at twice the length on the right."""
     rows, columns = ([x for x in axis if any(key[0] == 'cross' and x in key[1:] for key in cells)] for axis in GRIDS['cross'])
-    fig, axes = plt.subplots(1, 2, figsize=(13, 1.8 + 0.32 * len(rows)), layout='constrained', sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(15, 1.8 + 0.32 * len(rows)), layout='constrained', sharey=True)
     for ax, what, title in zip(axes, ('trained', 'twice'), ('on the trained lengths', 'at twice the length')):
         for (j, column), (i, row) in itertools.product(enumerate(columns), enumerate(rows)):
             if ('cross', row, column) in cells:
                 value, shade = colour(cells['cross', row, column], what, [c for key, c in cells.items() if key[0] == 'cross' and key[2] == column])
                 ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=plt.cm.viridis(shade)))
-                ax.text(j, i, value, ha='center', va='center', color='white' if shade < 0.6 else 'black', fontsize=9)
+                ax.text(j, i, value, ha='center', va='center', color='white' if shade < 0.6 else 'black', fontsize=8)
+            else:
+                ax.text(j, i, 'not run', ha='center', va='center', color='0.7', fontsize=7)
         ax.set(title=title, xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)), yticklabels=rows)
         ax.set_xticks(range(len(columns)), columns, rotation=20, ha='right')
         ax.tick_params(length=0)
@@ -288,10 +305,51 @@ def cross_figure(plt):
 def colour(cell, what, column):
     """A cell's number and its place on the scale from 0 to 1: exact match, or the best trained perplexity of its column over its own."""
     if not cell['corpus']:
-        return f'{100 * statistics.mean(cell[what]):.0f}', statistics.mean(cell[what])
+        return shown(cell, what), statistics.mean(cell[what])
     perplexity = lambda c, what: statistics.mean(math.exp(-x) for x in c[what])
-    value = perplexity(cell, what)
-    return f'{value:.2f}', min(1.0, min(perplexity(c, 'trained') for c in column) / value)
+    return shown(cell, what), min(1.0, min(perplexity(c, 'trained') for c in column) / perplexity(cell, what))
+
+
+def panels(plt, name):
+    """A figure with a panel for each column of a grid: yields (axes, cell, style) of every cell, to be drawn there."""
+    columns = [column for column in GRIDS[name][1] if any(key[0] == name and key[2] == column for key in cells)]
+    across = min(4, len(columns))
+    fig, axes = plt.subplots(-(-len(columns) // across), across, figsize=(1 + 3.4 * across, 3.2 * -(-len(columns) // across)), sharey=True, squeeze=False,
+                             layout='constrained')
+    for ax, column in itertools.zip_longest(axes.flat, columns):
+        ax.set(title=column or '', ylim=(-3, 103)) if column else ax.remove()
+    labels = {}
+    for ax, column in zip(axes.flat, columns):
+        for row in GRIDS[name][0]:
+            if (name, row, column) in cells:
+                yield ax, cells[name, row, column], labels.setdefault(row, train.look(row) or dict(color=plt.cm.tab10(len(labels) % 10)))
+    for ax in axes[:, 0]:
+        ax.set_ylabel('exact match (%)')
+    fig.legend(handles=[plt.Line2D([], [], **style) for style in labels.values()], labels=list(labels), loc='outside right upper', fontsize=8)
+
+
+def lengths_figure(plt, name):
+    """Exact match by length: the seeds' mean, and a band from the worst to the best."""
+    for ax, cell, style in panels(plt, name):
+        lengths = sorted(cell['lengths'])
+        scores = [[100 * x['exact'] for x in cell['lengths'][n]] for n in lengths]
+        ax.plot(lengths, list(map(statistics.mean, scores)), marker='o', ms=2.5, lw=1.2, **style)
+        ax.fill_between(lengths, list(map(min, scores)), list(map(max, scores)), color=style['color'], alpha=0.12, lw=0)
+        ax.axvline(max(cell['config']['train_lengths']), color='crimson', lw=1)
+        ax.set_xlabel('length; trained to the red line', fontsize=8)
+    return ax.figure
+
+
+def learning_figure(plt, name):
+    """Exact match on the trained lengths in the course of training, a line for each seed."""
+    for ax, cell, style in panels(plt, name):
+        for curve in cell['curves']:
+            ax.plot([step for step, *_ in curve], [100 * exact for _, exact, *_ in curve], marker='o', ms=2, lw=1, **style)
+        ax.set_xlabel('step', fontsize=8)
+    return ax.figure
+
+
+FIGURES = dict(cross=cross_figure, toeplitz=learning_figure, vipe=lengths_figure, prism=lengths_figure)
 
 
 def perturb_table():
@@ -335,10 +393,22 @@ def r2(summary):
         return f'{position:.3f} / {position_longer:.3f}, {distance:.3f} / {distance_longer:.3f}'
 
 
-def deposit(row):
-    """What the two heads that matter most are worth, in points."""
-    summary = probed('heads', 'toeplitz', row, 'distance:span=16')
-    return summary and f'{summary["largest"]} / {summary["second"]}'
+def deposit(row, task='distance:span=16'):
+    """What the two heads that matter most are worth, in points, and the layer of the first."""
+    summary = probed('heads', 'toeplitz', row, task)
+    return summary and f'{summary["largest"]:.0f} / {summary["second"]:.0f}, layer {summary["layer"]}'
+
+
+def taken_out(row):
+    """Points that p_i taken out before each layer costs more than random vectors of its length."""
+    summary = probed('positions', 'toeplitz', row, 'distance:span=16')
+    return summary and ', '.join(f'{more:.0f}' for more in summary['more'])
+
+
+def first_states(row):
+    """Accuracy of the state behind that at distance 1, 3, 7 from EoI, in longer problems, at positions that were trained."""
+    summary = probed('steps', 'vipe', row, 'polynomial, 3 layers')
+    return summary and ', '.join(f'{100 * value:.0f}' for key, value in summary.items() if key.endswith('longer') and value is not None)
 
 
 def alone(name, lengths, text):
@@ -361,45 +431,57 @@ def claims():
     """The table of claims as Markdown: where, what the paper says, its number, what is found here."""
     perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.1f}'
     indirect = column('cross', 'indirect indexing', 'trained', ('rope', 'pope'))
-    axes = [f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg') if key in run['summary']]
+    axes = [f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg', 'mean_r_signed') if key in run['summary']]
     table = [
         ('ViPE Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length', 'trained to 16: ViPE holds to about 32',
-         columns('vipe', ['polynomial, 2 layers', 'polynomial, 3 layers'], 'holds')),
-        ('ViPE Figure 12', 'copy, parity with one head', '', columns('vipe', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)], 'holds')),
-        ('ViPE Figure 13', 'more layers and heads', '', columns('vipe', [f'{task}, 4 layers, 2 heads' for task in THREE], 'holds')),
-        ('ViPE Figure 14', 'count, reverse, mode, sort', '',
-         columns('vipe', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)], 'holds')),
-        ('ViPE Figure 15', 'ViPE over 8 seeds, at twice the length', '', columns('vipe_seeds', THREE, 'twice')),
+         columns('vipe', ['polynomial, 2 layers', 'polynomial, 3 layers'], 'holds'), ''),
+        ('ViPE Figure 4', 'states at trained positions go wrong in longer problems, RoPE at once, NoPE last', 'curves',
+         listed({row: first_states(row) for row in ('nope', 'rope', 'ape')}), ''),
+        ('ViPE Figure 12', 'copy, parity with one head', 'curves', columns('vipe', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)], 'holds'), ''),
+        ('ViPE Figure 13', 'more layers and heads', 'curves', columns('vipe', [f'{task}, 4 layers, 2 heads' for task in THREE], 'holds'), ''),
+        ('ViPE Figure 14', 'count, reverse, mode, sort', 'curves',
+         columns('vipe', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)], 'holds'), ''),
+        ('ViPE Figure 15', 'ViPE over 8 seeds, at twice the length', 'curves', columns('vipe_seeds', THREE, 'twice'), ''),
         ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths, and of distance to EoI from layer 2',
          'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
          listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {
-             'weights set by hand': r2(summarized('python probe.py linear by_hand:polynomial'))})),
-        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), percent)}'),
-        ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'trained to 5, 10 or 40',
-         columns('prism', [task for task in OF_PRISM if task != 'addition_cot'], 'twice')),
-        ('PRISM Figure 1', 'addition beyond', 'trained to 10', column('prism', 'addition_cot', 'twice')),
+             'weights set by hand': r2(summarized('python probe.py linear by_hand:polynomial'))}), ''),
+        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), percent)}',
+         'The same order but for the first two, which one seed does not tell apart; half the layers, a quarter of the width.'),
+        ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'curves; trained to 5, 10 or 40',
+         columns('prism', [task for task in OF_PRISM if not task.endswith('_cot')], 'twice'), ''),
+        ('PRISM Figures 1, 4, 9', 'the same with a chain of thought: addition, SCAN, multiplication', 'curves',
+         columns('prism', [task for task in OF_PRISM if task.endswith('_cot')], 'twice'), ''),
         ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91',
-         column('paper_pope', 'indirect indexing', 'trained') or indirect and f'reduced: {indirect}'),
+         column('paper_pope', 'indirect indexing', 'trained') or indirect and f'reduced: {indirect}',
+         'Not seen at this size: with 12 letters and shifts of at most 2, RoPE learns as much.'),
         ('PoPE Table 2', 'chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889',
-         f'reduced, one seed: {alone("jsb", [512], lambda x: f"{-x:.3f}")} (its phases from anywhere, then from 0)'),
-        ('PoPE Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', '',
-         f'on the library, one seed: within {alone("stdlib", [128], perplexity)}; at 10 times {alone("stdlib", [1280], perplexity)}'),
-        ('PoPE Figures 3-6', 'RoPE uses few frequencies, PoPE the fast ones too', '',
-         f'on the library: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast")}'),
-        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}'),
+         f'reduced, one seed: {alone("jsb", [512], lambda x: f"{-x:.3f}")} (its phases from anywhere, then from 0)',
+         "The paper's order with phases from anywhere, as it has them there; half the layers, a quarter of the width and of the context."),
+        ('PoPE Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', 'curves',
+         f'on the library, one seed: within {alone("stdlib", [128], perplexity)}; at 10 times {alone("stdlib", [1280], perplexity)}',
+         'Later and less than RoPE, but not flat, with 180,000 parameters and a context of 128 instead of 124 million and 1,024.'),
+        ('PoPE Figures 3-6', 'RoPE uses few frequencies, PoPE the fast ones too', 'maps',
+         f'on the library: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast")}',
+         'PoPE has more in the fast half, as there; that RoPE leaves frequencies unused does not show in contexts of 128.'),
+        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}', 'As it says.'),
         ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE',
-         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', columns('toeplitz', ['distance:span=16', 'trigger_count:most=16'], 'trained')),
-        ('Toeplitz Figures 4, 7, 9-12', 'points lost without the head that matters most / the next: one head of RoPE has it all', 'RoPE about 60 / 0',
-         listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')})),
-        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', '',
-         column('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if row.startswith('rope')])),
-        ('Toeplitz appendix E', 'the sum of two distances: no RoPE goes beyond its length', '', column('toeplitz', 'distance_sum:span=16', 'twice')),
-        ('LLM position generalization', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959', f'SmolLM2: {", ".join(axes)}'),
+         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', columns('toeplitz', ['distance:span=16', 'trigger_count:most=16'], 'trained'), ''),
+        ('Toeplitz Figures 4, 5, 7, 9-12', 'points lost without the head that matters most / the next: RoPE has one, in layer 1; with APE it is in a deeper one',
+         'RoPE about 60 / 0, layer 1', listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')} | {
+             'rope, counting': deposit('rope', 'trigger_count:most=16')}, ': '), ''),
+        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', 'curves',
+         column('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if row.startswith('rope')]), ''),
+        ('Toeplitz Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
+         listed({row: taken_out(row) for row in ('ape', 'ape+rope')}), ''),
+        ('Toeplitz appendix E', 'the sum of two distances: no RoPE goes beyond its length', 'curves', column('toeplitz', 'distance_sum:span=16', 'twice'), ''),
+        ('LLM position generalization', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959', f'SmolLM2: {", ".join(axes)}',
+         'Another model of another size, and the first two agree. The third does not, nor, the last number, with the sign that eq. 15 drops put back.'),
     ]
-    yield '| where | claim | there | here |'
-    yield '|---|---|---|---|'
-    for where, claim, there, here in table:
-        yield f'| {where} | {claim} | {there} | {here or "not run yet"} |'
+    yield '| where | claim | there | here | the difference |'
+    yield '|---|---|---|---|---|'
+    for where, claim, there, here, difference in table:
+        yield f'| {where} | {claim} | {there} | {here or "not run yet"} | {difference if here else ""} |'
     yield '\nProbes behind it: ' + ', '.join(f'`{run["command"]}`' for run in runs('probes')) + '.'
 
 
@@ -472,8 +554,7 @@ def write_probe(argv):
     """Append a line about a probe that has just been made."""
     with open(os.path.join(ROOT, out_dir(argv), f'probe_{argv[1]}.json')) as f:
         summary = json.load(f)['summary']
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f'{platform.machine()} CPU'
-    line = dict(probe=argv[1], command='python ' + shlex.join(argv), summary=summary, torch=torch.__version__, python=platform.python_version(), hardware=hardware)
+    line = dict(probe=argv[1], command='python ' + shlex.join(argv), summary=summary) | train.machine(train.pick_device(train.Config()))
     train.append(os.path.join(ROOT, 'results/probes.jsonl'), json.dumps(line) + '\n')
 
 
@@ -507,8 +588,8 @@ def main(argv):
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt
         train.write(os.path.join(ROOT, 'README.md'), readme())
-        if any(key[0] == 'cross' for key in cells):
-            cross_figure(plt).savefig(os.path.join(ROOT, 'assets/cross.png'), dpi=110)
+        for name in {key[0] for key in cells} & FIGURES.keys():
+            FIGURES[name](plt, name).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
         return 0
     for name, (rows, columns) in GRIDS.items():
         print(f'{name:16}{sum(key[0] == name for key in cells):4} of {len(rows) * len(columns)} cells')
