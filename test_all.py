@@ -2129,7 +2129,7 @@ if '--pe=bad' in sys.argv:
 rate = next(float(arg[5:]) for arg in sys.argv if arg.startswith('--lr='))
 seeds = ['1', '2'] if '--seeds=1,2' in sys.argv else ['0']
 line = dict(command='python ' + ' '.join(sys.argv), config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 4], lr=rate), lengths={
-    seed: {n: dict(exact=1 - abs(rate - 2e-3) * 100 * (n < 3) - 0.5 * (n > 3), n=64) for n in (1, 2, 4)} for seed in seeds})
+    seed: {n: dict(exact=1 - abs(rate - 2e-3) * 100 * (n < 3) - 0.5 * (n > 3), n=64) for n in (1, 2, 4)} for seed in seeds}, curves={seed: [[500, 0.5, 0.1, 1], [1000, 1, 0.5, 2]] for seed in seeds})
 open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
 ''')
     monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)                     # this process' own signals stay
@@ -2149,6 +2149,19 @@ open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
         f.write('{"comm')
     with pytest.raises(train.UserError, match='tiny.jsonl, line 5, is cut off'):
         evidence.ask()
+
+
+def test_evidence_figures(monkeypatch):
+    """By length the mean over seeds and a band around it; in the course of training a line for each seed; of the cross table the same numbers as in its text."""
+    plt = pytest.importorskip('matplotlib.pyplot')
+    run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2]), lengths={seed: {1: dict(exact=1.0, n=64), 2: dict(exact=x, n=64)} for seed, x in enumerate((0.2, 0.4))},
+               curves={seed: [[500, 0.5, 0.1, 0], [1000, 1, 0.3, 1]] for seed in range(2)})
+    monkeypatch.setattr(evidence, 'cells', {(name, 'prism', column): evidence.cell([run], [2]) for name, column in (('prism', 'stack'), ('cross', 'iterative'))})
+    by_length, learning, cross = (draw(plt, name) for draw, name in ((evidence.lengths_figure, 'prism'), (evidence.learning_figure, 'prism'), (evidence.cross_figure, 'cross')))
+    assert by_length.axes[0].lines[0].get_xydata().tolist() == [[1, 100], [2, pytest.approx(30)]]
+    assert [list(line.get_ydata()) for line in learning.axes[0].lines] == [[50, 100]] * 2
+    assert [ax.texts[0].get_text() for ax in cross.axes[:2]] == ['100 ±0', '30 ±14']
+    plt.close('all')
 
 
 @pytest.mark.parametrize('name', sorted(name for name in os.listdir(os.path.join(HERE, 'results')) if name.endswith('.jsonl') and name[:-6] not in evidence.GRIDS))

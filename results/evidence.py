@@ -113,7 +113,8 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
 }
 
-FIRST = 'out/paper', 'out/toeplitz/distance_span', 'out/vipe/polynomial', 'out/prism/string'        # the most valuable; then in the order of GRIDS
+FIRST = ('out/paper', *(f'out/prism/{task}' for task in ('odds', 'stack', 'dyn', 'addition')), 'out/toeplitz/distance_span', 'out/vipe/polynomial')
+                                                                  # the most valuable; then all in the order of GRIDS
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
@@ -238,7 +239,7 @@ def ask():
             if made:
                 cells[name, row, column] = cell(made, columns[column][1])
     list(claims())                                                # asks for probes
-    missing.sort(key=lambda argv: not out_dir(argv).startswith(FIRST))
+    missing.sort(key=lambda argv: next((i for i, start in enumerate(FIRST) if out_dir(argv).startswith(start)), len(FIRST)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
