@@ -91,6 +91,7 @@ OF_PRISM |= {
                  '--n_eval=4 --n_test=32', range(24, 49))}
 OF_TOEPLITZ = {task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
                for task in ('distance:span=16', 'trigger_count:most=16', 'distance_sum:span=16')}
+TO_64 = '--train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512'
 TOEPLITZ_ROWS = some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')
 VIPE_ROWS = some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')
 PAPER = {                                                         # the papers' own sizes: run, before all others, where there is a GPU
@@ -105,6 +106,7 @@ PAPER = {                                                         # the papers' 
 GRIDS = PAPER | {                                                 # name: (rows, columns)
     'cross': (CROSS, COLUMNS),
     'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
+    'toeplitz_64': (some('rope', 'nope', 'ape', 'mla'), {'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'vipe': (VIPE_ROWS, OF_VIPE),
     'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
     'prism': (some('prism', 'shifted_ape'), OF_PRISM),
@@ -113,12 +115,13 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
 }
 
-FIRST = ('out/paper', *(f'out/prism/{task}' for task in ('odds', 'stack', 'dyn', 'addition')), 'out/toeplitz/distance_span', 'out/vipe/polynomial')
+FIRST = ('out/paper', *(f'out/prism/{task}' for task in ('odds', 'stack', 'dyn', 'addition')), 'out/toeplitz_64', 'out/vipe/polynomial')
                                                                   # the most valuable; then all in the order of GRIDS
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
     'paper_toeplitz': "The Toeplitz study's tasks at its size:", 'toeplitz': "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens:",
+    'toeplitz_64': 'Distance among 64 tokens, 4 layers, 8 heads:',
     'vipe': "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3:", 'vipe_seeds': 'ViPE, 3 layers, seeds 0 to 7:',
     'prism': "PRISM's tasks, as in `configs/` (trained to 10 digits, addition to 8):",
     'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE):',
@@ -371,20 +374,21 @@ def perturb_table():
 # the papers' claims beside what is found here
 
 def column(name, of, what, rows=None):
-    """One score of every row of a column, as text: 'rope 8, nope 9'; None if a row is missing."""
+    """One score of every row of a column, as text: 'rope 8, nope 9'."""
     found = {row: cells.get((name, row, of)) for row in rows or GRIDS[name][0]}
-    if None not in found.values():
-        return ', '.join(f'{row} {c["holds"] if what == "holds" else shown(c, what)}' for row, c in found.items())
+    return listed({row: c and (c['holds'] if what == 'holds' else shown(c, what)) for row, c in found.items()}, between=', ')
 
 
 def columns(name, of, what):
-    """The same of several columns; None if one is missing."""
+    """The same of several columns."""
     return listed({each: column(name, each, what) for each in of}, ': ')
 
 
-def listed(found, sign=' '):
-    """{name: text} as one text; None if one of them is."""
-    return None if None in found.values() else '; '.join(f'{name}{sign}{text}' for name, text in found.items())
+def listed(found, sign=' ', between='; '):
+    """{name: text} as one text, which ends with the names that have none yet; None if none has."""
+    there, waiting = ([name for name, text in found.items() if (text is None) == none] for none in (False, True))
+    text = between.join(f'{name}{sign}{found[name]}' for name in there)
+    return f'{text} (not run yet: {", ".join(waiting)})' if there and waiting else text or None
 
 
 def r2(summary):
@@ -394,9 +398,9 @@ def r2(summary):
         return f'{position:.3f} / {position_longer:.3f}, {distance:.3f} / {distance_longer:.3f}'
 
 
-def deposit(row, task='distance:span=16'):
+def deposit(row, task='distance:span=16', name='toeplitz'):
     """What the two heads that matter most are worth, in points, and the layer of the first."""
-    summary = probed('heads', 'toeplitz', row, task)
+    summary = probed('heads', name, row, task)
     return summary and f'{summary["largest"]:.0f} / {summary["second"]:.0f}, layer {summary["layer"]}'
 
 
@@ -454,7 +458,7 @@ def claims():
         ('PRISM Figures 1, 4, 9', 'the same with a chain of thought: addition, SCAN, multiplication', 'curves',
          columns('prism', [task for task in OF_PRISM if task.endswith('_cot')], 'twice'), ''),
         ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91',
-         column('paper_pope', 'indirect indexing', 'trained') or indirect and f'reduced: {indirect}',
+         column('paper_pope', 'indirect indexing', 'trained') or f'reduced: {indirect}',
          'Not seen at this size: with 12 letters and shifts of at most 2, RoPE learns as much.'),
         ('PoPE Table 2', 'chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889',
          f'reduced, one seed: {alone("jsb", [512], lambda x: f"{-x:.3f}")} (its phases from anywhere, then from 0)',
@@ -467,10 +471,11 @@ def claims():
          'PoPE has more in the fast half, as there; that RoPE leaves frequencies unused does not show in contexts of 128.'),
         ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}', 'As it says.'),
         ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE',
-         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', columns('toeplitz', ['distance:span=16', 'trigger_count:most=16'], 'trained'), ''),
+         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', listed({'among 64': column('toeplitz_64', 'distance:span=64', 'trained'), 'among 16': columns('toeplitz', ['distance:span=16', 'trigger_count:most=16'], 'trained')}, ': '), ''),
         ('Toeplitz Figures 4, 5, 7, 9-12', 'points lost without the head that matters most / the next: RoPE has one, in layer 1; with APE it is in a deeper one',
          'RoPE about 60 / 0, layer 1', listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')} | {
-             'rope, counting': deposit('rope', 'trigger_count:most=16')}, ': '), ''),
+             'rope, counting': deposit('rope', 'trigger_count:most=16')} | {
+             f'{row} among 64': deposit(row, 'distance:span=64', 'toeplitz_64') for row in GRIDS['toeplitz_64'][0]}, ': '), ''),
         ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', 'curves',
          column('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if row.startswith('rope')]), ''),
         ('Toeplitz Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
