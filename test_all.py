@@ -1744,7 +1744,9 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
             self.params['head.weight'].grad[1] = math.nan
     monkeypatch.setattr(train.Seeds, 'clip', poisoned)
     with pytest.raises(train.UserError, match='1 diverged: seed 1'):
-        train.main(flags(out_dir=tmp_path / 'b', seeds='0,1,2'))
+        train.main(flags(out_dir=tmp_path / 'b', seeds='0,1,2', results=tmp_path / 'r.jsonl'))
+    line = json.loads((tmp_path / 'r.jsonl').read_text())
+    assert list(line['lengths']) == list(line['curves']) == ['0', '2'] and 'seed 1: the loss' in line['failed'][0]
     assert 'seed 1: the loss became NaN or infinite at step 7' in capsys.readouterr().out
     assert list(json.load(open(tmp_path / 'b/lengths.json'))) == ['0', '2']
     for seed in (0, 2):
@@ -1908,8 +1910,10 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
 
 def test_a_diverging_point_does_not_end_a_sweep(tmp_path, capsys):
     with pytest.raises(train.UserError, match='1 diverged: 1e\\+30'):
-        train.main(flags(lr='1e30,1e-3', out_dir=tmp_path))
+        train.main(flags(lr='1e30,1e-3', out_dir=tmp_path, results=tmp_path / 'r.jsonl'))
     assert re.search(r'^0.001 .*│', capsys.readouterr().out, re.M)
+    bad, good = map(json.loads, (tmp_path / 'r.jsonl').read_text().splitlines())
+    assert bad['lengths'] == {} and len(bad['failed']) == 1 and list(good['lengths']) == ['0'] and 'failed' not in good
 
 
 def test_exact_match_is_greedy_decoding(tmp_path):
@@ -2117,19 +2121,24 @@ def test_every_piece_of_evidence_can_be_run(name):
         if 'data/' not in given:
             cfg = train.make_config(train.read_config([os.path.join(HERE, arg) if arg.startswith('configs/') else arg for arg in shlex.split(f'{given} {flags}')]))
             longer = [n for n in cfg.eval_lengths if n in twice]
-            assert longer == [2 * max(cfg.train_lengths)] or column in ('SCAN', 'scan_cot') and min(longer) > max(cfg.train_lengths) or not twice, (row, column)
+            assert longer == [2 * max(cfg.train_lengths)] or (column in ('SCAN', 'scan_cot') or 'ablation' in name) and min(longer) > max(cfg.train_lengths) or not twice
 
 
 def test_evidence_runs_what_is_missing(tmp_path, monkeypatch, capsys):
-    """The learning rate is chosen by seed 0 on the trained lengths alone, seeds 1 and 2 follow at it; what fails is told and left; what is there is not run again."""
+    """The learning rate is chosen by seed 0's last validation on the trained lengths alone, seeds 1 and 2 follow at it; what fails is told and left; what is there is
+    not run again; only the very same piece is resumed."""
     (tmp_path / 'results').mkdir()
-    (tmp_path / 'train.py').write_text('''import json, sys
+    (tmp_path / 'train.py').write_text('''import json, os, sys
 if '--pe=bad' in sys.argv:
     sys.exit('train.py: no such encoding')
+folder = next(arg[10:] for arg in sys.argv if arg.startswith('--out_dir='))
+open(folder + '/ckpt.pt', 'w').close()
 rate = next(float(arg[5:]) for arg in sys.argv if arg.startswith('--lr='))
-seeds = ['1', '2'] if '--seeds=1,2' in sys.argv else ['0']
-line = dict(command='python ' + ' '.join(sys.argv), config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 4], lr=rate), lengths={
-    seed: {n: dict(exact=1 - abs(rate - 2e-3) * 100 * (n < 3) - 0.5 * (n > 3), n=64) for n in (1, 2, 4)} for seed in seeds}, curves={seed: [[500, 0.5, 0.1, 1], [1000, 1, 0.5, 2]] for seed in seeds})
+seeds = [1, 2] if '--seeds=1,2' in sys.argv else [0]
+kept = [seed for seed in seeds if (rate, seed) not in ((4e-3, 0), (2e-3, 2))]
+line = dict(command='python ' + ' '.join(sys.argv), config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 4], lr=rate, seeds=seeds), lengths={
+    seed: {n: dict(exact=1 - 100 * rate * (n < 3) - 0.5 * (n > 3), n=64) for n in (1, 2, 4)} for seed in kept}, curves={
+    seed: [[500, 1, 1, 4], [1000, 100 * rate, 0.5, 2]] for seed in kept})
 open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
 ''')
     monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)                     # this process' own signals stay
@@ -2140,21 +2149,37 @@ open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
     told = capsys.readouterr().out
     assert '4 done, 3 failed' in told and told.count('train.py: no such encoding') == 3
     commands = list(evidence.lines('tiny'))
-    assert len(commands) == 4 and '--lr=2e-3 --seeds=1,2' in commands[-1]
-    assert list(evidence.grid_table('tiny'))[-1] == '| good | 100 ±0<br>50 ±0<br>2 |'
+    assert len(commands) == 4 and '--lr=2e-3 --seeds=1,2' in commands[-1]               # 4e-3 diverged, 1e-3 ended lower, though its test was better
+    assert list(evidence.grid_table('tiny'))[-1] == '| good | 80 ±0<br>50 ±0<br>none; 1 of 3 seeds diverged |'
     assert list(evidence.grid_table('tiny'))[0] == '1 of 2 cells so far; no cell yet of bad.\n'
     evidence.run(0.02, 2)
     assert len((tmp_path / 'results/tiny.jsonl').read_text().splitlines()) == 4
+    argv = next(shlex.split(command)[1:] for command in commands)
+    for given, resumed in ((argv, True), ([*argv[:-1], '--lr=3e-3', argv[-1]], False)):
+        process, errors = evidence.start(given, 1)
+        assert process.wait() == 0 and ('--resume' in process.args) == resumed
     with open(tmp_path / 'results/tiny.jsonl', 'a') as f:
         f.write('{"comm')
-    with pytest.raises(train.UserError, match='tiny.jsonl, line 5, is cut off'):
+    with pytest.raises(train.UserError, match='tiny.jsonl, line 7, is cut off'):
         evidence.ask()
+
+
+def test_evidence_cells(monkeypatch):
+    """What a cell shows: of one seed no spread, of nothing evaluated -, of seeds that diverged how many; lengths of less than 50 problems do not count."""
+    run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0]), lengths={0: {1: dict(exact=1.0, n=64), 2: dict(exact=0.5, n=8)}}, curves={0: []})
+    one, none = evidence.cell([run], [2]), evidence.cell([run], [])
+    lost = evidence.cell([run | dict(lengths={}, curves={})], [2])
+    assert [evidence.shown(one, what) for what in ('trained', 'twice')] == ['100', '50'] and one['holds'] == '≥ 1' and evidence.shown(none, 'twice') == '-'
+    assert evidence.shown(lost, 'trained') == '-' and lost['holds'] == '-; 1 of 1 seeds diverged'
+    for found in (one, none, lost):                                                     # every claim takes every cell
+        monkeypatch.setattr(evidence, 'cells', {(name, row, column): found for name, (rows, columns) in evidence.GRIDS.items() for row in rows for column in columns})
+        assert len(list(evidence.claims())) > 20
 
 
 def test_evidence_figures(monkeypatch):
     """By length the mean over seeds and a band around it; in the course of training a line for each seed; of the cross table the same numbers as in its text."""
     plt = pytest.importorskip('matplotlib.pyplot')
-    run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2]), lengths={seed: {1: dict(exact=1.0, n=64), 2: dict(exact=x, n=64)} for seed, x in enumerate((0.2, 0.4))},
+    run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0, 1]), lengths={seed: {1: dict(exact=1.0, n=64), 2: dict(exact=x, n=64)} for seed, x in enumerate((0.2, 0.4))},
                curves={seed: [[500, 0.5, 0.1, 0], [1000, 1, 0.3, 1]] for seed in range(2)})
     monkeypatch.setattr(evidence, 'cells', {(name, 'prism', column): evidence.cell([run], [2]) for name, column in (('prism', 'stack'), ('cross', 'iterative'))})
     by_length, learning, cross = (draw(plt, name) for draw, name in ((evidence.lengths_figure, 'prism'), (evidence.learning_figure, 'prism'), (evidence.cross_figure, 'cross')))

@@ -1090,10 +1090,11 @@ def keep_log(cfg, checkpoint):
 
 
 def write_result(cfg, by_seed, checkpoint, command):
-    """Append a line about a finished run: what the README's numbers are backed by."""
+    """Append a line about a run that has ended: what the README's numbers are backed by. Seeds that diverged are named and have no scores."""
     of = lambda scores: [loss for _, loss in context_losses(cfg, scores)] if cfg.the_task.corpus else summary(cfg, scores)
     curves = {seed: [[e['step'], *of(e['lengths'])] for e in checkpoint['seeds'][seed]['evals']] for seed in by_seed}
     found = dict(lengths=by_seed, curves=curves) | (dict(top=top(cfg, checkpoint)) if cfg.top_evals else {})
+    found |= dict(failed=failures(checkpoint)) if failures(checkpoint) else {}
     append(cfg.results, json.dumps(made_by(cfg, command) | found) + '\n')
 
 
@@ -1220,7 +1221,12 @@ def run(cfg, stop, command, ranks):
         held_out(cfg, task, 'test', 'cpu')                                              # fails now if it cannot be read
     if ranks.rank == 0:
         begin_files(cfg, checkpoint, path, table)
-    by_seed = train(cfg, task, device, checkpoint, stop, ranks)
+    try:
+        by_seed = train(cfg, task, device, checkpoint, stop, ranks)
+    except Diverged:
+        if ranks.rank == 0 and cfg.results:
+            write_result(cfg, {}, checkpoint, command)
+        raise
     if by_seed and ranks.rank == 0:
         write(table, json.dumps(by_seed))
         if cfg.results:

@@ -5,10 +5,8 @@
     python results/evidence.py readme          write the README's tables and their figures anew from results/*.jsonl
 
 A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
-make the tables ask for their pieces by found() and probed(): what these do not find is what is missing.
+make the tables ask for their pieces by run_of() and probed(): what these do not find is what is missing.
 """
-import contextlib
-import dataclasses
 import fcntl
 import functools
 import itertools
@@ -30,11 +28,12 @@ sys.path.insert(0, ROOT)
 import torch
 
 import train
-from model import ModelConfig, Transformer
+from model import Transformer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan: grids of rows, encodings or variants of one, and columns, tasks. In a column all have the same width, layers and steps. Where a column
-# gives no learning rate, each cell takes the one of three with which seed 0 does best on the trained lengths alone, and seeds 1 and 2 train at it.
+# gives no learning rate, each cell takes the one of three with which seed 0 ends best on the validation problems of the trained lengths alone (SCAN:
+# on commands trained on), and seeds 1 and 2 train at it.
 
 SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500 '
 TO_8 = '--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps={} --batch_size=32 --n_eval=64 --n_test=512'
@@ -51,7 +50,8 @@ COLUMNS = {                                                       # family: flag
                  '--max_steps=500 --batch_size=8 --n_eval=16', [256]),
     'text': (SIZE + '--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
 }
-RATES = {'chorales': ('2e-3', '4e-3', '8e-3'), 'text': ('2e-3', '4e-3', '8e-3'), 'all others': ('1e-3', '2e-3', '4e-3')}
+RATES = {'chorales': ('2e-3', '4e-3', '8e-3'), 'text': ('2e-3', '4e-3', '8e-3'), 'indirect indexing': ('5e-4', '1e-3', '2e-3')}
+OTHER_RATES = '1e-3', '2e-3', '4e-3'
 CROSS = {name: f'--pe={name}' for name in (
     'rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope', 'mla', 't5', 'fire', 'yarn', 'vrope', 'learned', 'random', 'shifted_ape')}
 CROSS |= {'mla': '--pe=rope --attention=mla', 'rope, d=80': '--pe=rope --d_model=80'}       # the latter has as many parameters as prism
@@ -88,13 +88,15 @@ OF_PRISM |= {
     'multiplication_cot': ('configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 --length_schedule=[(0,1),(400,2),(800,3)] '
                            '--eval_lengths=1-6', [6]),
     'scan_cot': ('configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 --length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 '
-                 '--n_eval=4 --n_test=32', range(24, 49))}
+                 '--n_eval=4 --n_test=64', range(24, 49))}
 OF_TOEPLITZ = {task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
                for task in ('distance:span=16', 'trigger_count:most=16', 'distance_sum:span=16')}
 OF_POPE = {f'{letters} letters, shifts up to {shift}': (
     f'{SIZE}--task=indirect_indexing:letters={letters}:shift={shift} --train_lengths={length // 2}-{length} --eval_lengths={length // 2}-{2 * length} --max_steps=10000 '
-    f'--n_test=512 --n_layer={layers} --norm=rmsnorm --decay=cosine --eval_interval=1000 --lr=1e-3', [2 * length])
+    f'--n_test=512 --n_layer={layers} --norm=rmsnorm --decay=cosine --eval_interval=1000', [2 * length])
     for letters, shift, length, layers in ((12, 2, 6, 2), (16, 3, 8, 3))}
+RATES |= dict.fromkeys(OF_POPE, RATES['indirect indexing'])
+OF_ABLATION = {'iterative': (f'{SIZE}--task=polynomial {TO_8.format(2000)} --n_layer=3 --n_head=1', [10]), 'indirect indexing': (COLUMNS['indirect indexing'][0], [8])}
 TO_64 = '--train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512'
 TOEPLITZ_ROWS = some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')
 VIPE_ROWS = some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')
@@ -103,35 +105,37 @@ PAPER = {                                                         # the papers' 
     'paper_vipe': (VIPE_ROWS, {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task}', [32]) for task in THREE}),
     'paper_toeplitz': (TOEPLITZ_ROWS, {
         'distance': ('configs/distance_rope.py configs/paper_toeplitz.py', [256]),
-        'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 --n_test=15000 --max_steps=10200', [256])}),
+        'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 --n_test=15000 --max_steps=10200 --warmup_steps=612', [256])}),
     'paper_prism': ({'prism': 'configs/paper_prism.py', 'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'},
                     {task: (f'configs/{task}_prism.py', [80]) for task in ('string_copy', 'string_reverse')}),
 }
 GRIDS = PAPER | {                                                 # name: (rows, columns)
     'cross': (CROSS, COLUMNS),
-    'toeplitz': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, OF_TOEPLITZ),
-    'toeplitz_64': (some('rope', 'nope', 'ape', 'mla'), {'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
+    'toeplitz': (TOEPLITZ_ROWS, OF_TOEPLITZ),
+    'toeplitz_64': (some('rope', 'nope', 'ape', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, {
+        'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'indirect': (some('rope', 'pope', 'alibi') | {'pope, delta from anywhere': '--pe=pope --pope_delta=uniform'}, OF_POPE),
     'vipe': (VIPE_ROWS, OF_VIPE),
     'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
     'prism': (some('prism', 'shifted_ape'), OF_PRISM),
-    'ablation_vipe': (VIPE, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
-    'ablation_pope': (POPE, {name: COLUMNS[name] for name in ('indirect indexing', 'iterative')}),
+    'ablation_vipe': (VIPE, OF_ABLATION),
+    'ablation_pope': (POPE, OF_ABLATION),
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
 }
 
-FIRST = ('out/paper', *(f'out/prism/{task}' for task in ('odds', 'stack', 'dyn', 'addition')), 'out/toeplitz_64', 'out/indirect/12', 'out/vipe/polynomial')
-                                                                  # the most valuable; then all in the order of GRIDS
+# the most valuable: pieces whose out_dir begins so, in this order; then all others in the order of GRIDS
+FIRST = (*(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism', 'paper')),
+         *(f'out/prism/{task}' for task in ('odds_first', 'stack', 'dyn_str_cpy', 'addition_cot')), 'out/toeplitz_64', 'out/vipe/polynomial', 'out/prism/string')
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
-    'paper_toeplitz': "The Toeplitz study's tasks at its size:", 'toeplitz': "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens:",
-    'indirect': 'Indirect indexing with more steps, 10,000 at a learning rate of 1e-3, and RMSNorm, as in the PoPE paper:',
-    'toeplitz_64': 'Distance among 64 tokens, 4 layers, 8 heads:',
+    'paper_toeplitz': "The Toeplitz study's tasks at its size:", 'toeplitz': "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens, 2,000 steps at a learning rate of 2e-3:",
+    'indirect': 'Indirect indexing with 10,000 steps, RMSNorm and cosine decay, as in the PoPE paper; the learning rate the best of 5e-4, 1e-3, 2e-3:',
+    'toeplitz_64': 'Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3:',
     'vipe': "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3:", 'vipe_seeds': 'ViPE, 3 layers, seeds 0 to 7:',
-    'prism': "PRISM's tasks, as in `configs/` (trained to 10 digits, addition to 8):",
-    'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE):',
-    'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias:",
+    'prism': "PRISM's tasks, recipes as in `configs/`, made for PRISM (trained to 10 digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions):",
+    'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE); the longer length here is 10 after 8, and 8 after 6:',
+    'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias; the longer length as above:",
     'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first:",
 }
 
@@ -164,7 +168,7 @@ def train_argv(name, folder, flags):
     return ['train.py', *shlex.split(flags), f'--out_dir=out/{name}/{folder}', f'--results=results/{name}.jsonl']
 
 
-def found(name, folder, flags):
+def run_of(name, folder, flags):
     """The run in results/NAME.jsonl that these flags made, in out/NAME/FOLDER; None, and an entry in `missing`, if there is none yet."""
     argv = train_argv(name, folder, flags)
     run = lines(name).get('python ' + shlex.join(argv))
@@ -174,36 +178,45 @@ def found(name, folder, flags):
 
 
 def piece(name, row, column):
-    """(folder, flags) of a cell; flags name the seeds where they name a learning rate."""
+    """(folder, flags) of a cell, and whether they have a learning rate; where they have one, they name the seeds."""
     rows, columns = GRIDS[name]
     flags = f'{columns[column][0]} {rows[row]}'
-    if ('--lr=' in flags or 'configs/' in flags) and '--seeds=' not in flags and name not in PAPER:
+    has_rate = '--lr=' in flags or 'configs/' in flags
+    if has_rate and '--seeds=' not in flags and name not in ('paper_vipe', 'paper_toeplitz'):   # these have seeds in their configs
         flags += ' --seeds=0-2'
-    return f'{train.slug(column)}/{train.slug(row)}', flags
+    return f'{train.slug(column)}/{train.slug(row)}', flags, has_rate
 
 
 def made_of(name, row, column):
     """The runs of a cell; None if one is missing."""
-    folder, flags = piece(name, row, column)
-    if '--lr=' in flags or 'configs/' in flags:
-        run = found(name, folder, flags)
+    folder, flags, has_rate = piece(name, row, column)
+    if has_rate:
+        run = run_of(name, folder, flags)
         return run and [run]
-    tried = {rate: found(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES.get(column, RATES['all others'])}
+    tried = {rate: run_of(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES.get(column, OTHER_RATES)}
     if None in tried.values():
         return None
-    rate = max(tried, key=lambda rate: score(by_seed(tried[rate])[0], tried[rate]['config']['train_lengths']))
-    more = found(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
+    rate = max(tried, key=lambda rate: validation(tried[rate]))
+    more = run_of(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
     return more and [tried[rate], more]
 
 
+def validation(run):
+    """How well seed 0 did on the trained lengths at its last evaluation during training; more is better."""
+    if '0' not in run['curves']:
+        return -math.inf                                          # it diverged
+    step, trained, *_ = run['curves']['0'][-1]
+    return -trained if 'loss' in next(iter(run['lengths']['0'].values())) else trained
+
+
 def probed(probe, name, row, column):
-    """What `python probe.py PROBE` summarized of a cell's first seed; None, and an entry in `missing`, if that is not there (the run, if it is not in out/)."""
-    folder, flags = piece(name, row, column)
+    """The line about `python probe.py PROBE` on a cell's first seed; None, and an entry in `missing`, if that is not there (the run, if it is not in out/)."""
+    folder, flags, _ = piece(name, row, column)
     argv = ['probe.py', probe, f'out/{name}/{folder}']
     line = lines('probes').get('python ' + shlex.join(argv))
-    if line is None and (name, row, column) in cells:
-        missing.append(argv if os.path.exists(os.path.join(ROOT, argv[2], 'ckpt.pt')) else train_argv(name, folder, flags))
-    return line and line['summary']
+    if line is None and (name, row, column) in cells:             # lengths.json is there when a run has ended; trained again, it needs no second line
+        missing.append(argv if os.path.exists(os.path.join(ROOT, argv[2], 'lengths.json')) else train_argv(name, folder, flags)[:-1])
+    return line
 
 
 def by_seed(*runs):
@@ -224,15 +237,18 @@ def holds(mean, longest):
     bar = -score(mean, [longest]) - math.log(0.95)
     asked = sorted(n for n, x in mean.items() if 'loss' in x or x['n'] >= 50)           # SCAN has six problems of length 1
     good = list(itertools.takewhile(lambda n: mean[n]['loss'] <= bar if 'loss' in mean[n] else mean[n]['exact'] >= 0.95, asked))
+    if not asked:
+        return '-'
     return f'≥ {good[-1]}' if good == asked else str(good[-1]) if good else 'none'
 
 
 def cell(made, twice):
     """An entry of `cells` from a cell's runs."""
-    config, scores = made[0]['config'], by_seed(*made)
+    config, scores, asked = made[0]['config'], by_seed(*made), sum(len(run['config']['seeds']) for run in made)
     trained, beyond = ([score(run, lengths) for run in scores.values()] for lengths in (config['train_lengths'], twice))
-    mean = train.mean_scores(scores)
-    return dict(trained=trained, twice=beyond, holds=holds(mean, max(config['train_lengths'])), corpus='loss' in next(iter(mean.values())), config=config,
+    mean = train.mean_scores(scores) if scores else {}
+    lost = f'; {asked - len(scores)} of {asked} seeds diverged' if len(scores) < asked else ''
+    return dict(trained=trained, twice=beyond, holds=holds(mean, max(config['train_lengths'])) + lost, corpus=any('loss' in x for x in mean.values()), config=config,
                 lengths={n: [run[n] for run in scores.values()] for n in mean}, curves=[curve for run in made for curve in run['curves'].values()])
 
 
@@ -255,8 +271,10 @@ def ask():
 # tables and the figure
 
 def spread(values, digits):
-    """Mean and standard deviation over seeds."""
-    return f'{statistics.mean(values):.{digits}f} ±{statistics.stdev(values):.{digits}f}'
+    """Mean and standard deviation over seeds; - where nothing was evaluated."""
+    if not values or any(map(math.isnan, values)):
+        return '-'
+    return f'{statistics.mean(values):.{digits}f}' + (f' ±{statistics.stdev(values):.{digits}f}' if len(values) > 1 else '')
 
 
 def shown(cell, what):
@@ -278,17 +296,16 @@ def grid_table(name):
     yield '|---' * (len(columns) + 1) + '|'
     for row in rows:
         found = [cells.get((name, row, column)) for column in columns]
-        label = f'{row}<br>{parameters(*filter(None, found)):,}' if name == 'cross' else row
+        label = f'{row}<br>{parameters(row):,}' if name == 'cross' else row
         yield f'| {label} | ' + ' | '.join(f'{shown(c, "trained")}<br>{shown(c, "twice")}<br>{c["holds"]}' if c else 'not run yet' for c in found) + ' |'
     if name in FIGURES and name != 'cross':
         yield f'\n![{TITLES[name]}](assets/{name}.png)'
 
 
-def parameters(*found):
-    """How many parameters the smallest model of these cells has."""
-    keys = {field.name for field in dataclasses.fields(ModelConfig)}
-    models = (Transformer(ModelConfig(**{key: value for key, value in cell['config'].items() if key in keys})) for cell in found)
-    return min(sum(p.numel() for p in model.parameters()) for model in models)
+def parameters(row):
+    """How many parameters a row of the cross table has on the iterative task, whose vocabulary is the smallest."""
+    cfg = train.make_config(train.read_config(shlex.split(f'{COLUMNS["iterative"][0]} {CROSS[row]}')))
+    return sum(p.numel() for p in Transformer(cfg).parameters())
 
 
 def cross_figure(plt, name):
@@ -326,13 +343,14 @@ def panels(plt, name):
     across = min(4, len(columns))
     fig, axes = plt.subplots(-(-len(columns) // across), across, figsize=(1 + 3.4 * across, 3.2 * -(-len(columns) // across)), sharey=True, squeeze=False,
                              layout='constrained')
-    for ax, column in itertools.zip_longest(axes.flat, columns):
-        ax.set(title=column or '', ylim=(-3, 103)) if column else ax.remove()
+    for ax in axes.flat[len(columns):]:
+        ax.remove()
     labels = {}
     for ax, column in zip(axes.flat, columns):
+        ax.set(title=column, ylim=(-3, 103))
         for row in GRIDS[name][0]:
             if (name, row, column) in cells:
-                yield ax, cells[name, row, column], labels.setdefault(row, train.look(row) or dict(color=plt.cm.tab10(len(labels) % 10)))
+                yield ax, cells[name, row, column], labels.setdefault(row, train.look(row) or dict(color='0.4', ls=('-', '--', ':')[len(labels) % 3]))
     for ax in axes[:, 0]:
         ax.set_ylabel('exact match (%)')
     fig.legend(handles=[plt.Line2D([], [], **style) for style in labels.values()], labels=list(labels), loc='outside right upper', fontsize=8)
@@ -379,15 +397,18 @@ def perturb_table():
 # ---------------------------------------------------------------------------------------------------------------------
 # the papers' claims beside what is found here
 
-def column(name, of, what, rows=None):
-    """One score of every row of a column, as text: 'rope 8, nope 9'."""
-    found = {row: cells.get((name, row, of)) for row in rows or GRIDS[name][0]}
-    return listed({row: c and (c['holds'] if what == 'holds' else shown(c, what)) for row, c in found.items()}, between=', ')
+def in_row(name, column, what, rows=None):
+    """A score of every row of a column, as text: 'rope 8, nope 9'. what: trained, twice, holds, or all three."""
+    def text(cell):
+        scores = {'trained': shown(cell, 'trained'), 'twice': shown(cell, 'twice'), 'holds': cell['holds']}
+        return ' → '.join(scores.values()) if what == 'all' else scores[what]
+    found = {row: cells.get((name, row, column)) for row in rows or GRIDS[name][0]}
+    return listed({row: cell and text(cell) for row, cell in found.items()}, between=', ')
 
 
-def columns(name, of, what):
-    """The same of several columns."""
-    return listed({each: column(name, each, what) for each in of}, ': ')
+def in_rows(name, what, which=None, rows=None):
+    """The same of several columns of a grid, each on a line of its own."""
+    return listed({column: in_row(name, column, what, rows) for column in which or GRIDS[name][1]}, ': ', '<br>')
 
 
 def listed(found, sign=' ', between='; '):
@@ -397,29 +418,28 @@ def listed(found, sign=' ', between='; '):
     return f'{text} (not run yet: {", ".join(waiting)})' if there and waiting else text or None
 
 
-def r2(summary):
-    """The four R2 of a linear probe, or None of none."""
-    if summary:
-        position, position_longer, distance, distance_longer = summary.values()
-        return f'{position:.3f} / {position_longer:.3f}, {distance:.3f} / {distance_longer:.3f}'
+def r2(line):
+    """The four R2 of a linear probe."""
+    values = [value for key, value in line['summary'].items() if 'r2' in key] if line else []
+    return '{:.3f} / {:.3f}, {:.3f} / {:.3f}'.format(*values) if line else None
 
 
-def deposit(row, task='distance:span=16', name='toeplitz'):
+def deposit(row, task='distance:span=64', name='toeplitz_64'):
     """What the two heads that matter most are worth, in points, and the layer of the first."""
-    summary = probed('heads', name, row, task)
-    return summary and f'{summary["largest"]:.0f} / {summary["second"]:.0f}, layer {summary["layer"]}'
+    line = probed('heads', name, row, task)
+    return line and '{largest:.0f} / {second:.0f} of {0:.0f}, layer {layer}'.format(100 * line['summary']['base'], **line['summary'])
 
 
 def taken_out(row):
     """Points that p_i taken out before each layer costs more than random vectors of its length."""
-    summary = probed('positions', 'toeplitz', row, 'distance:span=16')
-    return summary and ', '.join(f'{more:.0f}' for more in summary['more'])
+    line = probed('positions', 'toeplitz', row, 'distance:span=16')
+    return line and ', '.join(f'{each["more"]:.0f}' for each in line['rows'])
 
 
 def first_states(row):
-    """Accuracy of the state behind that at distance 1, 3, 7 from EoI, in longer problems, at positions that were trained."""
-    summary = probed('steps', 'vipe', row, 'polynomial, 3 layers')
-    return summary and ', '.join(f'{100 * value:.0f}' for key, value in summary.items() if key.endswith('longer') and value is not None)
+    """Accuracy of the state behind that at distance 1 from EoI, in problems of 8 to 14, at positions that were trained."""
+    line = probed('steps', 'vipe', row, 'polynomial, 3 layers')
+    return line and ', '.join(f'{100 * each[f"{row} d=1"]:.0f}' for each in line['rows'] if each['length'] in (8, 9, 10, 12, 14))
 
 
 def alone(name, lengths, text):
@@ -439,62 +459,72 @@ def of_stdlib(probe, key):
 
 
 def claims():
-    """The table of claims as Markdown: where, what the paper says, its number, what is found here."""
-    perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.1f}'
-    indirect = column('cross', 'indirect indexing', 'trained', ('rope', 'pope'))
-    axes = [f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg', 'mean_r_signed') if key in run['summary']]
+    """The table of claims as Markdown: where, what the paper says, its number, what is found here, and a sentence on the difference."""
+    perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.0f}'
+    eq_15 = [f'{run["summary"][key]:.3f}' for run in runs('probes') for key in ('mean_r', 'mean_r_fg', 'mean_r_signed') if key in run['summary']]
+    indirect = {'2,500 steps': in_row('cross', 'indirect indexing', 'trained', ('rope', 'pope'))} | {of: in_row('indirect', of, 'trained') for of in OF_POPE}
+    of_cot = [task for task in OF_PRISM if task.endswith('_cot')]
     table = [
-        ('ViPE Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length', 'trained to 16: ViPE holds to about 32',
-         columns('vipe', ['polynomial, 2 layers', 'polynomial, 3 layers'], 'holds'), ''),
-        ('ViPE Figure 4', 'states at trained positions go wrong in longer problems, RoPE at once, NoPE last', 'curves',
-         listed({row: first_states(row) for row in ('nope', 'rope', 'ape')}), ''),
-        ('ViPE Figure 12', 'copy, parity with one head', 'curves', columns('vipe', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)], 'holds'), ''),
-        ('ViPE Figure 13', 'more layers and heads', 'curves', columns('vipe', [f'{task}, 4 layers, 2 heads' for task in THREE], 'holds'), ''),
-        ('ViPE Figure 14', 'count, reverse, mode, sort', 'curves',
-         columns('vipe', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)], 'holds'), ''),
-        ('ViPE Figure 15', 'ViPE over 8 seeds, at twice the length', 'curves', columns('vipe_seeds', THREE, 'twice'), ''),
-        ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths, and of distance to EoI from layer 2',
+        ('ViPE Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length, NoPE with 3 layers last', 'curves, best of 8 seeds, trained to 16: ViPE high to about 32',
+         listed({'holds to': in_rows('vipe', 'holds', ['polynomial, 2 layers', 'polynomial, 3 layers']),
+                 'trained to 16, 7,500 steps, one seed, exact at 18': alone('polynomial', [18], percent)}, ': ', '<br>'), ''),
+        ('ViPE Figure 4', 'a state at trained positions goes wrong in longer problems, with RoPE at once, with NoPE last', 'curves',
+         listed({row: first_states(row) for row in ('nope', 'rope', 'ape')}, ' at lengths 8, 9, 10, 12, 14: '), ''),
+        ('ViPE Figure 12', 'copy, parity with one head: ViPE goes furthest', 'curves, best of 8 seeds',
+         in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)]), ''),
+        ('ViPE Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE]), ''),
+        ('ViPE Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
+         in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)]), ''),
+        ('ViPE Figure 15', 'ViPE holds beyond over 8 seeds', 'curves, means', in_rows('vipe_seeds', 'all'), ''),
+        ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths (to 3 times; here 4), and of distance to EoI from layer 2',
          'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
          listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {
-             'weights set by hand': r2(summarized('python probe.py linear by_hand:polynomial'))}), ''),
-        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), percent)}',
+             'weights set by hand': r2(lines('probes').get('python probe.py linear by_hand:polynomial'))}), ''),
+        ('ViPE Table 2', 'SCAN, the length split', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), lambda x: f"{100 * x:.1f}")}',
          'The same order but for the first two, which one seed does not tell apart; half the layers, a quarter of the width.'),
         ('PRISM Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'curves; trained to 5, 10 or 40',
-         columns('prism', [task for task in OF_PRISM if not task.endswith('_cot')], 'twice'), ''),
-        ('PRISM Figures 1, 4, 9', 'the same with a chain of thought: addition, SCAN, multiplication', 'curves',
-         columns('prism', [task for task in OF_PRISM if task.endswith('_cot')], 'twice'), ''),
-        ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91',
-         column('paper_pope', 'indirect indexing', 'trained') or listed({'reduced': indirect} | {of: column('indirect', of, 'trained') for of in OF_POPE}, ': '),
-         'Not seen at this size: with 12 letters and shifts of at most 2, RoPE learns as much.'),
+         in_rows('prism', 'all', [task for task in OF_PRISM if task not in of_cot]), ''),
+        ('PRISM Figures 1, 4, 9', 'the same with a chain of thought: addition, SCAN, multiplication', 'curves', in_rows('prism', 'all', of_cot), ''),
+        ('PoPE Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91', in_row('paper_pope', 'indirect indexing', 'trained') or listed(indirect, ': ', '<br>'),
+         'With 12 letters and shifts of at most 2 RoPE learns as much in 2,500 steps; the table below has more steps and a larger problem.'),
         ('PoPE Table 2', 'chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889',
          f'reduced, one seed: {alone("jsb", [512], lambda x: f"{-x:.3f}")} (its phases from anywhere, then from 0)',
-         "The paper's order with phases from anywhere, as it has them there; half the layers, a quarter of the width and of the context."),
+         "The paper's order with phases from anywhere, as it has them there, by less than one seed can tell; half the layers, a quarter of the width and of the context."),
         ('PoPE Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', 'curves',
          f'on the library, one seed: within {alone("stdlib", [128], perplexity)}; at 10 times {alone("stdlib", [1280], perplexity)}',
          'Later and less than RoPE, but not flat, with 180,000 parameters and a context of 128 instead of 124 million and 1,024.'),
-        ('PoPE Figures 3-6', 'RoPE uses few frequencies, PoPE the fast ones too', 'maps',
-         f'on the library: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast")}',
+        ('PoPE Figures 3-6', 'behind the first layer RoPE uses few frequencies, PoPE the fast ones too', 'maps',
+         f'on the library: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast_after_first")}',
          'PoPE has more in the fast half, as there; that RoPE leaves frequencies unused does not show in contexts of 128.'),
-        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}', 'As it says.'),
-        ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: RoPE behind MLA and NoPE',
-         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7', listed({'among 64': column('toeplitz_64', 'distance:span=64', 'trained'), 'among 16': columns('toeplitz', ['distance:span=16', 'trigger_count:most=16'], 'trained')}, ': '), ''),
-        ('Toeplitz Figures 4, 5, 7, 9-12', 'points lost without the head that matters most / the next: RoPE has one, in layer 1; with APE it is in a deeper one',
-         'RoPE about 60 / 0, layer 1', listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')} | {
-             'rope, counting': deposit('rope', 'trigger_count:most=16')} | {
-             f'{row} among 64': deposit(row, 'distance:span=64', 'toeplitz_64') for row in GRIDS['toeplitz_64'][0]}, ': '), ''),
-        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough', 'curves',
-         column('toeplitz', 'distance:span=16', 'trained', [row for row in GRIDS['toeplitz'][0] if row.startswith('rope')]), ''),
+        ('PoPE section 2', "RoPE's preferred distance moves with the content, PoPE's does not", '', f'on the library, tokens: {of_stdlib("tuning", "shift")}',
+         'As it says; of PoPE it follows from the formula, as its phases started at 0.'),
+        ('PoPE Table 8', 'OpenWebText: little is lost without softplus or without delta', 'perplexity 21.33; without softplus 21.57, without delta 21.42',
+         in_rows('ablation_pope', 'trained', rows=['softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0', 'softplus, d frequencies, no delta']), ''),
+        ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; nearly with them in Figure 3)',
+         'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7',
+         listed({'64 tokens': in_rows('toeplitz_64', 'trained', rows=('rope', 'nope', 'ape', 'mla')),
+                 '16 tokens': in_rows('toeplitz', 'trained', ['distance:span=16', 'trigger_count:most=16'])}, ', ', '<br>'), ''),
+        ('Toeplitz Figures 4, 5, 7, 9-11', 'points lost without the head that matters most / the next: RoPE has one such head, in layer 1; with APE added it is in a deeper layer; NoPE, T5, '
+         'ALiBi, MLA, and RoPE at counting have none', 'RoPE about 60 / 0 of 93, layer 1',
+         listed({'64 tokens': listed({row: deposit(row) for row in ('rope', 'nope', 'ape', 'mla')}),
+                 '16 tokens': listed({row: deposit(row, 'distance:span=16', 'toeplitz') for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')}),
+                 'counting': listed({'rope': deposit('rope', 'trigger_count:most=16', 'toeplitz')})}, ': ', '<br>'), ''),
+        ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough, and they carry it', 'curves',
+         listed({'trained': in_rows('toeplitz_64', 'trained', rows=[row for row in GRIDS['toeplitz_64'][0] if row.startswith('rope')]),
+                 'heads': listed({row: deposit(row) for row in GRIDS['toeplitz_64'][0] if row.startswith('rope on')})}, ': ', '<br>'), ''),
         ('Toeplitz Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
          listed({row: taken_out(row) for row in ('ape', 'ape+rope')}), ''),
-        ('Toeplitz appendix E', 'the sum of two distances: no RoPE goes beyond its length', 'curves', column('toeplitz', 'distance_sum:span=16', 'twice'), ''),
-        ('LLM position generalization', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959', f'SmolLM2: {", ".join(axes)}',
+        ('Toeplitz appendix E', 'the sum of two distances: learned, but no RoPE goes beyond its length', 'curves', in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')), ''),
+        ('LLM position generalization', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959', f'SmolLM2: {", ".join(eq_15)}',
          'Another model of another size, and the first two agree. The third does not, nor, the last number, with the sign that eq. 15 drops put back.'),
     ]
     yield '| where | claim | there | here | the difference |'
     yield '|---|---|---|---|---|'
     for where, claim, there, here, difference in table:
         yield f'| {where} | {claim} | {there} | {here or "not run yet"} | {difference if here else ""} |'
-    yield '\nProbes behind it: ' + ', '.join(f'`{run["command"]}`' for run in runs('probes')) + '.'
+    yield '\n<details><summary>The probes behind it</summary>\n\n```'
+    yield from (run['command'] for run in runs('probes'))
+    yield '```\n</details>'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -502,7 +532,7 @@ def claims():
 
 def run(minutes, jobs):
     """Run missing pieces, `jobs` at a time, until the minutes are over or Ctrl-C; what is cut off goes on from its checkpoint next time."""
-    deadline, running, failed, done = time.time() + 60 * minutes, {}, [], 0             # running: process -> argv
+    deadline, running, failed, done = time.time() + 60 * minutes, {}, [], 0             # running: process -> (argv, what it says of errors)
     os.makedirs(os.path.join(ROOT, 'out'), exist_ok=True)
     lock = open(os.path.join(ROOT, 'out/evidence.lock'), 'w')
     try:
@@ -510,31 +540,36 @@ def run(minutes, jobs):
     except OSError:
         raise train.UserError('another `evidence.py run` is at work in this folder') from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         while True:
             for process in [process for process in running if process.poll() is not None]:
-                argv = running.pop(process)
+                argv, errors = running.pop(process)
                 done += process.returncode == 0
                 if process.returncode:
                     failed.append(argv)
-                    process.errors.seek(0)
-                    print(f'failed: python {shlex.join(argv)}\n{process.errors.read().decode(errors="replace").strip()}')
+                    errors.seek(0)
+                    print(f'failed: python {shlex.join(argv)}\n{errors.read().decode(errors="replace").strip()}')
                 elif argv[0] == 'probe.py':
                     write_probe(argv)
             ask()
-            waiting = [argv for argv in missing if argv not in failed and argv not in running.values() and not lacks(argv)]
+            at_work = [argv for argv, _ in running.values()]
+            waiting = [argv for argv in missing if argv not in failed and argv not in at_work and not lacks(argv)]
             if time.time() > deadline or not (waiting or running):
                 break
             for argv in waiting[:jobs - len(running)]:
                 print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; next {out_dir(argv)}', flush=True)
-                running[start(argv, jobs)] = argv
+                process, errors = start(argv, jobs)
+                running[process] = argv, errors
             while time.time() < deadline and all(process.poll() is None for process in running):
                 time.sleep(0.2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                                        # they save now
-    for process in running:
-        process.send_signal(signal.SIGTERM)
-    for process in running:
-        process.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:                                                                            # they save now
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        for process in running:
+            process.wait()
     for path in sorted(set(filter(None, map(lacks, missing)))):
         print(f'left out what needs {path}: put it there')
     print(f'{done} done, {len(failed)} failed, {len(missing)} or more to run')
@@ -548,13 +583,19 @@ def lacks(argv):
 
 
 def start(argv, jobs):
-    """A process for a piece; one of `jobs`, which share the CPU's cores."""
+    """A process for a piece, one of `jobs`, which share the CPU's cores; and the file that takes its errors. It goes on from a checkpoint of the very same piece."""
     env = ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))}) | os.environ
-    resume = ['--resume'] * (argv[0] == 'train.py' and os.path.exists(os.path.join(ROOT, out_dir(argv), 'ckpt.pt')))
-    process = subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=(errors := tempfile.TemporaryFile()),
-                               start_new_session=True)                                  # a Ctrl-C is for this program
-    process.errors = errors
-    return process
+    folder, resume = os.path.join(ROOT, out_dir(argv)), []
+    if argv[0] == 'train.py':
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, 'piece'), 'a+') as f:
+            f.seek(0)
+            resume = ['--resume'] * (f.read() == shlex.join(argv) and os.path.exists(os.path.join(folder, 'ckpt.pt')))
+            f.truncate(0)
+            f.write(shlex.join(argv))
+    errors = tempfile.TemporaryFile()
+    return subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=errors,
+                            start_new_session=True), errors                             # a Ctrl-C is for this program
 
 
 def out_dir(argv):
@@ -565,8 +606,7 @@ def out_dir(argv):
 def write_probe(argv):
     """Append a line about a probe that has just been made."""
     with open(os.path.join(ROOT, out_dir(argv), f'probe_{argv[1]}.json')) as f:
-        summary = json.load(f)['summary']
-    line = dict(probe=argv[1], command='python ' + shlex.join(argv), summary=summary) | train.machine(train.pick_device(train.Config()))
+        line = dict(probe=argv[1], command='python ' + shlex.join(argv)) | json.load(f) | train.machine(train.pick_device(train.Config()))
     train.append(os.path.join(ROOT, 'results/probes.jsonl'), json.dumps(line) + '\n')
 
 
