@@ -2092,6 +2092,16 @@ def test_configs_are_valid(name, cfq, request):
     Transformer(cfg)
 
 
+def test_the_paper_size_of_prism_goes_by_the_task():
+    """Lengths, layers and copy branch of prism.txt 6; SCAN's length split trains on up to 22 actions and tests on the rest, whatever the size."""
+    found = {}
+    for name in ('string_copy', 'stack', 'addition', 'scan_cot'):
+        cfg = train.make_config(train.read_config([os.path.join(HERE, f'configs/{part}.py') for part in (f'{name}_prism', 'paper_prism')]))
+        found[name] = max(cfg.train_lengths), cfg.length_schedule[-1], max(cfg.eval_lengths), cfg.prism_layers, cfg.prism_copy, cfg.n_test
+    assert found == {'string_copy': (40, [30000, 40], 150, [1], 'none', 1000), 'stack': (40, [30000, 40], 150, [1, 4], 'none', 1000),
+                     'addition': (10, [5000, 10], 30, [1], 'none', 1000), 'scan_cot': (22, [10000, 22], 48, [1], 'fixed', 10000)}
+
+
 def test_every_file_runs():
     zoo, known, examples, lengths, shapes = (run.stdout for run in pythons(['pe.py'], ['tasks.py'], ['tasks.py', 'parity', '3'], ['tasks.py', 'scan', 'lengths'],
                                                                             ['model.py', 'configs/parity_rope.py', '--d_model=128']))

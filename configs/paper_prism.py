@@ -16,10 +16,10 @@ max_steps = 150000
 lr = 9e-5
 min_lr = 0.0
 decay = 'none'
-train_lengths = range(1, 41) if task in ('string_copy', 'string_reverse', 'odds_first', 'stack') else range(1, 10 if task == 'multiplication_cot' else 11)
-length_schedule = [(0, 5), (5000, 10), (10000, 20), (20000, 30), (30000, 40)] if max(train_lengths) > 10 else [(0, 5), (5000, 10)]
-eval_lengths = [*range(2, 42, 2), 50, 60, 80, 100, 150] if max(train_lengths) > 10 else [*range(2, 21), 25, 30]
+train_lengths = range(1, 41) if task in ('string_copy', 'string_reverse', 'odds_first', 'stack') else range(1, {'multiplication_cot': 10, 'scan_cot': 23}.get(task, 11))
+length_schedule = [(0, 5), (5000, 10), *{22: [(10000, 22)], 40: [(10000, 20), (20000, 30), (30000, 40)]}.get(max(train_lengths), [])]
+eval_lengths = range(1, 49) if task == 'scan_cot' else [*range(2, 42, 2), 50, 60, 80, 100, 150] if max(train_lengths) > 10 else [*range(2, 21), 25, 30]
 eval_interval = 1000
 n_eval = 1000
-n_test = 1000
+n_test = 10000 if task == 'scan_cot' else 1000    # all of SCAN's
 top_evals = 3
