@@ -1513,17 +1513,18 @@ for kernel in (kernels.scan_kernel, kernels.scan_backward_kernel):
     source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items() if name in names})
     made = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=stages))
     print(kernel.__name__, torch.float32, made.metadata.shared <= 232448, 'wgmma' in made.asm['ptx'])
+    print(kernel.__name__, 'log2', 'lg2.approx' in made.asm['ptx'], False)
 """
 
 
 @pytest.mark.skipif(kernels.triton is None, reason='needs Triton')
 def test_kernels_compile_for_an_h200():
-    """Without one: Triton's compiler alone. Their shared memory fits, and half precision uses the tensor cores' asynchronous instructions."""
+    """Without one: Triton's compiler alone. Their shared memory fits, half precision uses the tensor cores' asynchronous instructions, the scan's logarithm is one."""
     pretend = 'import torch; torch.cuda.is_available = lambda: True'                     # so that kernels.py leaves the interpreter off
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
     out = python('-c', pretend + COMPILE, env=environment)
     lines = out.stdout.splitlines()
-    assert len(lines) == 11, out.stderr
+    assert len(lines) == 13, out.stderr
     assert all(line.split()[2:] == ['True', str('bfloat16' in line)] for line in lines), lines
 
 
