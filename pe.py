@@ -600,6 +600,26 @@ class ViPE(Encoding):
 # ---------------------------------------------------------------------------------------------------------------------
 # positions that the content decides
 
+class Orthogonal(nn.Module):
+    """torch.nn.utils.parametrizations.orthogonal, for W [n, k], n >= k, without cuSOLVER, which a CUDA graph may not record.
+
+    W = base H_1 .. H_k cut to k columns, H_i = 1 - 2 v_i v_i^T / |v_i|^2, v_i the i-th column of V: X below its diagonal, 1 on it. In one piece:
+    H_1 .. H_k = 1 - V S^-1 V^T, S the upper triangle of V^T V with half its diagonal. In float64, which neither autocast nor tf32 shortens.
+    """
+    def forward(self, X):                                                               # (n, k)
+        I = torch.eye(*X.shape, device=X.device, dtype=torch.float64)
+        V = X.double().tril(-1) + I
+        S = V.T @ V
+        S = S.triu(1) + S.tril().triu() / 2
+        H = I - V @ torch.linalg.solve_triangular(S, V[:X.shape[1]].T, upper=True)
+        return self.base @ -H.to(X.dtype)                                               # X = 0 makes H = -1
+
+    def right_inverse(self, W):
+        Q, R = torch.linalg.qr(torch.cat([W, torch.randn(W.shape[0], W.shape[0] - W.shape[1])], dim=1))
+        self.register_buffer('base', Q * R.diagonal().sign())                           # W and columns that complete it
+        return torch.zeros_like(W)
+
+
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a histogram over the offsets -P..P.
 
@@ -618,7 +638,7 @@ class Cursors(nn.Module):
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0                    # resets are rare at first
         if cfg.prism_recurrent == 'orthogonal':
-            nn.utils.parametrizations.orthogonal(self.W_h)
+            nn.utils.parametrize.register_parametrization(self.W_h, 'weight', Orthogonal())
         if cfg.prism_recurrent == 'norm':
             self.s = nn.Parameter(torch.tensor(0.5))
         if cfg.prism_sharpen:
