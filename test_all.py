@@ -1869,6 +1869,26 @@ def test_no_step_waits_for_the_device(kw, monkeypatch):
     assert 'embedding' in seen and not seen & {'linalg_matrix_exp', 'linalg_householder_product', 'linalg_qr', 'linalg_inv_ex', '_linalg_solve_ex', 'nonzero'}
 
 
+def test_a_run_goes_on_only_where_its_random_numbers_are(tmp_path):
+    argv = flags(out_dir=tmp_path, seeds='0,1')
+    train.main(argv)
+    checkpoint, path = torch.load(tmp_path / 'ckpt.pt', weights_only=True), tmp_path / 'ckpt.pt'
+    checkpoint['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)] * 2           # a GPU's
+    torch.save(checkpoint | {'step': 8}, path)
+    with pytest.raises(train.UserError, match='was trained on another kind of device.* --device=cuda'):
+        train.main([*argv, '--resume'])
+    assert (tmp_path / 'lengths.json').exists()
+
+
+def test_each_process_has_its_gpu(monkeypatch):
+    for name, value in dict(is_available=True, device_count=4, current_device=3, set_device=None).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    number = lambda device: train.pick_device(train.Config(device=device)).index
+    assert [number(device) for device in ('auto', 'cuda', 'cuda:1', 'cpu')] == [3, 3, 1, None]
+    with pytest.raises(train.UserError, match='has 4 CUDA devices'):
+        number('cuda:4')
+
+
 @gpu
 @variants
 def test_gpu_graph_trains_as_eager_steps(kw):

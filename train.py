@@ -564,11 +564,19 @@ def pick_device(cfg):
         raise UserError(f'device must be auto, cpu, cuda or cuda:N, not {cfg.device!r}')
     if cfg.device == 'cpu' or cfg.device == 'auto' and not torch.cuda.is_available():
         return torch.device('cpu')
-    number = int(cfg.device[5:] or 0) if cfg.device != 'auto' else torch.cuda.current_device()
-    if number >= torch.cuda.device_count():
-        raise UserError(f'--device={cfg.device}: this machine has {torch.cuda.device_count()} CUDA devices; take --device=cpu')
+    count = torch.cuda.device_count()
+    number = int(cfg.device[5:]) if ':' in cfg.device else torch.cuda.current_device() if count else 0      # the current one: torchrun's processes differ in it
+    if number >= count:
+        raise UserError(f'--device={cfg.device}: this machine has {count} CUDA devices; take --device=cpu')
     torch.cuda.set_device(number)
     return torch.device('cuda', number)
+
+
+def check_device(checkpoint, path, device):
+    """UserError if a run's random numbers, which CPUs and GPUs draw differently, cannot go on on this device."""
+    if checkpoint['batches']['starts'][0].shape != generator(device, 'train', 0).get_state().shape:
+        other = 'cuda' if device.type == 'cpu' else 'cpu'
+        raise UserError(f'{path} was trained on another kind of device, which draws other random numbers: go on with --device={other}')
 
 
 def check_parallel(cfg, device, ranks):
@@ -581,7 +589,7 @@ def check_parallel(cfg, device, ranks):
     if split and ranks.size * cfg.accumulate > cfg.batch_size:
         raise UserError(f'{ranks.size} processes with accumulate={cfg.accumulate} cut batch_size={cfg.batch_size} into more parts than it has sequences')
     here = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    if split and device.type == 'cuda' and (cfg.device != 'auto' or here > torch.cuda.device_count()):
+    if split and device.type == 'cuda' and (':' in cfg.device or here > torch.cuda.device_count()):
         raise UserError(f'{here} processes that split a batch need a GPU each and --device=auto; this machine has {torch.cuda.device_count()}')
 
 
@@ -1216,6 +1224,7 @@ def run(cfg, stop, command, ranks):
         checkpoint = read_checkpoint(path)
         check_same(cfg, checkpoint['config'], path, [key for key in KEYS if key not in FREE])
         checkpoint['config'] = asdict(cfg)
+        check_device(checkpoint, path, device)
     ranks.to_all(None)                                                                  # all have read before the first writes
     if task.corpus:
         held_out(cfg, task, 'test', 'cpu')                                              # fails now if it cannot be read
