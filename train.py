@@ -953,7 +953,7 @@ def over_seeds(cfg, by_seed):
     def spread(xs):
         return '-' if None in xs else f'{100 * statistics.mean(xs):.1f} +- {100 * statistics.stdev(xs):.1f} %, best {100 * max(xs):.1f} %'
     return (f'{len(by_seed)} seeds: exact match on trained lengths {spread(trained)}; beyond {spread(longer)}; '
-            f'{sum(x >= 0.85 for x in trained if x is not None)} of {len(by_seed)} reach 85 % on trained lengths')
+            f'{sum(x >= 0.85 for x in trained if x is not None)} of {len(cfg.seeds)} reach 85 % on trained lengths')
 
 
 def strips(cfg, rows):
