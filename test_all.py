@@ -1755,6 +1755,19 @@ def compare_seeds(together, steps, tol, **kw):
     close(losses(together, False), alone, tol)
 
 
+def test_compiled_seeds_are_eager_ones(monkeypatch):
+    """--compile with many seeds compiles the one pass that all of them take, in one graph."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda f, dynamic: compiler(f, fullgraph=True, backend='aot_eager', dynamic=dynamic))
+    losses = {}
+    for compiled in (False, True):
+        cfg = train.make_config(dict(task='parity', pe='pope+vipe', d_model=16, n_head=2, train_lengths=[2, 3], seeds=[0, 1], batch_size=4, max_steps=9, dtype='float64',
+                                     compile=compiled))
+        models = train.Seeds(cfg, cfg.the_task, torch.device('cpu'))
+        losses[compiled] = torch.stack([models.step(number) for number in range(1, 5)])
+    close(losses[True], losses[False], 1e-9)
+
+
 def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsys):
     train.main(flags(out_dir=tmp_path / 'a', seeds='0,1,2'))
     clip, calls = train.Seeds.clip, []

@@ -623,13 +623,15 @@ class Seeds:
             for name, x in model.named_buffers():
                 x.data = self.buffers[name][i]
         compiled = cfg.compile or (cfg.compile is None and device.type == 'cuda' and sum(p.numel() for p in self.first.parameters()) >= 1e7)
-        self.forward = [torch.compile(model) if compiled else model for model in models]
+        fused = lambda f: torch.compile(f, dynamic=False) if compiled else f
+        self.forward = [fused(model) for model in models]
         if self.split:
             self.forward = [DistributedDataParallel(self.forward[0], [device] if device.type == 'cuda' else None)]
             torch.manual_seed(cfg.seeds[0] + ranks.rank)                                # dropout of its own
         # on a CPU one pass for all seeds saves calls but not arithmetic, and large steps fall out of the cache
         work = cfg.batch_size * cfg.train_len * cfg.d_model
-        self.together = n > 1 and not compiled and (device.type == 'cuda' or work <= 2 ** 17)
+        self.together = n > 1 and (device.type == 'cuda' or work <= 2 ** 17)
+        self.all_losses = fused(torch.func.vmap(self.loss_of, randomness='different'))
         self.optimizer = self.make_optimizer()
         self.batches, self.amp = Batches(cfg, list(self.models), task, device), precision(cfg, device)
         graph = cfg.graph if cfg.graph is not None else device.type == 'cuda' and not compiled and not self.split
@@ -682,13 +684,15 @@ class Seeds:
                 losses = losses + self.one_pass(x, y, count(y) / total)
         return losses
 
+    def loss_of(self, params, buffers, tokens, targets):
+        """The loss of a model with one seed's parameters and buffers on its batch [B, T]."""
+        return torch.func.functional_call(self.first, (params, buffers), (tokens, targets), tie_weights=False)[1]
+
     def one_pass(self, tokens, targets, share):
         """backward() of one micro-batch; share [S]."""
         if self.together:
-            def loss_of(params, buffers, tokens, targets):
-                return torch.func.functional_call(self.first, (params, buffers), (tokens, targets), tie_weights=False)[1]
             with self.amp:
-                losses = share * torch.func.vmap(loss_of, randomness='different')(self.params, self.buffers, tokens, targets)
+                losses = share * self.all_losses(self.params, self.buffers, tokens, targets)
             losses.sum().backward()
             return losses.detach()
         losses = []
