@@ -1761,7 +1761,7 @@ def test_compiled_seeds_are_eager_ones(monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda f, dynamic: compiler(f, fullgraph=True, backend='aot_eager', dynamic=dynamic))
     losses = {}
     for compiled in (False, True):
-        cfg = train.make_config(dict(task='parity', pe='pope+vipe', d_model=16, n_head=2, train_lengths=[2, 3], seeds=[0, 1], batch_size=4, max_steps=9, dtype='float64',
+        cfg = train.make_config(dict(task='parity', pe='pope+vipe', n_layer=1, d_model=16, n_head=2, train_lengths=[2, 3], seeds=[0, 1], batch_size=4, max_steps=9, dtype='float64',
                                      compile=compiled))
         models = train.Seeds(cfg, cfg.the_task, torch.device('cpu'))
         losses[compiled] = torch.stack([models.step(number) for number in range(1, 5)])
