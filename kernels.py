@@ -85,28 +85,26 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on what it gives: superposed encodings [B, C, T, d_pe].
 
     reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None for no sharpening; table [2P+1, d_pe] = f(-P..P); copy
-    [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k. All mass starts at offset 0; the histogram that is superposed
-    at t is the one after token t's gates. ValueError if the support is too small for the sequence.
+    [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k; jumps past t, to tokens to come, are not made. All mass starts at offset 0;
+    the histogram that is superposed at t is the one after token t's gates. Its support is what can be reached, -(t+1)..t+1, so that a token's encoding
+    depends neither on P nor on what follows; ValueError if that is more than the table has, instead of Algorithm 1's clamping at +-P.
     """
     check_support(reset, table)
     (B, C, T), P = reset.shape, len(table) // 2
-    origin = (torch.arange(2 * P + 1, device=table.device) == P).to(table.dtype)
-    h, out = origin.expand(B, C, -1), []
+    h, out = table.new_ones(B, C, 1), []                                                # offsets -t..t before token t
     for t in range(T):
         p_reset, (p_incr, p_decr, p_keep) = reset[:, :, t, None], step[:, :, t, :, None].unbind(dim=2)          # (B, C, 1) each
-        total = h.sum(dim=-1, keepdim=True)
-        h = (1 - p_reset) * h + p_reset * total * origin                                # reset, then step:
-        up = torch.cat([torch.zeros_like(total), h[..., :-2], h[..., -2:].sum(dim=-1, keepdim=True)], dim=-1)   # clamped at the ends
-        down = torch.cat([h[..., :2].sum(dim=-1, keepdim=True), h[..., 2:], torch.zeros_like(total)], dim=-1)
-        h = p_incr * up + p_decr * down + p_keep * h
+        h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))    # reset, then step:
+        wide = F.pad(h, (2, 2))                                                         # now offsets -(t+1)..t+1
+        h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
         if copy is not None:
-            h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :-1], (P, P + 1 - T))
+            h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :t + 1], (t + 1, 1))
         if gamma is not None:                                                           # (h + eps)^gamma, normalized
             h = (gamma[:, None] * (h + EPS).log()).softmax(dim=-1)
         out.append(h)
         if len(out) == chunk or t == T - 1:                                             # superpose: sum_d h[d] f(d)
-            out = [torch.stack(out, dim=2) @ table]
-            encodings = out[0] if t < chunk else torch.cat([encodings, out[0]], dim=2)
+            out = torch.stack([F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in out], dim=2) @ table[P - t - 1:P + t + 2]
+            encodings = out if t < chunk else torch.cat([encodings, out], dim=2)
             out = []
     return encodings
 
@@ -667,22 +665,31 @@ attention_backward.register_vmap(fold_seeds(attention_backward))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# PRISM's scan: a program for each cursor of each sequence, whose histogram h [L = 2P+1] stays in registers. HISTORY keeps the K steps of a chunk:
-# there a step finds its neighbours, and the product with the table its rows. Row k is the histogram before step k of the chunk.
+# PRISM's scan: a program for each cursor of each sequence, whose histogram h stays in registers. After token t it has mass on the offsets -(t+1)..t+1, of
+# the L = 2P+1 bins P-t-1..P+t+1; so early tokens take a launch with few bins, later ones another with twice as many (scan_windows). A launch has the
+# bins i, BL of them around P, of which those from low to high - 1 are used. HISTORY keeps the K steps of a chunk: there a step finds its neighbours,
+# and the product with the table its rows. Row k is the histogram before step k of the chunk.
 
 @jit
-def neighbours(ROW, h, i, L):
-    """What a step up and a step down bring to the bins i of h, of which ROW is a copy in memory; clamped at the ends."""
-    up = tl.load(ROW + i - 1, mask=(i > 0) & (i < L), other=0.0) + tl.where(i == L - 1, h, 0.0)
-    down = tl.load(ROW + i + 1, mask=i < L - 1, other=0.0) + tl.where(i == 0, h, 0.0)
-    return up, down
+def window(L, BL: tl.constexpr):
+    """P, the bins i of a launch, low and high."""
+    P = L // 2
+    reach = tl.minimum(P, BL // 2 - 1)
+    return P, P - BL // 2 + tl.arange(0, BL), P - reach, P + reach + 1
+
+
+@jit
+def neighbours(ROW, i, low, high):
+    """What a step up and a step down bring to the bins i from the histogram at ROW."""
+    up = tl.load(ROW + i - 1, mask=(i > low) & (i < high), other=0.0)
+    return up, tl.load(ROW + i + 1, mask=(i >= low) & (i < high - 1), other=0.0)
 
 
 @jit
 def moved(h, up, down, reset, incr, decr, keep, total, i, P):
     """Algorithm 1, (2) and (3): all mass reset to offset 0 and then one step, or only the step."""
-    origin = tl.where(i == P + 1, incr, 0.0) + tl.where(i == P - 1, decr, 0.0) + tl.where(i == P, keep, 0.0)
-    return reset * total * origin + (1 - reset) * (incr * up + decr * down + keep * h)
+    no_reset, origin = 1 - reset, tl.where(i == P, keep, tl.where(i == P + 1, incr, tl.where(i == P - 1, decr, 0.0)))
+    return reset * total * origin + (no_reset * incr) * up + (no_reset * decr) * down + (no_reset * keep) * h
 
 
 @jit
@@ -694,36 +701,38 @@ def fast_log2(x, PRECISION: tl.constexpr):
 
 
 @jit
-def gates(RESET, STEP, t):
+def gates(RESET, STEP, t, mask=None):
     """p_reset, p_incr, p_decr, p_keep at token t."""
-    return tl.load(RESET + t), tl.load(STEP + 3 * t), tl.load(STEP + 3 * t + 1), tl.load(STEP + 3 * t + 2)
+    return tl.load(RESET + t, mask), tl.load(STEP + 3 * t, mask), tl.load(STEP + 3 * t + 1, mask), tl.load(STEP + 3 * t + 2, mask)
 
 
 @jit
 def jumps(COPY, t, i, T, P):
     """Algorithm 1, (4): p_copy at token t by bins, and p_no-copy."""
     ROW = COPY + tl.full([], t, tl.int64) * (T + 1)
-    return tl.load(ROW + i - P, mask=(i >= P) & (i < P + T), other=0.0), tl.load(ROW + T)
+    return tl.load(ROW + i - P, mask=(i >= P) & (i <= P + t), other=0.0), tl.load(ROW + T)
 
 
 @jit
-def scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, T, L, P, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr,
+def scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, low, high, T, L, P, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr,
                PRECISION: tl.constexpr):
     """Algorithm 1 from token start on, `steps` times; HISTORY gets the histograms, the one before in row 0."""
+    inside = (i >= low) & (i < high)
     for k in range(steps):
-        tl.store(HISTORY + k * L + i, h, mask=i < L)
+        t = start + k
+        tl.store(HISTORY + k * L + i, h, mask=inside)
         tl.debug_barrier()
-        up, down = neighbours(HISTORY + k * L, h, i, L)
-        reset, incr, decr, keep = gates(RESET, STEP, start + k)
+        up, down = neighbours(HISTORY + k * L, i, low, high)
+        reset, incr, decr, keep = gates(RESET, STEP, t)
         h = moved(h, up, down, reset, incr, decr, keep, 1.0 if SHARPEN else tl.sum(h, axis=0), i, P)
         if COPYING:
-            jump, stay = jumps(COPY, start + k, i, T, P)
+            jump, stay = jumps(COPY, t, i, T, P)
             h = stay * h + jump
         if SHARPEN:                                                # (5): (h + eps)^gamma, normalized, by way of the logarithm
-            x = tl.where(i < L, gamma * fast_log2(h + EPS, PRECISION), float('-inf'))
+            x = tl.where(tl.abs(i - P) <= t + 1, gamma * fast_log2(h + EPS, PRECISION), float('-inf'))
             h = tl.exp2(x - tl.max(x, axis=0))
-            h /= tl.sum(h, axis=0)
-    tl.store(HISTORY + steps * L + i, h, mask=i < L)
+            h *= 1.0 / tl.sum(h, axis=0)
+    tl.store(HISTORY + steps * L + i, h, mask=inside)
     tl.debug_barrier()
     return h
 
@@ -735,108 +744,137 @@ def load_tile(X, rows, columns, stride, N, M):
 
 
 @jit
-def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, C, T, L, D, EACH, BL: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
-                K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr):
-    """A cursor's encodings OUT [T, D], and its histogram before every K-th step in CHECKPOINTS. EACH sequences share a row of GAMMA."""
-    n, i, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, BL), tl.arange(0, K), tl.arange(0, BD)
+def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, first, last, C, T, L, D, EACH, BL: tl.constexpr, BJ: tl.constexpr,
+                BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr):
+    """A cursor's encodings OUT [T, D] at tokens first..last-1, and its histogram after every K-th step in CHECKPOINTS. EACH sequences share a row of GAMMA."""
+    n, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, BD)
     RESET, STEP, COPY, OUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), OUT + n * T * D, HISTORY + n * (K + 1) * L
     CHECKPOINTS += n * tl.cdiv(T, K) * L
-    gamma, P = tl.load(GAMMA + n // C // EACH * C + n % C), L // 2
-    h = tl.where(i == P, 1.0, 0.0)                                 # all mass at offset 0
-    for start in range(0, T, K):
+    gamma = tl.load(GAMMA + n // C // EACH * C + n % C)
+    P, i, low, high = window(L, BL)
+    h = tl.load(CHECKPOINTS + first // K * L + i, mask=tl.abs(i - P) <= first, other=0.0)
+    for start in range(first, last, K):
         steps = tl.minimum(K, T - start)
-        tl.store(CHECKPOINTS + start // K * L + i, h, mask=i < L)
-        h = scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, T, L, P, SHARPEN, COPYING, EPS, PRECISION)
+        h = scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, low, high, T, L, P, SHARPEN, COPYING, EPS, PRECISION)
+        tl.store(CHECKPOINTS + (start // K + 1) * L + i, h, mask=(i >= low) & (i < high) & (start + K < T))
         e = tl.zeros([K, BD], tl.float32)
-        for j in range(0, L, BJ):                                  # Algorithm 2: sum_d h[d] f(d)
+        for j in range(low, high, BJ):                             # Algorithm 2: sum_d h[d] f(d)
             js = j + tl.arange(0, BJ)
-            e = dot(load_tile(HISTORY + L, ks, js, L, steps, L), load_tile(TABLE, js, cs, D, L, D), e, PRECISION)
+            e = dot(load_tile(HISTORY + L, ks, js, L, steps, high), load_tile(TABLE, js, cs, D, high, D), e, PRECISION)
         tl.store(OUT + (start + ks[:, None]) * D + cs[None, :], e, mask=(ks[:, None] < steps) & (cs[None, :] < D))
 
 
 @jit
-def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA, DTABLE, DCOPY, HISTORY, GRADS, C, T, L, D, EACH,
-                         BL: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr,
+def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA, DTABLE, DCOPY, DH, HISTORY, GRADS, first, last, C, T, L,
+                         D, EACH, BL: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr,
                          EPS: tl.constexpr, PRECISION: tl.constexpr, WANT_TABLE: tl.constexpr):
-    """Gradients of a cursor's gates, gamma and jumps, chunk by chunk from the end: GRADS [K, L] holds those of the chunk's histograms."""
-    n, i, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, BL), tl.arange(0, K), tl.arange(0, BD)
+    """Gradients of a cursor's gates, gamma and jumps at tokens last-1..first; DH has that of its histogram after token last-1 and gets that before first.
+
+    GRADS [K, L] first holds what the encodings give to the chunk's histograms; going back, row k becomes the gradient of what step k makes before (5).
+    """
+    n, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, BD)
     RESET, STEP, COPY, DOUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), DOUT + n * T * D, HISTORY + n * (K + 1) * L
     DRESET, DSTEP, DCOPY, GRADS, CHECKPOINTS = DRESET + n * T, DSTEP + n * T * 3, DCOPY + n * T * (T + 1), GRADS + n * K * L, CHECKPOINTS + n * tl.cdiv(T, K) * L
-    gamma, P, dh, dgamma = tl.load(GAMMA + n // C // EACH * C + n % C), L // 2, tl.zeros([BL], tl.float32), 0.0
-    for back in range(tl.cdiv(T, K)):
-        start = (tl.cdiv(T, K) - 1 - back) * K
+    gamma = tl.load(GAMMA + n // C // EACH * C + n % C)
+    P, i, low, high = window(L, BL)
+    inside, dgamma = (i >= low) & (i < high), tl.zeros([BL], tl.float32)
+    dh = tl.load(DH + n * L + i, mask=inside, other=0.0)
+    for back in range(tl.cdiv(last - first, K)):
+        start = first + (tl.cdiv(last - first, K) - 1 - back) * K
         steps = tl.minimum(K, T - start)
-        h = tl.load(CHECKPOINTS + start // K * L + i, mask=i < L, other=0.0)
-        scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, T, L, P, SHARPEN, COPYING, EPS, PRECISION)
+        h = tl.load(CHECKPOINTS + start // K * L + i, mask=tl.abs(i - P) <= start, other=0.0)
+        scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, low, high, T, L, P, SHARPEN, COPYING, EPS, PRECISION)
         de = load_tile(DOUT + start * D, ks, cs, D, steps, D)      # (K, BD)
-        for j in range(0, L, BJ):
+        for j in range(low, high, BJ):
             js = j + tl.arange(0, BJ)
-            dhs = dot(de, tl.trans(load_tile(TABLE, js, cs, D, L, D)), tl.zeros([K, BJ], tl.float32), PRECISION)
-            tl.store(GRADS + ks[:, None] * L + js[None, :], dhs, mask=js[None, :] < L)
+            dhs = dot(de, tl.trans(load_tile(TABLE, js, cs, D, high, D)), tl.zeros([K, BJ], tl.float32), PRECISION)
+            tl.store(GRADS + ks[:, None] * L + js[None, :], dhs, mask=js[None, :] < high)
             if WANT_TABLE:
-                hs = load_tile(HISTORY + L, ks, js, L, steps, L)
+                hs = load_tile(HISTORY + L, ks, js, L, steps, high)
                 dtable = dot(tl.trans(hs), de, tl.zeros([BJ, BD], tl.float32), PRECISION)
-                tl.atomic_add(DTABLE + js[:, None] * D + cs[None, :], dtable, mask=(js[:, None] < L) & (cs[None, :] < D), sem='relaxed')
+                tl.atomic_add(DTABLE + js[:, None] * D + cs[None, :], dtable, mask=(js[:, None] < high) & (cs[None, :] < D), sem='relaxed')
         tl.debug_barrier()
         for done in range(steps):
             k = steps - 1 - done
             t, ROW = start + k, GRADS + k * L
-            h = tl.load(HISTORY + k * L + i, mask=i < L, other=0.0)
-            dh += tl.load(ROW + i, mask=i < L, other=0.0)
-            up, down = neighbours(HISTORY + k * L, h, i, L)
+            dh += tl.load(ROW + i, mask=inside, other=0.0)
             reset, incr, decr, keep = gates(RESET, STEP, t)
-            total = 1.0 if SHARPEN else tl.sum(h, axis=0)
-            g = moved(h, up, down, reset, incr, decr, keep, total, i, P)
+            jump, stay = 0.0, 1.0
             if COPYING:
                 jump, stay = jumps(COPY, t, i, T, P)
-            else:
-                jump, stay = 0.0, 1.0
             if SHARPEN:
-                y, x = tl.load(HISTORY + (k + 1) * L + i, mask=i < L, other=0.0), stay * g + jump + EPS
+                h = tl.load(HISTORY + k * L + i, mask=inside, other=0.0)
+                up, down = neighbours(HISTORY + k * L, i, low, high)
+                x = stay * moved(h, up, down, reset, incr, decr, keep, 1.0, i, P) + jump + EPS
+                y = tl.load(HISTORY + (k + 1) * L + i, mask=inside, other=0.0)
                 dh = y * (dh - tl.sum(y * dh, axis=0))
-                dgamma += tl.sum(dh * fast_log2(x, PRECISION), axis=0)
+                dgamma += dh * fast_log2(x, PRECISION)
                 dh = gamma * dh / x
             if COPYING:
-                DROW = DCOPY + tl.full([], t, tl.int64) * (T + 1)
-                tl.store(DROW + i - P, dh, mask=(i >= P) & (i < P + T))
-                tl.store(DROW + T, tl.sum(dh * g, axis=0))
-                dh *= stay
-            tl.store(ROW + i, dh, mask=i < L)
+                tl.store(DCOPY + tl.full([], t, tl.int64) * (T + 1) + i - P, dh, mask=(i >= P) & (i <= P + t))
+            tl.store(ROW + i, dh, mask=inside)
             tl.debug_barrier()
-            above, below = tl.load(ROW + P + 1), tl.load(ROW + P - 1)
-            origin = incr * above + decr * below + keep * tl.load(ROW + P)          # of the mass that a reset brings to offset 0
-            to_up, to_down, to_keep = tl.sum(dh * up, axis=0), tl.sum(dh * down, axis=0), tl.sum(dh * h, axis=0)
-            tl.store(DRESET + t, total * origin - incr * to_up - decr * to_down - keep * to_keep)
-            tl.store(DSTEP + 3 * t, (1 - reset) * to_up + reset * total * above)
-            tl.store(DSTEP + 3 * t + 1, (1 - reset) * to_down + reset * total * below)
-            tl.store(DSTEP + 3 * t + 2, (1 - reset) * to_keep + reset * total * tl.load(ROW + P))
-            from_up = tl.load(ROW + i + 1, mask=i < L - 1, other=0.0) + tl.where(i == L - 1, dh, 0.0)           # a step up, backward
-            from_down = tl.load(ROW + i - 1, mask=(i > 0) & (i < L), other=0.0) + tl.where(i == 0, dh, 0.0)
-            dh = tl.where(i < L, (1 - reset) * (incr * from_up + decr * from_down + keep * dh) + reset * origin, 0.0)
+            from_down, from_up = neighbours(ROW, i, low, high)
+            no_reset, reset_to = stay * (1 - reset), incr * tl.load(ROW + P + 1) + decr * tl.load(ROW + P - 1) + keep * tl.load(ROW + P)
+            dh = (no_reset * incr) * from_up + (no_reset * decr) * from_down + (no_reset * keep) * dh + stay * reset * reset_to
+        # the gates of all steps of the chunk: what moves up, down or not at all, times the gradient where it arrives
+        ups, downs, keeps, totals = tl.zeros([K, BJ], tl.float32), tl.zeros([K, BJ], tl.float32), tl.zeros([K, BJ], tl.float32), tl.zeros([K, BJ], tl.float32)
+        for j in range(low + 1, high - 1, BJ):
+            js = j + tl.arange(0, BJ)
+            hs = load_tile(HISTORY, ks, js, L, steps, high - 1)
+            ups += hs * load_tile(GRADS, ks, js + 1, L, steps, high)
+            downs += hs * load_tile(GRADS, ks, js - 1, L, steps, high)
+            keeps += hs * load_tile(GRADS, ks, js, L, steps, high)
+            totals += hs
+        t, on, to_up, to_down, to_keep, total = start + ks, ks < steps, tl.sum(ups, axis=1), tl.sum(downs, axis=1), tl.sum(keeps, axis=1), tl.sum(totals, axis=1)
+        reset, incr, decr, keep = gates(RESET, STEP, t, on)
+        MIDDLE = GRADS + ks * L + P
+        above, below, here = tl.load(MIDDLE + 1, on), tl.load(MIDDLE - 1, on), tl.load(MIDDLE, on)
+        if_reset, if_not = total * (incr * above + decr * below + keep * here), incr * to_up + decr * to_down + keep * to_keep
+        stay = 1.0
+        if COPYING:
+            NO_COPY = t.to(tl.int64) * (T + 1) + T
+            stay = tl.load(COPY + NO_COPY, on)
+            tl.store(DCOPY + NO_COPY, reset * if_reset + (1 - reset) * if_not, on)
+        tl.store(DRESET + t, stay * (if_reset - if_not), on)
+        tl.store(DSTEP + 3 * t, stay * ((1 - reset) * to_up + reset * total * above), on)
+        tl.store(DSTEP + 3 * t + 1, stay * ((1 - reset) * to_down + reset * total * below), on)
+        tl.store(DSTEP + 3 * t + 2, stay * ((1 - reset) * to_keep + reset * total * here), on)
         tl.debug_barrier()
-    tl.store(DGAMMA + n, dgamma * 0.6931471805599453)              # log(x) = log(2) log2(x)
+    tl.store(DH + n * L + i, dh, mask=inside)
+    tl.store(DGAMMA + n, tl.load(DGAMMA + n) + 0.6931471805599453 * tl.sum(dgamma, axis=0))         # log(x) = log(2) log2(x)
 
 
-def scan_launch(reset, gamma, table, copy):
-    """Grid, sizes and switches that both kernels of the scan take: 4 bins for a thread, so that several programs fit on a multiprocessor."""
+def scan_windows(T):
+    """[(first, last, BL)]: a launch's tokens and its bins. last is a multiple of CHUNK, or T, and below BL // 2."""
+    found, last, BL = [], 0, 64
+    while last < T:
+        BL, first, last = 2 * BL, last, min(T, BL - CHUNK)
+        found.append((first, last, BL))
+    return found
+
+
+def scan_launches(reset, gamma, table, copy):
+    """Grid, and for each window the sizes and switches that both kernels of the scan take."""
     (B, C, T), (L, D) = reset.shape, table.shape
-    BL = max(16, triton.next_power_of_2(L))
-    sizes = dict(C=C, T=T, L=L, D=D, EACH=B if gamma is None else B // len(gamma), BL=BL, BJ=min(BL, 32), BD=max(16, triton.next_power_of_2(D)), K=CHUNK)
     precision = 'interpreter' if os.environ.get('TRITON_INTERPRET') == '1' else 'tf32' if torch.get_float32_matmul_precision() != 'highest' else 'tf32x3'
-    return (B * C,), sizes | dict(SHARPEN=gamma is not None, COPYING=copy is not None, EPS=EPS, PRECISION=precision, num_stages=1,
-                                   num_warps=min(16, max(1, BL // 128)))
+    sizes = dict(C=C, T=T, L=L, D=D, EACH=B if gamma is None else B // len(gamma), BJ=32, BD=max(16, triton.next_power_of_2(D)), K=CHUNK,
+                 SHARPEN=gamma is not None, COPYING=copy is not None, EPS=EPS, PRECISION=precision, num_stages=1)
+    return (B * C,), [sizes | dict(first=first, last=last, BL=BL, num_warps=min(16, max(1, BL // 256))) for first, last, BL in scan_windows(T)]
 
 
 @torch.library.custom_op('nanope::cursor_scan', mutates_args=())
 def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None, table: torch.Tensor,
                  copy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encodings [B, C, T, d_pe], and the histograms before every CHUNK-th step."""
+    """The encodings [B, C, T, d_pe], and the histograms before every CHUNK-th step, of what the cursor can have reached by then."""
     (B, C, T), (L, D) = reset.shape, table.shape
     reset, step, table, rest = reset.contiguous(), step.contiguous(), table.contiguous(), [x.contiguous() if x is not None else reset for x in (gamma, copy)]
     out, checkpoints, history = reset.new_empty(B, C, T, D), reset.new_empty(B, C, triton.cdiv(T, CHUNK), L), reset.new_empty(B * C, CHUNK + 1, L)
-    grid, arguments = scan_launch(reset, gamma, table, copy)
+    checkpoints[:, :, 0, L // 2] = 1                               # all mass at offset 0
+    grid, launches = scan_launches(reset, gamma, table, copy)
     with torch.cuda.device_of(reset):
-        scan_kernel[grid](reset, step, rest[0], table, rest[1], out, checkpoints, history, **arguments)
+        for arguments in launches:
+            scan_kernel[grid](reset, step, rest[0], table, rest[1], out, checkpoints, history, **arguments)
     return out, checkpoints
 
 
@@ -847,13 +885,14 @@ def scan_backward(dout: torch.Tensor, reset: torch.Tensor, step: torch.Tensor, g
     (B, C, T), L, none = reset.shape, len(table), lambda: reset.new_empty(0)
     dout, reset, step, table, checkpoints = (x.contiguous() for x in (dout, reset, step, table, checkpoints))
     rest = [x.contiguous() if x is not None else reset for x in (gamma, copy)]
-    dreset, dstep, dgamma = torch.empty_like(reset), torch.empty_like(step), reset.new_empty(B, C)
-    dtable, dcopy = torch.zeros_like(table) if want_table else none(), torch.empty_like(copy) if copy is not None else none()
+    dreset, dstep, dgamma, dh = torch.empty_like(reset), torch.empty_like(step), reset.new_zeros(B, C), reset.new_zeros(B * C, L)
+    dtable, dcopy = torch.zeros_like(table) if want_table else none(), torch.zeros_like(rest[1]) if copy is not None else none()
     history, grads = reset.new_empty(B * C, CHUNK + 1, L), reset.new_empty(B * C, CHUNK, L)
-    grid, arguments = scan_launch(reset, gamma, table, copy)
+    grid, launches = scan_launches(reset, gamma, table, copy)
     with torch.cuda.device_of(reset):
-        scan_backward_kernel[grid](dout, reset, step, rest[0], table, rest[1], checkpoints, dreset, dstep, dgamma, dtable, dcopy, history, grads,
-                                   WANT_TABLE=want_table, **arguments)
+        for arguments in reversed(launches):
+            scan_backward_kernel[grid](dout, reset, step, rest[0], table, rest[1], checkpoints, dreset, dstep, dgamma, dtable, dcopy, dh, history, grads,
+                                       WANT_TABLE=want_table, **arguments)
     return [dreset, dstep, dgamma.unflatten(0, (len(gamma), -1)).sum(dim=1) if gamma is not None else none(), dtable, dcopy]
 
 

@@ -384,7 +384,12 @@ def test_cursor_machines():
 def test_cursor_scan_in_chunks():
     reset, step, jump, table = random_gates(2, 3, 20, 20, copy=True)
     gamma = torch.tensor([1.5, 2.0, 3.0]).double()
-    close(kernels.cursor_scan_reference(reset, step, gamma, table, jump, chunk=7), kernels.cursor_scan_reference(reset, step, gamma, table, jump))
+    whole = kernels.cursor_scan_reference(reset, step, gamma, table, jump)
+    close(kernels.cursor_scan_reference(reset, step, gamma, table, jump, chunk=7), whole)
+    jump[:, :, :8, :8] = jump[:, :, :8, :8].tril()                                      # the first 8 tokens alone, with a smaller table
+    jump[:, :, :8, 8:-1] = 0
+    first = kernels.cursor_scan_reference(reset[..., :8], step[:, :, :8], gamma, table[12:29], torch.cat([jump[:, :, :8, :8], jump[:, :, :8, -1:]], dim=-1))
+    close(first, whole[:, :, :8])
 
 
 def test_prism_scores_are_eq_9():
@@ -1524,13 +1529,13 @@ for kind in ('forward', 'keys', 'queries'):
         made = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=stages))
         print(kind, dtype, made.metadata.shared <= 232448, 'wgmma' in made.asm['ptx'])
 for kernel in (kernels.scan_kernel, kernels.scan_backward_kernel):
-    P, d_pe = 256, 32
+    P, d_pe, ints = 256, 32, ('first', 'last', 'C', 'T', 'L', 'D', 'EACH')
     fake = [torch.empty(1, 1, P), torch.empty(1, 1), torch.empty(2 * P + 1, d_pe), torch.empty(1, 1, P, P + 1)]
-    _, fixed = kernels.scan_launch(*fake)
+    _, (*_, fixed) = kernels.scan_launches(*fake)
     warps, stages = fixed.pop('num_warps'), fixed.pop('num_stages')
-    fixed = {key: x for key, x in fixed.items() if key not in 'CTLD' and key != 'EACH'} | dict(WANT_TABLE=True, PRECISION='tf32x3')
+    fixed = {key: x for key, x in fixed.items() if key not in ints} | dict(WANT_TABLE=True, PRECISION='tf32x3')
     names = kernel.arg_names
-    signature = {name: 'constexpr' if name in fixed else 'i32' if name in ('C', 'T', 'L', 'D', 'EACH') else '*fp32' for name in names}
+    signature = {name: 'constexpr' if name in fixed else 'i32' if name in ints else '*fp32' for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items() if name in names})
     made = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=stages))
     print(kernel.__name__, torch.float32, made.metadata.shared <= 232448, 'wgmma' in made.asm['ptx'])
