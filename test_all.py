@@ -19,6 +19,7 @@ import time
 import types
 import warnings
 
+os.environ.setdefault('OMP_NUM_THREADS', '1')            # in what follows, too: two threads mostly wait for each other on tensors as small as these
 import numpy as np
 import pytest
 import torch
