@@ -616,18 +616,19 @@ def test_beyond_every_trained_length(kw):
 
 @variants
 def test_overfits_one_batch(kw):
-    if kw['pe'].startswith('prism') and not {'prism_copy', 'prism_absolute'} & set(kw) and len(kw) > 1:
-        pytest.skip('PRISM in three forms is enough: its steps take long')
+    """Within 200 steps."""
     model = make(torch.float32, max_shift=4, **kw).train()
     tokens = torch.randint(11, (8, TRAIN_LEN), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = torch.arange(8)                                                      # so that each row can be told apart
     optimizer = torch.optim.AdamW(model.optim_groups(3e-3, 0.0))
     for _ in range(200):
         loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+        if loss < 0.2:
+            return
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.2, loss
+    pytest.fail(f'the loss is {loss:.3f} after 200 steps')
 
 
 @variants
