@@ -38,7 +38,7 @@ EPS, CHUNK = 1e-8, 16                                              # of the shar
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# references: any dtype, O(T^2) memory
+# references: any dtype (cursor_scan_reference: float32 or float64, in which eps does not vanish), O(T^2) memory
 
 def attention_reference(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None):
     """The equations above, as they stand: (y [B, H, T, D], e [B, H, T]).
@@ -85,21 +85,22 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on what it gives: superposed encodings [B, C, T, d_pe].
 
     reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None for no sharpening; table [2P+1, d_pe] = f(-P..P); copy
-    [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k; jumps past t, to tokens to come, are not made. All mass starts at offset 0;
-    the histogram that is superposed at t is the one after token t's gates. Its support is what can be reached, -(t+1)..t+1, so that a token's encoding
-    depends neither on P nor on what follows; ValueError if that is more than the table has, instead of Algorithm 1's clamping at +-P.
+    [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k; jumps past t, to tokens to come, are not made and their mass is lost. All mass
+    starts at offset 0; the histogram that is superposed at t is the one after token t's gates. Its support is what can be reached, -(t+1)..t+1, so that a
+    token's encoding depends neither on P nor on what follows. ValueError if shapes do not fit, or if that is more than the table has, instead of Algorithm
+    1's clamping at +-P.
     """
-    check_support(reset, table)
+    check_scan(reset, step, gamma, table, copy)
     (B, C, T), P = reset.shape, len(table) // 2
     h, out = table.new_ones(B, C, 1), []                                                # offsets -t..t before token t
     for t in range(T):
         p_reset, (p_incr, p_decr, p_keep) = reset[:, :, t, None], step[:, :, t, :, None].unbind(dim=2)          # (B, C, 1) each
-        h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))    # reset, then step:
-        wide = F.pad(h, (2, 2))                                                         # now offsets -(t+1)..t+1
+        h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))    # (1), (2) a reset brings the mass to offset 0
+        wide = F.pad(h, (2, 2))                                                         # (2), (3) one step, from offsets one lower, one higher, the same
         h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
-        if copy is not None:
+        if copy is not None:                                                            # (4) copy
             h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :t + 1], (t + 1, 1))
-        if gamma is not None:                                                           # (h + eps)^gamma, normalized
+        if gamma is not None:                                                           # (5) sharpen: (h + eps)^gamma, normalized
             h = (gamma[:, None] * (h + EPS).log()).softmax(dim=-1)
         out.append(h)
         if len(out) == chunk or t == T - 1:                                             # superpose: sum_d h[d] f(d)
@@ -109,9 +110,14 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
     return encodings
 
 
-def check_support(reset, table):
-    """ValueError if a cursor can leave the offsets of the table."""
-    T, P = reset.shape[-1], len(table) // 2
+def check_scan(reset, step, gamma, table, copy):
+    """ValueError if shapes do not fit, or if a cursor can leave the offsets of the table."""
+    (B, C, T), P = reset.shape, len(table) // 2
+    for name, x, shape in (('step', step, (B, C, T, 3)), ('copy', copy, (B, C, T, T + 1)), ('gamma', gamma, (*gamma.shape[:-1], C) if gamma is not None else ())):
+        if x is not None and x.shape != shape:
+            raise ValueError(f'{name} must be {[*shape]}, not {[*x.shape]}')
+    if table.dim() != 2 or len(table) % 2 == 0:
+        raise ValueError(f'the table must be [2P+1, d_pe], not {[*table.shape]}')
     if P < T:
         raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets -{T}..{T} at least, not -{P}..{P}')
 
@@ -182,14 +188,10 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     """
     if triton is None:
         raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; kernels.cursor_scan_reference needs nothing')
-    B, C, T = reset.shape
     gamma = gamma[None] if gamma is not None and gamma.dim() == 1 else gamma
-    for name, x, shape in (('step', step, (B, C, T, 3)), ('copy', copy, (B, C, T, T + 1)), ('gamma', gamma, (len(gamma) if gamma is not None else 1, C))):
-        if x is not None and x.shape != shape:
-            raise ValueError(f'{name} must be {[*shape]}, not {[*x.shape]}')
-    if table.dim() != 2 or len(table) % 2 == 0 or gamma is not None and B % len(gamma):
-        raise ValueError(f'the table must be [2P+1, d_pe] and the rows of gamma divide B={B}; they are {[*table.shape]} and {None if gamma is None else len(gamma)}')
-    check_support(reset, table)
+    check_scan(reset, step, gamma, table, copy)
+    if gamma is not None and len(reset) % len(gamma):
+        raise ValueError(f'{len(gamma)} rows of gamma do not divide a batch of {len(reset)}')
     return scan_forward(*(None if x is None else x.float() for x in (reset, step, gamma, table, copy)))[0]
 
 
@@ -665,10 +667,11 @@ attention_backward.register_vmap(fold_seeds(attention_backward))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# PRISM's scan: a program for each cursor of each sequence, whose histogram h stays in registers. After token t it has mass on the offsets -(t+1)..t+1, of
-# the L = 2P+1 bins P-t-1..P+t+1; so early tokens take a launch with few bins, later ones another with twice as many (scan_windows). A launch has the
-# bins i, BL of them around P, of which those from low to high - 1 are used. HISTORY keeps the K steps of a chunk: there a step finds its neighbours,
-# and the product with the table its rows. Row k is the histogram before step k of the chunk.
+# PRISM's scan: a program for each cursor of each sequence. Offset d is row P + d of the table, or bin P + d. After token t only the offsets -(t+1)..t+1 have
+# mass; so the tokens are cut into windows, each a launch with twice as many bins as the one before (scan_windows): BL of them, i, around P, of which low to
+# high - 1 are used. In a launch the histogram h stays in registers; the next one finds it in CHECKPOINTS and, going back, its gradient in DH. As no thread sees
+# the bins of another, each step also writes h to HISTORY: there it finds its neighbours, and the product with the table its rows. Row k is the histogram
+# before step k of a chunk of K, row k + 1 that after it.
 
 @jit
 def window(L, BL: tl.constexpr):
@@ -746,7 +749,8 @@ def load_tile(X, rows, columns, stride, N, M):
 @jit
 def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, first, last, C, T, L, D, EACH, BL: tl.constexpr, BJ: tl.constexpr,
                 BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr):
-    """A cursor's encodings OUT [T, D] at tokens first..last-1, and its histogram after every K-th step in CHECKPOINTS. EACH sequences share a row of GAMMA."""
+    """A cursor's encodings OUT [T, D] at tokens first..last-1. CHECKPOINTS[m] is its histogram before token m K: that before `first` is read, the later ones
+    are written. EACH sequences share a row of GAMMA."""
     n, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, BD)
     RESET, STEP, COPY, OUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), OUT + n * T * D, HISTORY + n * (K + 1) * L
     CHECKPOINTS += n * tl.cdiv(T, K) * L
@@ -846,11 +850,12 @@ def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRE
 
 
 def scan_windows(T):
-    """[(first, last, BL)]: a launch's tokens and its bins. last is a multiple of CHUNK, or T, and below BL // 2."""
-    found, last, BL = [], 0, 64
-    while last < T:
-        BL, first, last = 2 * BL, last, min(T, BL - CHUNK)
+    """[(first, last, BL)]: the tokens first..last-1 of a launch and its bins, so many that no mass comes to the outermost."""
+    found, first, BL = [], 0, 128
+    while first < T:
+        last = min(T, BL // 2 - CHUNK)                             # a multiple of CHUNK, or T
         found.append((first, last, BL))
+        first, BL = last, 2 * BL
     return found
 
 

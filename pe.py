@@ -621,11 +621,11 @@ class Orthogonal(nn.Module):
 
 
 class Cursors(nn.Module):
-    """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a histogram over the offsets -P..P.
+    """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a histogram over offsets.
 
-    gates_t = W h_t,  h_t = GRU(prism_input norm(x_t), h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax; kernels.cursor_scan moves the histograms
-    and superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithms 1 and 2). P is the sequence's length, which no cursor can leave. With
-    prism_copy, every fifth query cursor may also jump to the place of a past token (5.0.3).
+    gates_t = W h_t,  h_t = GRU(prism_input norm(x_t), h_(t-1));  p_reset = sigmoid, (p_incr, p_decr, p_keep) = softmax. Algorithm 1, which moves the
+    histograms by them, and Algorithm 2, which superposes e_t = sum_d h_t[d] f(d), f the sinusoids, are kernels.cursor_scan_reference, on a GPU
+    kernels.cursor_scan. With prism_copy, every fifth query cursor may also jump to the place of a past token (5.0.3).
     """
     def __init__(self, cfg, layers):
         super().__init__()
