@@ -112,7 +112,8 @@ PAPER = {                                                         # the papers' 
 GRIDS = PAPER | {                                                 # name: (rows, columns)
     'cross': (CROSS, COLUMNS),
     'toeplitz': (TOEPLITZ_ROWS, OF_TOEPLITZ),
-    'toeplitz_64': (some('rope', 'nope', 'ape', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}, {
+    'toeplitz_64': (some('rope', 'nope', 'ape', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)} |
+                    {f'{pe} at 1e-4': f'--pe={pe} --lr=1e-4' for pe in ('rope', 'nope')}, {          # the paper's learning rate
         'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'indirect': (some('rope', 'pope', 'alibi') | {'pope, delta from anywhere': '--pe=pope --pope_delta=uniform'}, OF_POPE),
     'vipe': (VIPE_ROWS, OF_VIPE),
@@ -509,7 +510,7 @@ def claims():
          in_rows('ablation_pope', 'trained', rows=['softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0', 'softplus, d frequencies, no delta']), ''),
         ('Toeplitz Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; nearly with them in Figure 3)',
          'RoPE 92.6, MLA 88.3, NoPE 3.5; 69.4, 97.4, 77.7',
-         listed({'64 tokens': in_rows('toeplitz_64', 'trained', rows=('rope', 'nope', 'ape', 'mla')),
+         listed({'64 tokens': in_rows('toeplitz_64', 'trained', rows=('rope', 'nope', 'ape', 'mla', 'rope at 1e-4', 'nope at 1e-4')),
                  '16 tokens': in_rows('toeplitz', 'trained', ['distance:span=16', 'trigger_count:most=16'])}, ', ', '<br>'), ''),
         ('Toeplitz Figures 4, 5, 7, 9-11', 'points lost without the head that matters most / the next: RoPE has one such head, in layer 1; with APE added it is in a deeper layer; NoPE, T5, '
          'ALiBi, MLA, and RoPE at counting have none', 'RoPE about 60 / 0 of 93, layer 1',
@@ -517,7 +518,7 @@ def claims():
                  '16 tokens': listed({row: deposit(row, 'distance:span=16', 'toeplitz') for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')}),
                  'counting': listed({'rope': deposit('rope', 'trigger_count:most=16', 'toeplitz')})}, ': ', '<br>'), ''),
         ('Toeplitz Figure 6, D.4', 'one or two heads with RoPE are enough, and they carry it', 'curves',
-         listed({'trained': in_rows('toeplitz_64', 'trained', rows=[row for row in GRIDS['toeplitz_64'][0] if row.startswith('rope')]),
+         listed({'trained': in_rows('toeplitz_64', 'trained', rows=[row for row in GRIDS['toeplitz_64'][0] if row == 'rope' or row.startswith('rope on')]),
                  'heads': listed({row: deposit(row) for row in GRIDS['toeplitz_64'][0] if row.startswith('rope on')})}, ': ', '<br>'), ''),
         ('Toeplitz Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
          listed({row: taken_out(row) for row in ('ape', 'ape+rope')}), ''),
