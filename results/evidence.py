@@ -476,7 +476,7 @@ def claims():
          'NoPE lasts longest, as there; APE goes wrong at once, RoPE over a few lengths.'),
         ('ViPE Figure 12', 'copy, parity with one head: ViPE goes furthest', 'curves, best of 8 seeds',
          in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)]),
-         'On copy as it says, but by little: 2 lengths beyond 8 in 2,000 of 256,000 steps; NoPE, ALiBi and FIRE 1, the others none. Parity goes beyond with none of those run.'),
+         'On copy as it says, but by little: 2 lengths beyond 8 in 2,000 of 256,000 steps; NoPE, ALiBi and FIRE 1, the others none. Parity holds beyond with none of those run, though the figure below has ViPE ahead there too.'),
         ('ViPE Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE]),
          'By this measure ViPE is level with NoPE and FIRE on the polynomial; the figure below has it ahead behind that.'),
         ('ViPE Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
