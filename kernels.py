@@ -667,11 +667,12 @@ attention_backward.register_vmap(fold_seeds(attention_backward))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# PRISM's scan: a program for each cursor of each sequence. Offset d is row P + d of the table, or bin P + d. After token t only the offsets -(t+1)..t+1 have
-# mass; so the tokens are cut into windows, each a launch with twice as many bins as the one before (scan_windows): BL of them, i, around P, of which low to
-# high - 1 are used. In a launch the histogram h stays in registers; the next one finds it in CHECKPOINTS and, going back, its gradient in DH. As no thread sees
-# the bins of another, each step also writes h to HISTORY: there it finds its neighbours, and the product with the table its rows. Row k is the histogram
-# before step k of a chunk of K, row k + 1 that after it.
+# PRISM's scan: a program for each cursor of each sequence. Offset d is row P + d of the table, or bin P + d. After token t only
+# the offsets -(t+1)..t+1 have mass; so the tokens are cut into windows, each a launch with twice as many bins as the one before
+# (scan_windows): BL of them, i, around P, of which low to high - 1 are used. In a launch the histogram h stays in registers; the
+# next one finds it in CHECKPOINTS and, going back, its gradient in DH. As no thread sees the bins of another, each step also
+# writes h to HISTORY: there it finds its neighbours, and the product with the table its rows. Row k is the histogram before step
+# k of a chunk of K, row k + 1 that after it.
 
 @jit
 def window(L, BL: tl.constexpr):
