@@ -2279,25 +2279,18 @@ def test_evidence_figures(monkeypatch):
 def test_readme_numbers_are_those_of_results(name):
     readme, alone = open(os.path.join(HERE, 'README.md')).read(), {}
     for run in map(json.loads, open(os.path.join(HERE, 'results', name))):
+        assert run['torch'] and run['hardware']
         if 'probe' in run:
             assert run['command'] in readme and all(f'{x:.3f}' in readme for key, x in run['summary'].items() if key in ('mean_r', 'mean_r_fg', 'mean_r_signed'))
             continue
-        if (tasks.TASKS | tasks.FROM_FILES)[run['config']['task']].corpus:
-            (scores,), shown = run['lengths'].values(), types.SimpleNamespace(**run['config'])
-            row = list(train.perplexities(shown, [(shown.pe, {int(n): x for n, x in scores.items()})]))[1].split()
-            assert re.search(r'^' + r' +'.join(map(re.escape, row)) + '$', readme, re.M) and all(word in readme for word in run['command'].split()), row
+        assert 'python train.py' in run['command'] and f'results/{name}' in readme
+        if name == 'compile.jsonl':
+            assert f'{run["steps"][-1]["ratio"]:.2f} with {run["config"]["pe"]} ' in readme
+        if name in ('stdlib.jsonl', 'jsb.jsonl'):
+            assert all(word in readme for word in run['command'].split())
+        if name not in ('seeds.jsonl', 'parity_rope.jsonl'):                            # these alone have no table made by evidence.py
             continue
-        cfg = train.make_config({key: value for key, value in run['config'].items() if key in train.KEYS})
-        assert 'python train.py' in run['command'] and run['torch'] and run['hardware'] and f'results/{name}' in readme
-        if cfg.compile:                                                                 # --benchmark --compile
-            assert f'{run["steps"][-1]["ratio"]:.2f} with {cfg.pe} ' in readme
-            continue
-        if 'steps' in run:                                                              # --benchmark
-            what = f'{cfg.n_layer} layers, d={cfg.d_model}, batch {cfg.batch_size}, {cfg.train_len} tokens'
-            row = [f'{1e3 / run["steps"][0]["ms"]:.1f}', *(f'{step["ratio"]:.2f}' for step in run['steps'][1:])]
-            assert f'| {what} | {" | ".join(row)} |' in readme, f'| {what} | {" | ".join(row)} |'
-            continue
-        scores = {seed: {int(n): x for n, x in run.items()} for seed, run in run['lengths'].items()}
+        cfg, scores = train.make_config({key: value for key, value in run['config'].items() if key in train.KEYS}), evidence.by_seed(run)
         if name == 'seeds.jsonl':                                                       # 16 together, then each of them alone
             alone |= scores if len(scores) == 1 else {}
             for some in (scores, alone):
@@ -2306,7 +2299,7 @@ def test_readme_numbers_are_those_of_results(name):
             continue
         for one in scores.values():
             strip = list(train.strips(cfg, [(cfg.pe, one, 'exact')]))[1].split(None, 1)[1]
-            assert re.search(rf'^(exact match|{cfg.pe}) +{re.escape(strip)}$', readme, re.M), strip
+            assert re.search(rf'^exact match +{re.escape(strip)}$', readme, re.M), strip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

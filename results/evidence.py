@@ -2,7 +2,7 @@
 
     python results/evidence.py                 what is there and what is missing
     python results/evidence.py run 30          run the next missing pieces for 30 minutes, the most valuable first; the same command goes on
-    python results/evidence.py readme          write the README's tables and their figures anew from results/*.jsonl
+    python results/evidence.py readme          write the README's tables and their figures anew from results/*.jsonl (pictures of probes come from probe.py)
 
 A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
 make the tables ask for their pieces by run_of() and probed(): what these do not find is what is missing.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -379,6 +380,39 @@ def learning_figure(plt, name):
 
 
 FIGURES = dict(cross=cross_figure, toeplitz=learning_figure, vipe=lengths_figure, prism=lengths_figure)
+BY_LENGTH = 'parity', 'polynomial', 'string_copy_prism', 'polynomial_prism', 'parity_prism', 'string_reverse_prism', 'stdlib', 'jsb', 'scan'
+
+
+def by_length(name):
+    """What train.py's tables and figures take: a configuration and (label, {length: scores}, metric) of every run and seed in results/NAME.jsonl. Runs
+    of one encoding are told apart by what these files vary of it.
+    """
+    configs = [run['config'] for run in runs(name)]
+    varied = [key for key in ('prism_cursors', 'pope_delta') if len({str(config.get(key)) for config in configs}) > 1]
+    label = lambda config: ' '.join([config['pe'], *(f'--{key}={config[key]}' for key in varied if key.startswith(config['pe']))])
+    rows = [(label(run['config']), scores, 'exact') for run in runs(name) for scores in by_seed(run).values()]
+    corpus = 'loss' in next(iter(rows[0][1].values()))
+    return types.SimpleNamespace(**configs[0], the_task=types.SimpleNamespace(corpus=corpus)), rows
+
+
+def by_length_table(name):
+    """These runs as train.py prints a sweep's."""
+    cfg, rows = by_length(name)
+    yield '```'
+    yield from '\n'.join(train.perplexities(cfg, [row[:2] for row in rows]) if cfg.the_task.corpus else train.strips(cfg, rows)).splitlines()
+    yield '```'
+
+
+def speed_table():
+    """What --benchmark measured of several seeds in one step, a row for each configuration."""
+    counts = max(([step['seeds'] for step in run['steps']] for run in runs('speed')), key=len)
+    yield '| one step | steps/s of one seed | 2 seeds together, time over one by one | ' + ' | '.join(map(str, counts[2:])) + ' |'
+    yield '|---' * (len(counts) + 1) + '|'
+    for run in runs('speed'):
+        cfg, (alone, *together) = types.SimpleNamespace(**run['config']), run['steps']
+        tokens = train.make_config({key: value for key, value in run['config'].items() if key in train.KEYS}).train_len
+        row = [f'{cfg.n_layer} layers, d={cfg.d_model}, batch {cfg.batch_size}, {tokens} tokens', f'{1e3 / alone["ms"]:.1f}']
+        yield '| ' + ' | '.join(row + [f'{step["ratio"]:.2f}' for step in together] + [''] * (len(counts) - 1 - len(together))) + ' |'
 
 
 def perturb_table():
@@ -628,7 +662,8 @@ def readme():
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    for name, table in ({name: grid_table(name) for name in GRIDS} | dict(perturb=perturb_table(), claims=claims())).items():
+    for name, table in ({name: grid_table(name) for name in GRIDS} | {name: by_length_table(name) for name in BY_LENGTH} |
+                        dict(speed=speed_table(), perturb=perturb_table(), claims=claims())).items():
         before, mark, rest = text.partition(f'<!-- {name} -->\n')
         _, end, after = rest.partition(f'<!-- end of {name} -->\n')
         assert mark and end, f'README.md has no marks <!-- {name} --> and <!-- end of {name} -->'
@@ -656,6 +691,8 @@ def main(argv):
         train.write(os.path.join(ROOT, 'README.md'), readme())
         for name in {key[0] for key in cells} & FIGURES.keys():
             FIGURES[name](plt, name).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
+        for name in ('parity', 'stdlib'):
+            train.figure(os.path.join(ROOT, f'assets/{name}.png'), *by_length(name), swept=True)
         return 0
     for name, (rows, columns) in GRIDS.items():
         print(f'{name:16}{sum(key[0] == name for key in cells):4} of {len(rows) * len(columns)} cells')
