@@ -99,6 +99,7 @@ OF_POPE = {f'{letters} letters, shifts up to {shift}': (
 RATES |= dict.fromkeys(OF_POPE, RATES['indirect indexing'])
 OF_ABLATION = {'iterative': (f'{SIZE}--task=polynomial {TO_8.format(2000)} --n_layer=3 --n_head=1', [10]), 'indirect indexing': (COLUMNS['indirect indexing'][0], [8])}
 TO_64 = '--train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512'
+RECIPE = '--n_train=8000 --dropout=0.1 --beta1=0.98 --beta2=0.9 --weight_decay=1e-5 --grad_clip=0 --decay=cosine'     # the Toeplitz study's, but for lr
 TOEPLITZ_ROWS = some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')
 VIPE_ROWS = some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')
 PAPER = {                                                         # the papers' own sizes: run, before all others, where there is a GPU
@@ -114,7 +115,8 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'cross': (CROSS, COLUMNS),
     'toeplitz': (TOEPLITZ_ROWS, OF_TOEPLITZ),
     'toeplitz_64': (some('rope', 'nope', 'ape', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)} |
-                    {f'{pe} at 1e-4': f'--pe={pe} --lr=1e-4' for pe in ('rope', 'nope')}, {          # the paper's learning rate
+                    {f'{pe} at 1e-4': f'--pe={pe} --lr=1e-4' for pe in ('rope', 'nope')} |           # the paper's learning rate
+                    {f'{pe}, recipe': f'--pe={pe} {RECIPE}' for pe in ('rope', 'nope')} | {'rope, 4 heads': '--pe=rope --n_head=4'}, {
         'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'indirect': (some('rope', 'pope', 'alibi') | {'pope, delta from anywhere': '--pe=pope --pope_delta=uniform'}, OF_POPE),
     'vipe': (VIPE_ROWS, OF_VIPE),
