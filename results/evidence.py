@@ -116,7 +116,8 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'toeplitz': (TOEPLITZ_ROWS, OF_TOEPLITZ),
     'toeplitz_64': (some('rope', 'nope', 'ape', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)} |
                     {f'{pe} at 1e-4': f'--pe={pe} --lr=1e-4' for pe in ('rope', 'nope')} |           # the paper's learning rate
-                    {f'{pe}, recipe': f'--pe={pe} {RECIPE}' for pe in ('rope', 'nope')} | {'rope, 4 heads': '--pe=rope --n_head=4'}, {
+                    {f'{pe}, recipe': f'--pe={pe} {RECIPE}' for pe in ('rope', 'nope')} |
+                    {f'{pe}, dropout': f'--pe={pe} --dropout=0.1' for pe in ('rope', 'nope')} | {'rope, 4 heads': '--pe=rope --n_head=4'}, {
         'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'indirect': (some('rope', 'pope', 'alibi') | {'pope, delta from anywhere': '--pe=pope --pope_delta=uniform'}, OF_POPE),
     'vipe': (VIPE_ROWS, OF_VIPE),
