@@ -2259,7 +2259,7 @@ def test_evidence_cells(monkeypatch):
         monkeypatch.setattr(evidence, 'cells', {(name, row, column): found for name, (rows, columns) in evidence.GRIDS.items() for row in rows for column in columns})
         assert len(list(evidence.claims())) > 20
     monkeypatch.setattr(evidence, 'probed', lambda *_: dict(summary=dict(base=91.9922, largest=81.055, second=79.492, layer=1)))
-    assert evidence.deposit('rope') == '81 ±0 / 79 ±0 of 92 ±0, layers 1, 1, 1'                         # the probe's numbers are percentages
+    assert evidence.deposit('rope') == '81 ±0 / 79 ±0 of 92 ±0, layers 1, 1, 1'        # the probe's numbers are percentages
 
 
 def test_evidence_figures(monkeypatch):
