@@ -128,8 +128,8 @@ GRIDS = PAPER | {                                                 # name: (rows,
 }
 
 # the most valuable: pieces whose out_dir begins so, in this order; then all others in the order of GRIDS
-FIRST = (*(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism', 'paper', 'indirect', 'toeplitz_64')),
-         'out/prism/string', 'out/vipe/parity,_3_layers')
+FIRST = tuple(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism', 'paper', 'prism/multiplication', 'toeplitz/trigger_count',
+                                          'ablation_pope', 'toeplitz/', 'cross'))
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
