@@ -515,13 +515,13 @@ def claims():
          'NoPE lasts longest, as there; APE goes wrong at once, RoPE over a few lengths.'),
         ('ViPE Figure 12', 'copy, parity with one head: ViPE goes furthest', 'curves, best of 8 seeds',
          in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)]),
-         'On copy as it says, but by little: 2 lengths beyond 8 in 2,000 of 256,000 steps; NoPE, ALiBi and FIRE 1, the others none. Parity holds beyond with none of those run, though the figure below has ViPE ahead there too.'),
+         'On copy as it says, but by little: 2 lengths beyond 8 in 2,000 of 256,000 steps; NoPE, ALiBi and FIRE 1, the others none. Parity holds beyond with none; ViPE and FIRE keep most of the next length. Copy with 2 layers ViPE learns on some seeds.'),
         ('ViPE Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE]),
-         'By this measure ViPE is level with NoPE and FIRE on the polynomial; the figure below has it ahead behind that.'),
+         'ViPE goes furthest on copy and is level with NoPE on parity, with NoPE and FIRE on the polynomial, where the figure below has it ahead behind that.'),
         ('ViPE Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
          in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)]),
-         'With 2 layers and so few steps ViPE is not ahead: count ends at 8 with all three (behind that ViPE keeps most), mode goes on to twice the length with all, sort holds to 5 to 7, and '
-         'of reversing RoPE alone learns all.'),
+         'With 2 layers and so few steps ViPE is not ahead: count ends at 8 with all four (behind that ViPE keeps most), mode goes on to twice the length with all but APE, NoPE furthest, '
+         'sort holds to 3 to 7, and reversing RoPE and APE alone learn.'),
         ('ViPE Figure 15', 'ViPE holds beyond over 8 seeds', 'curves, means', in_rows('vipe_seeds', 'all'),
          'Of 8 seeds all learn copy and parity and 7 the polynomial. Alone, those hold to 9 or 10 on the polynomial, 8 to 10 on copy and parity: the eighth is why the mean breaks at 3.'),
         ('ViPE Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths (to 3 times; here 4), and of distance to EoI from layer 2',
