@@ -938,7 +938,7 @@ def picture(name, T):
     pos = torch.arange(T)
     x = enc.embed(torch.full((1, T, 32), 0.0 if name in ('ape', 'learned', 'random') else 1.0), pos)
     heads = x.view(1, T, 2, 16).transpose(1, 2)                                         # (1, 2, T, 16)
-    if type(enc).out is Encoding.out:
+    if all(type(part).out is Encoding.out for part in getattr(enc, 'parts', [enc])):
         return enc.logits(heads, heads, pos)[0, 0]
     on = torch.eye(T).expand(T, T, T)                                                   # on[:, s]: all attention on s
     seen = [enc.mix(on[:, s].expand(1, 2, T, T), heads, pos)[0, 0] for s in range(T)]   # T x (T, out_dim)
