@@ -507,6 +507,12 @@ def test_prism_layers_and_recurrent_matrices():
     close(excess, 1e-3 * sum(((W[:, i] @ W[:, j]).item() - (i == j)) ** 2 for i in range(20) for j in range(20)), 1e-8)
 
 
+def test_picture_of_a_sum():
+    """README's picture shows a sum by its logits if no part acts on the values: here, of one bias and nothing else, as that bias alone."""
+    alone, added = pe.picture('alibi', 6), pe.picture('alibi+nope', 6)
+    assert torch.equal(alone, added) and alone[5, 0] < alone[5, 5]
+
+
 def test_prism_comes_last_in_a_sum():
     """'prism+rope' is 'rope+prism': rotated content, cursors as they are; nothing else of a sum sees them."""
     x, (q, k, v, pos) = torch.randn(2, 10, 32).double(), qkv(4, 10, 8)
@@ -2229,12 +2235,13 @@ open('results/tiny.jsonl', 'a').write(json.dumps(line) + chr(10))
     monkeypatch.setattr(evidence, 'ROOT', str(tmp_path))
     monkeypatch.setattr(evidence, 'GRIDS', {'tiny': (dict(good='--pe=rope', bad='--pe=bad'), dict(short=('--task=parity', [4])))})
     monkeypatch.setattr(evidence, 'claims', lambda: ())
+    monkeypatch.setattr(evidence, 'HEADS', [])
     evidence.run(1, 2)
     told = capsys.readouterr().out
     assert '4 done, 3 failed' in told and told.count('train.py: no such encoding') == 3
     commands = list(evidence.lines('tiny'))
     assert len(commands) == 4 and '--lr=2e-3 --seeds=1,2' in commands[-1]               # 4e-3 diverged, 1e-3 ended lower, though its test was better
-    assert list(evidence.grid_table('tiny'))[-1] == '| good | 80 ±0<br>50 ±0<br>none; 1 of 3 seeds diverged |'
+    assert list(evidence.grid_table('tiny'))[-1] == '| good | 80 ±0 (1 of 3 seeds diverged)<br>50 ±0<br>none<br>at 0.002 |'
     assert list(evidence.grid_table('tiny'))[0] == '1 of 2 cells so far; no cell yet of bad.\n'
     evidence.run(0.02, 2)
     assert len((tmp_path / 'results/tiny.jsonl').read_text().splitlines()) == 4
@@ -2253,25 +2260,42 @@ def test_evidence_cells(monkeypatch):
     run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0]), lengths={0: {1: dict(exact=1.0, n=64), 2: dict(exact=0.5, n=8)}}, curves={0: []})
     one, none = evidence.cell([run], [2]), evidence.cell([run], [])
     lost = evidence.cell([run | dict(lengths={}, curves={})], [2])
-    assert [evidence.shown(one, what) for what in ('trained', 'twice')] == ['100', '50'] and one['holds'] == '≥ 1' and evidence.shown(none, 'twice') == '-'
-    assert evidence.shown(lost, 'trained') == '-' and lost['holds'] == '-; 1 of 1 seeds diverged'
+    assert [evidence.shown(one, what) for what in ('trained', 'twice')] == ['100', '50'] and one['holds'] == ['≥ 1'] and evidence.shown(none, 'twice') == '-'
+    assert evidence.shown(lost, 'all') == '- (1 of 1 seeds diverged) → - → -' and evidence.colour(lost, 'trained', [one, lost]) == ('diverged', 0.0)
+    scores = {1: dict(exact=0.9, n=64), 2: dict(exact=1.0, n=64)}
+    differ = evidence.cell([run | dict(config=run['config'] | dict(seeds=[0, 1]), lengths={0: scores, 1: dict(reversed(scores.items())) | {1: dict(exact=1.0, n=64)}})], [2])
+    assert evidence.shown(differ, 'all') == '95 ±7 → 100 ±0 → none/≥ 2'
     for found in (one, none, lost):                                                     # every claim takes every cell
         monkeypatch.setattr(evidence, 'cells', {(name, row, column): found for name, (rows, columns) in evidence.GRIDS.items() for row in rows for column in columns})
         assert len(list(evidence.claims())) > 20
-    monkeypatch.setattr(evidence, 'probed', lambda *_: dict(summary=dict(base=91.9922, largest=81.055, second=79.492, layer=1)))
-    assert evidence.deposit('rope') == '81 ±0 / 79 ±0 of 92 ±0, layers 1, 1, 1'        # the probe's numbers are percentages
+    monkeypatch.setattr(evidence, 'probed', lambda *_: dict(summary=dict(base=91.9922, largest=81.055, second=79.492, layer=1), rows=[
+        dict(layer=1, **{'drop 1': 81.055, 'drop 2': -2.0}), dict(layer=2, **{'drop 1': 10.0, 'drop 2': 17.0})]))
+    assert evidence.deposit('toeplitz_64', 'distance:span=64', 'rope') == ['81 / 79 of 92, layer 1'] * 3 + ['75 / 25']      # percentages; a gain is worth nothing
+
+
+def test_evidence_effects(monkeypatch):
+    """A factorial's effects: the differences of rows that differ in one part, here 10 for the first, 1 or 3 for the second, and none where all seeds diverged."""
+    rows = evidence.variants('', {'a': '', 'no a': ''}, {'b': '', 'no b': '', 'half b': ''})
+    scores = {'a, b': [], 'a, no b': [0.51, 0.53], 'a, half b': [0.55], 'no a, b': [0.61], 'no a, no b': [0.62], 'no a, half b': [0.65]}
+    monkeypatch.setattr(evidence, 'GRIDS', dict(ablation=(rows, dict(task=None))))
+    monkeypatch.setattr(evidence, 'cells', {('ablation', row, 'task'): dict(trained=x, twice=[]) for row, x in scores.items()})
+    assert list(evidence.effects('ablation'))[-3:] == [
+        '| no a instead of a | +10 (+10 to +10) | - |', '| no b instead of b | +1 (+1 to +1) | - |', '| half b instead of b | +4 (+4 to +4) | - |']
+    evidence.cells.pop(('ablation', 'a, b', 'task'))
+    assert not list(evidence.effects('ablation'))                                       # only what is complete is compared
 
 
 def test_evidence_figures(monkeypatch):
-    """By length the mean over seeds and a band around it; in the course of training a line for each seed; of the cross table the same numbers as in its text."""
+    """By length the mean over seeds and then each of them; in the course of training a line for each seed; of the cross table the means that are in its text."""
     plt = pytest.importorskip('matplotlib.pyplot')
     run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0, 1]), lengths={seed: {1: dict(exact=1.0, n=64), 2: dict(exact=x, n=64)} for seed, x in enumerate((0.2, 0.4))},
                curves={seed: [[500, 0.5, 0.1, 0], [1000, 1, 0.3, 1]] for seed in range(2)})
     monkeypatch.setattr(evidence, 'cells', {(name, 'prism', column): evidence.cell([run], [2]) for name, column in (('prism', 'stack'), ('cross', 'iterative'))})
     by_length, learning, cross = (draw(plt, name) for draw, name in ((evidence.lengths_figure, 'prism'), (evidence.learning_figure, 'prism'), (evidence.cross_figure, 'cross')))
     assert by_length.axes[0].lines[0].get_xydata().tolist() == [[1, 100], [2, pytest.approx(30)]]
+    assert [list(line.get_ydata()) for line in by_length.axes[0].lines[1:3]] == [[100, 20], [100, 40]]
     assert [list(line.get_ydata()) for line in learning.axes[0].lines] == [[50, 100]] * 2
-    assert [ax.texts[0].get_text() for ax in cross.axes[:2]] == ['100 ±0', '30 ±14']
+    assert [ax.texts[0].get_text() for ax in cross.axes[:2]] == ['100', '30']
     plt.close('all')
 
 
