@@ -2,7 +2,7 @@
 
     python results/evidence.py                 what is there and what is missing
     python results/evidence.py run 30          run the next missing pieces for 30 minutes, the most valuable first; the same command goes on
-    python results/evidence.py readme          write the README's tables and their figures anew from results/*.jsonl (pictures of probes come from probe.py)
+    python results/evidence.py readme          write the README's tables and their figures anew from results/*.jsonl (other pictures of probes come from probe.py)
 
 A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
 make the tables ask for their pieces by run_of() and probed(): what these do not find is what is missing.
@@ -28,6 +28,7 @@ sys.path.insert(0, ROOT)
 
 import torch
 
+import probe
 import train
 from model import Transformer
 
@@ -524,6 +525,16 @@ def deposit(name, column, row):
     return ['{largest:.0f} / {second:.0f} of {base:.0f}, layer {layer}'.format(**line['summary']) for line in found] + [' / '.join(f'{x:.0f}' for x in shares)]
 
 
+def heads_figure(plt):
+    """assets/heads.png: RoPE and NoPE, trained with dropout, without each of their heads; seed 0. None where a probe is missing."""
+    found = {pe: probed('heads', 'toeplitz_64', f'{pe}, dropout', 'distance:span=64') for pe in ('rope', 'nope')}
+    if None in found.values():
+        return None
+    drops = lambda line: torch.tensor([[x for key, x in layer.items() if key.startswith('drop')] for layer in line['rows']])
+    scores = {pe: (line['summary']['base'], line['summary']['base'] - drops(line)) for pe, line in found.items()}
+    return probe.heads_figure(plt, scores, found['rope']['summary']['unit'], 'distance among 64 tokens, with dropout')
+
+
 def heads_table():
     """What single heads are worth, a row for each model of HEADS."""
     found = {key: deposit(*key) for key in HEADS}
@@ -781,6 +792,9 @@ def main(argv):
         text = readme()
         for name in {key[0] for key in cells} & FIGURES.keys():
             FIGURES[name](plt, name).savefig(os.path.join(ROOT, f'assets/{name}.png'), dpi=110)
+        heads = heads_figure(plt)
+        if heads:
+            heads.savefig(os.path.join(ROOT, 'assets/heads.png'), dpi=110)
         for name in ('parity', 'stdlib'):
             train.figure(os.path.join(ROOT, f'assets/{name}.png'), *by_length(name), swept=True)
         train.write(os.path.join(ROOT, 'README.md'), text)
