@@ -888,7 +888,7 @@ def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | 
 def scan_backward(dout: torch.Tensor, reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None, table: torch.Tensor,
                   copy: torch.Tensor | None, checkpoints: torch.Tensor, want_table: bool) -> list[torch.Tensor]:
     """The gradients of reset, step, gamma, table, copy; empty tensors for those that are None or not wanted."""
-    (B, C, T), L, none = reset.shape, len(table), lambda: reset.new_empty(0)
+    (B, C, _), L, none = reset.shape, len(table), lambda: reset.new_empty(0)
     dout, reset, step, table, checkpoints = (x.contiguous() for x in (dout, reset, step, table, checkpoints))
     rest = [x.contiguous() if x is not None else reset for x in (gamma, copy)]
     dreset, dstep, dgamma, dh = torch.empty_like(reset), torch.empty_like(step), reset.new_zeros(B, C), reset.new_zeros(B * C, L)
