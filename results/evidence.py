@@ -133,8 +133,8 @@ HEADS = [('toeplitz_64', 'distance:span=64', row) for row in GRIDS['toeplitz_64'
 HEADS += [('toeplitz', 'distance:span=16', row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')] + [('toeplitz', 'trigger_count:most=16', 'rope')]
 
 # the most valuable: pieces whose out_dir begins so, in this order; then all others in the order of GRIDS
-FIRST = tuple(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism', 'paper', 'prism/multiplication', 'toeplitz/trigger_count',
-                                          'ablation_pope', 'toeplitz/', 'cross'))
+FIRST = tuple(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism', 'paper', 'vipe_steps', 'ablation_pope', 'toeplitz/trigger_count',
+                                          'toeplitz/distance', 'ablation_vipe'))
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
@@ -600,8 +600,8 @@ def claims():
          'NoPE lasts longest, as there; APE goes wrong at once, RoPE over a few lengths.'),
         ('Figure 12', 'copy, parity with one head: ViPE goes furthest', 'curves, best of 8 seeds',
          listed({'2,000 steps': in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)]), '10,000 steps': in_rows('vipe_steps', 'holds')}, ': ', '<br>'),
-         'On copy it does, by a length, in 2,000 of 256,000 steps; one seed of NoPE and of ALiBi comes as far. Parity tells them apart by too little: beyond 8 go ViPE and FIRE on one seed, '
-         'NoPE on the two that learn it. Copy with 2 layers ViPE learns on two seeds of three.'),
+         'In 2,000 of 256,000 steps it does on copy, by a length (one seed of NoPE and of ALiBi comes as far), and on parity not: beyond 8 go ViPE and FIRE on one seed, NoPE on the two that learn it. '
+         'Five times the steps carry ViPE one or two lengths further, on parity too, and NoPE nowhere: steps are a part of what is missing. Copy with 2 layers ViPE learns on two seeds of three.'),
         ('Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE]),
          'Of copy ViPE keeps most: it holds to 12 on one seed, which has 48 % at 16. On the polynomial NoPE and FIRE hold nearly as far, but at 10 ViPE has 93 % on average, NoPE 36, FIRE 14. On parity NoPE is ahead, 9 on all seeds.'),
         ('Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
@@ -633,7 +633,7 @@ def claims():
          'It rises less and more slowly than with RoPE, but is not flat, with 180,000 parameters and a context of 128 instead of 124 million and 1,024.'),
         ('Figures 3-6', 'RoPE uses few frequencies in all layers, PoPE behind the first layer the fast ones too', 'maps',
          f'on the library, one seed: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast_after_first")}',
-         'PoPE has more in the fast half, as there; but in contexts of 128 RoPE leaves no frequencies unused: of PoPE it is more.'),
+         'PoPE has more in the fast half, as there; but in contexts of 128 RoPE leaves few frequencies unused, fewer than PoPE.'),
         ('section 2', "the distance that RoPE's logits prefer moves with the content, that of PoPE's does not", '', f'on the library, one seed, interquartile range over contents, of 256 tokens: {of_stdlib("tuning", "shift")}',
          "As it says; all of PoPE's logits prefer the distance 0, where its phases started."),
         ('Table 8', 'OpenWebText: softplus and delta are both needed; without softplus the gain on RoPE is gone',
@@ -652,9 +652,9 @@ def claims():
          'RoPE without that head: some 60 points of 93 lost, without another 0',
          listed({'share of what all heads are worth, layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', ('rope', 'rope, dropout', 'nope', 'nope, dropout')),
                  '16 tokens': layers('toeplitz', 'distance:span=16', ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')),
-                 'counting': layers('toeplitz', 'trigger_count:most=16', ('rope',))}, ': ', '<br>') + '<br>heads one by one: below',
+                 'counting': layers('toeplitz', 'trigger_count:most=16', ('rope',)), 'heads one by one': 'in the table of heads below'}, ': ', '<br>'),
          'In layers as there, in heads not: with RoPE 63 % of it is in layer 1, with NoPE 79 % in layers 3 and 4; but in RoPE\'s layer 1 two or more heads share it. Nearest to one head comes the study\'s dropout: the first is then worth 1.4 to 2.2 times the '
-         'next (1.0 to 1.7 without). NoPE has single heads too, in layers 1 and 2, which the others build on.'),
+         'next (1.0 to 1.7 without). NoPE has single heads too, in layers 1 and 2, besides.'),
         ('Figure 6, D.4', 'one or two heads with RoPE are enough, and they carry it', 'curves',
          listed({'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]), 'layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', partial)}, ': ', '<br>'),
          'One head with RoPE is enough, as there, but so is none: NoPE has 100. The head that matters most is not that one, but in layer 2 or 3, as it may be in D.4; on one seed of three all others in layer 1 are worth next to nothing beside it.'),
