@@ -639,7 +639,7 @@ def claims():
         ('Table 8', 'OpenWebText: softplus and delta are both needed; without softplus the gain on RoPE is gone',
          'perplexity 21.33; without softplus 21.57, without delta 21.42; RoPE 21.55',
          in_rows('ablation_pope', 'trained', rows=['softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0', 'softplus, d frequencies, no delta']),
-         'Another task, on which one row does not tell: over all pairs of the table below, no softplus costs 3 points (-10 to +3) and 6 beyond, no delta none; phases from anywhere, as there, are worth 5 within and cost 6 beyond.'),
+         'Other tasks, on which single rows do not tell. Over all pairs of the table below, of indirect indexing no softplus costs 3 points (-10 to +3) and 6 beyond, no delta none; phases from anywhere, as there, are worth 5 within and cost 6 beyond.'),
     ], 'The Toeplitz study': [
         ('Figures 2, 3, Table 1', 'distance: RoPE best, NoPE at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; nearly with them in Figure 3)',
          'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: RoPE 69.4, MLA 97.4, NoPE 77.7',
