@@ -350,7 +350,7 @@ def effects(name):
             pairs = [(', '.join(label), ', '.join([*label[:place], other, *label[place + 1:]])) for label in labels if label[place] == first]
             gains = [[mean(b, column, what) - mean(a, column, what) for a, b in pairs] for column in columns for what in ('trained', 'twice')]
             gains = [[x for x in each if not math.isnan(x)] for each in gains]
-            yield f'| {other} instead of {first} | ' + ' | '.join(f'{statistics.mean(x):+.0f} ({min(x):+.0f} to {max(x):+.0f})' if x else '-' for x in gains) + ' |'
+            yield f'| {other} instead of {first} | ' + ' | '.join(f'{round(statistics.mean(x)):+d} ({round(min(x)):+d} to {round(max(x)):+d})' if x else '-' for x in gains) + ' |'
 
 
 def parameters(row):
