@@ -302,9 +302,14 @@ def shown(cell, what):
     return text + cell['lost'] * (what == 'trained')
 
 
+def begun(name):
+    """A grid's rows and columns that have a cell."""
+    return [[x for x in axis if any(key[0] == name and key[place] == x for key in cells)] for place, axis in enumerate(GRIDS[name], 1)]
+
+
 def grid_table(name):
     """A grid as Markdown: in each cell the trained lengths, twice the length, the longest length that holds, and the learning rate where that was chosen."""
-    rows, columns = ([x for x in axis if any(key[0] == name and key[place] == x for key in cells)] for place, axis in enumerate(GRIDS[name], 1))
+    rows, columns = begun(name)
     there, planned = sum(key[0] == name for key in cells), math.prod(map(len, GRIDS[name]))
     waiting = [x for axis, found in zip(GRIDS[name], (rows, columns)) for x in axis if x not in found]
     if name in TITLES:
@@ -361,7 +366,8 @@ def parameters(row):
 
 def cross_figure(plt, name):
     """The cross table's means as colours: within the trained lengths on the left, at twice the length on the right."""
-    rows, columns = ([x for x in axis if any(key[0] == name and key[place] == x for key in cells)] for place, axis in enumerate(GRIDS[name], 1))
+    rows, columns = begun(name)
+    corpora = {column for (grid, _, column), cell in cells.items() if grid == name and cell['corpus']}
     fig, axes = plt.subplots(1, 2, figsize=(15, 2.2 + 0.36 * len(rows)), layout='constrained', sharey=True)
     for ax, what, title in zip(axes, ('trained', 'twice'), ('on the trained lengths', 'at twice the length')):
         for (j, column), (i, row) in itertools.product(enumerate(columns), enumerate(rows)):
@@ -373,7 +379,7 @@ def cross_figure(plt, name):
                 ax.text(j, i, 'not run', ha='center', va='center', color='0.7', fontsize=9)
         ax.set_title(title, fontsize=14)
         ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
-        ax.set_xticks(range(len(columns)), [f'{column},\nperplexity' if column in ('chorales', 'text') else column for column in columns], rotation=35, ha='right', fontsize=12)
+        ax.set_xticks(range(len(columns)), [f'{column},\nperplexity' if column in corpora else column for column in columns], rotation=35, ha='right', fontsize=12)
         ax.set_yticks(range(len(rows)), rows, fontsize=12)
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
@@ -396,7 +402,7 @@ def colour(cell, what, column):
 
 def panels(plt, name):
     """A figure with a panel for each column of a grid: yields (axes, cell, style) of every cell, to be drawn there."""
-    columns = [column for column in GRIDS[name][1] if any(key[0] == name and key[2] == column for key in cells)]
+    columns = begun(name)[1]
     across = min(4, len(columns))
     fig, axes = plt.subplots(-(-len(columns) // across), across, figsize=(1 + 3.4 * across, 3.2 * -(-len(columns) // across)), sharey=True, squeeze=False,
                              layout='constrained')
