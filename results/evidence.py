@@ -137,17 +137,17 @@ FIRST = tuple(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 
                                           'toeplitz/distance', 'ablation_vipe'))
 
 TITLES = {
-    'paper_pope': "Indirect indexing at PoPE's size:", 'paper_vipe': "ViPE's tasks at its paper's size:", 'paper_prism': "PRISM's tasks at its paper's size:",
-    'paper_toeplitz': "The Toeplitz study's tasks at its size:", 'toeplitz': "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens, 2,000 steps at a learning rate of 2e-3:",
-    'indirect': 'Indirect indexing with RMSNorm and cosine decay, as in the PoPE paper, and 10,000 of its 100,000 steps; strings of 3 to 6 letters out of 12, of 4 to 8 out of 16:',
+    'paper_pope': "Indirect indexing at PoPE's size", 'paper_vipe': "ViPE's tasks at its paper's size", 'paper_prism': "PRISM's tasks at its paper's size",
+    'paper_toeplitz': "The Toeplitz study's tasks at its size", 'toeplitz': "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens, 2,000 steps at a learning rate of 2e-3",
+    'indirect': 'Indirect indexing with RMSNorm and cosine decay, as in the PoPE paper, and 10,000 of its 100,000 steps; strings of 3 to 6 letters out of 12, of 4 to 8 out of 16',
     'toeplitz_64': "Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3, and what the study's own settings change: dropout of 0.1; betas of 0.98 and 0.9; "
-                   'recipe: both, with 8,000 fixed problems, cosine decay and no clipping:',
-    'vipe': "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3:", 'vipe_seeds': 'ViPE, 3 layers, seeds 0 to 7:',
-    'vipe_steps': 'Copy and parity as above, but with 10,000 steps instead of 2,000:',
-    'prism': "PRISM's tasks, recipes as in `configs/`, made for PRISM (trained to 10 digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions):",
-    'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE); the longer length here is 10 after 8, and 8 after 6:',
-    'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias; the longer length as above:",
-    'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first:",
+                   'recipe: both, with 8,000 fixed problems, cosine decay and no clipping',
+    'vipe': "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3", 'vipe_seeds': 'ViPE, 3 layers, seeds 0 to 7',
+    'vipe_steps': 'Copy and parity as above, but with 10,000 steps instead of 2,000',
+    'prism': "PRISM's tasks, recipes as in configs/, made for PRISM (trained to 10 digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
+    'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE); the longer length here is 10 after 8, and 8 after 6',
+    'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias; the longer length as above",
+    'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first",
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,8 +312,6 @@ def grid_table(name):
     rows, columns = begun(name)
     there, planned = sum(key[0] == name for key in cells), math.prod(map(len, GRIDS[name]))
     waiting = [x for axis, found in zip(GRIDS[name], (rows, columns)) for x in axis if x not in found]
-    if name in TITLES:
-        yield TITLES[name] + '\n'
     if not rows:
         yield f'Not run yet{": it wants a GPU" * (name in PAPER)}; `python results/evidence.py run 30` runs its {planned} cells.'
         return
@@ -328,6 +326,13 @@ def grid_table(name):
         yield f'\n![{TITLES[name]}](assets/{name}.png)'
     if name.startswith('ablation'):
         yield from effects(name)
+
+
+def titled(name):
+    """A grid's table under its title; those behind the papers' claims are folded."""
+    if name.startswith('ablation'):
+        return [TITLES[name] + ':\n', *grid_table(name)]
+    return [f'<details><summary>{TITLES[name]}</summary>\n', *grid_table(name), '</details>'] if name in TITLES else grid_table(name)
 
 
 def cell_lines(name, row, column):
@@ -772,7 +777,7 @@ def readme():
     """The README's text with every table between its marks, <!-- NAME --> and <!-- end of NAME -->, made anew."""
     with open(os.path.join(ROOT, 'README.md')) as f:
         text = f.read()
-    for name, table in ({name: grid_table(name) for name in GRIDS} | {name: by_length_table(name) for name in BY_LENGTH} |
+    for name, table in ({name: titled(name) for name in GRIDS} | {name: by_length_table(name) for name in BY_LENGTH} |
                         dict(speed=speed_table(), perturb=perturb_table(), claims=claims(), heads=heads_table())).items():
         before, mark, rest = text.partition(f'<!-- {name} -->\n')
         _, end, after = rest.partition(f'<!-- end of {name} -->\n')
