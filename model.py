@@ -20,18 +20,18 @@ class ModelConfig(encodings.PEConfig):
     """The shape of the model. ValueError where the numbers do not fit together."""
     vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
-    d_compress: int = 128          # mla: width of the vector that keys and values are computed from
+    d_compress: int = 0            # mla: width of the vector that keys and values are computed from; 0: d_model / 2
     norm: str = 'layernorm'        # layernorm | rmsnorm
     dropout: float = 0.0           # on the embedding and on what each block adds; never on the attention weights
     tie: bool = False              # output matrix = token embedding
 
     def __post_init__(self):
         super().__post_init__()
-        for key in ('vocab_size', 'd_compress'):
-            if getattr(self, key) <= 0:
-                raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
-        if self.d_ff < 0:
-            raise ValueError(f'd_ff must not be negative, it is {self.d_ff}')
+        if self.vocab_size <= 0:
+            raise ValueError(f'vocab_size must be positive, not {self.vocab_size}')
+        for key in ('d_ff', 'd_compress'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         if self.norm not in NORMS:
             raise ValueError(f'norm must be one of {", ".join(NORMS)}, not {self.norm!r}')
         if not 0 <= self.dropout < 1:
@@ -76,8 +76,9 @@ class LatentAttention(Attention):
     """
     def make_projections(self, cfg):
         self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
-        self.compress = nn.Linear(cfg.d_model, cfg.d_compress, bias=False)
-        self.kv = nn.Linear(cfg.d_compress, 2 * cfg.d_model, bias=False)
+        d_compress = cfg.d_compress or cfg.d_model // 2
+        self.compress = nn.Linear(cfg.d_model, d_compress, bias=False)
+        self.kv = nn.Linear(d_compress, 2 * cfg.d_model, bias=False)
 
     def qkv_of(self, x):
         return self.q(x), *self.kv(self.compress(x)).chunk(2, dim=-1)

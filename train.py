@@ -25,10 +25,12 @@ import re
 import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import textwrap
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
 
 import torch
 from torch import distributed
@@ -1038,8 +1040,9 @@ def report(cfg, by_seed, best, top):
 
 def look(name):
     """Colour and style that mean an encoding in every figure; nothing for other names."""
-    colours, names = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000'), list(encodings.ENCODINGS)
-    return dict(color=colours[names.index(name) % 7], ls=('-', '--', ':')[names.index(name) // 7]) if name in names else {}
+    colours = '#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 #8b1a1a #6a3d9a #7f7f7f #9acd32 #ff1493 #00b3a4 #8c6d31'.split()
+    number = list(encodings.ENCODINGS).index(name) if name in encodings.ENCODINGS else None
+    return dict(color=colours[number % 14], ls='--' if number % 2 else '-') if number is not None else {}
 
 
 def figure(path, cfg, rows, swept):
@@ -1116,9 +1119,18 @@ def made_by(cfg, command):
 
 
 def machine(device):
-    """Versions and hardware."""
-    return dict(torch=torch.__version__, python=platform.python_version(),
-                hardware=torch.cuda.get_device_name() if device.type == 'cuda' else f'{platform.machine()} CPU, {torch.get_num_threads()} threads')
+    """Versions, with the commit of this program where git knows it, and hardware."""
+    versions, cpu = dict(torch=torch.__version__, python=platform.python_version()), platform.machine() + ' CPU'
+    for name in ('numpy', 'triton'):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    with contextlib.suppress(OSError):
+        git = lambda *args: subprocess.run(['git', *args], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True).stdout.strip()
+        versions['commit'] = git('rev-parse', '--short', 'HEAD') + ' and changes' * bool(git('status', '--porcelain', '--', '*.py', ':!results'))
+    with contextlib.suppress(OSError):
+        with open('/proc/cpuinfo') as f:                                                # on Linux
+            cpu = dict(re.findall(r'(model name)\s*: (.*)', f.read())).get('model name', cpu)
+    return versions | dict(hardware=torch.cuda.get_device_name() if device.type == 'cuda' else f'{cpu}, {torch.get_num_threads()} threads')
 
 
 def untrained(cfg):
