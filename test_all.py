@@ -719,7 +719,7 @@ def test_optimizer_groups_hold_every_parameter_once():
 
 @pytest.mark.parametrize('kw, says', [
     (dict(d_model=30, n_head=4), 'divisible'), (dict(pe='rope', d_model=20, n_head=4), 'even'), (dict(pe='rop'), "'rope'"), (dict(pe='rope+'), 'unknown'),
-    (dict(n_head=3, d_model=30, attention='mla'), 'even'), (dict(rope_heads=9), 'rope_heads'), (dict(norm='batch'), 'layernorm'), (dict(n_layer=0), 'n_layer'),
+    (dict(n_head=3, d_model=30, attention='mla'), 'even'), (dict(rope_heads=9), 'rope_heads'), (dict(norm='batch'), 'layernorm'), (dict(n_layer=0), 'n_layer'), (dict(d_compress=-1), 'd_compress'),
     (dict(vipe_s='both'), 'length'), (dict(pope_delta='one'), 'uniform'), (dict(attention='gqa'), 'mla'), (dict(dropout=1.5), 'dropout'),
     (dict(pe='ape', d_model=21, n_head=1), 'even'), (dict(pe='t5', t5_buckets=1), 't5')], ids=str)
 def test_impossible_shapes_say_what_to_do(kw, says):

@@ -1126,7 +1126,7 @@ def machine(device):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError):
         git = lambda *args: subprocess.run(['git', *args], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True).stdout.strip()
-        versions['commit'] = git('rev-parse', '--short', 'HEAD') + ' and changes' * bool(git('status', '--porcelain', '--', '*.py', ':!results'))
+        versions['commit'] = git('rev-parse', '--short', 'HEAD') + ' and changes' * bool(git('status', '--porcelain', '-uno', '--', '*.py', ':!results'))
     with contextlib.suppress(OSError):
         with open('/proc/cpuinfo') as f:                                                # on Linux
             cpu = dict(re.findall(r'(model name)\s*: (.*)', f.read())).get('model name', cpu)
