@@ -2314,8 +2314,9 @@ def test_sentences_about_results_are_true():
         round(min(x for row in rows for x in rise[row])) == low and round(max(x for row in rows for x in rise[row])) == high
     twice = lambda column: {row: mean('twice', 'cross', row, column) for row in cross}
     gains = {name: dict(re.findall(r'^\| (.*?) instead of .*?\| (.*) \|$', '\n'.join(evidence.effects(name)), re.M)) for name in ('ablation_vipe', 'ablation_pope')}
-    of_64 = lambda row, seed: evidence.probed('heads', 'toeplitz_64', row, 'distance:span=64', seed)['summary']
-    ratios = lambda row: [round(of_64(row, seed)['largest'] / of_64(row, seed)['second'], 1) for seed in range(3)]
+    of = lambda row, seed, name='toeplitz_64', column='distance:span=64': evidence.probed('heads', name, row, column, seed)['summary']
+    ratios = lambda row, *where: [round(of(row, seed, *where)['largest'] / of(row, seed, *where)['second'], 1) for seed in range(3)]
+    of_16 = 'toeplitz', 'distance:span=16'
     shares = lambda row: list(map(int, evidence.deposit('toeplitz_64', 'distance:span=64', row)[-1].split(' / ')))
     jsb = {label: {n: math.exp(x['loss']) for n, x in scores.items()} for label, scores, _ in evidence.by_length('jsb')[1]}
     stdlib = {label: {n: math.exp(x['loss']) for n, x in scores.items()} for label, scores, _ in evidence.by_length('stdlib')[1]}
@@ -2359,10 +2360,14 @@ def test_sentences_about_results_are_true():
             # the Toeplitz study
             'dropout of 0.1 both at the same 87 to 88': [mean('trained', 'toeplitz_64', f'{pe}, dropout', 'distance:span=64') for pe in ('nope', 'rope')] == [87, 88],
             "(63 %; with NoPE 79 % in layers 3 and 4)": shares('rope')[0] == 63 and sum(shares('nope')[2:]) == 79,
-            'layer 1 has 33 % only': shares('rope, dropout')[0] == 33 and of_64('rope, dropout', 1)['layer'] == 2,
+            'layer 1 has 33 % only': shares('rope, dropout')[0] == 33 and of('rope, dropout', 1)['layer'] == 2,
             'is worth 1.4 to 2.2 times the next (1.0 to 1.7 without)': [min(ratios(x)) for x in ('rope, dropout', 'rope')] + [max(ratios(x)) for x in ('rope, dropout', 'rope')] == [1.4, 1.0, 2.2, 1.7],
-            'one of layer 1 takes 92 points, the others of that layer none': of_64('nope', 0)['largest'] > 91.5 and of_64('nope', 0)['layer'] == 1,
-            'at twice the length 1 to 3 % are left': {mean('twice', 'toeplitz', row, 'distance_sum:span=16') for row in ('rope', 'ape+rope', 'mla')} == {1, 2, 3},
+            'one of layer 1 takes 92 points, the others of that layer none': of('nope', 0)['largest'] > 91.5 and of('nope', 0)['layer'] == 1,
+            'at twice the length 2 to 3 % are left': {mean('twice', 'toeplitz', row, 'distance_sum:span=16') for row in ('rope', 'ape+rope', 'mla')} == {2, 3},
+            'At 16 tokens all learn both.': {mean('trained', 'toeplitz', row, task) for row in evidence.TOEPLITZ_ROWS for task in ('distance:span=16', 'trigger_count:most=16')} == {100},
+            'comes nearest to one head (2.3 to 3.3 times the next), in layer 1': sorted(ratios('ape+rope', *of_16)) == [2.3, 2.5, 3.3] and max(
+                x for row in ('rope', 'nope', 'ape', 'alibi', 't5') for x in sorted(ratios(row, *of_16))[:2]) < 2.3,
+            'no head of RoPE is worth more than 26 points': round(max(of('rope', seed, 'toeplitz', 'trigger_count:most=16')['largest'] for seed in range(3))) == 26,
             # the cross table
             'FIRE and learned vectors have most (94)': sorted((mean('trained', 'cross', row, 'indirect indexing') for row in cross), reverse=True)[:3] == [94, 94, 90],
             'PRISM, PoPE+ViPE and FIRE have the largest share, 10 to 12 %': [x for _, x in sorted(twice('SCAN').items(), key=lambda pair: -pair[1])[:4]] == [12, 11, 10, 7],

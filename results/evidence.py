@@ -680,21 +680,23 @@ def claims():
                  'counting, 2 layers': in_row('cross', 'counting', 'trained', ('rope', 'mla', 'nope', 'alibi')),
                  'counting, 64 tokens': in_rows('counting_64', 'trained')} | at_paper('paper_toeplitz', 'trained'), ': ', '<br>'),
          'At a learning rate of 1e-3 NoPE learns distance too, from the causal mask alone, and best. Of what the study does otherwise, its rate of 1e-4 leaves neither done in 2,500 steps, dropout of 0.1 both at the same 87 to 88, '
-         'its betas NoPE behind on two of three seeds. With all of these but the rate, on 8,000 fixed problems, neither learns, which explains nothing. Counting all learn. Not tried: its batch of 512, its width, 128 tokens, 13,600 steps at 1e-4.'),
+         'its betas NoPE behind on two of three seeds. With all of these but the rate, on 8,000 fixed problems, neither learns, which explains nothing. At 16 tokens all learn both. Not tried: its batch of 512, its width, 128 tokens, 13,600 steps at 1e-4.'),
         ('Figures 4, 5, 7, 9-11', 'one head of RoPE in layer 1 does all (the deposit); with APE added it is in a deeper layer; NoPE, T5, ALiBi, MLA, and RoPE at counting have no such head',
          'RoPE without that head: some 60 points of 93 lost, without another 0',
          listed({'share of what all heads are worth, layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', ('rope', 'rope, dropout', 'nope', 'nope, dropout')),
                  '16 tokens': layers('toeplitz', 'distance:span=16', ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')),
                  'counting': layers('toeplitz', 'trigger_count:most=16', ('rope',)), 'heads one by one': 'in the table of heads below'}, ': ', '<br>'),
          'Without dropout RoPE\'s work is in layer 1 (63 %; with NoPE 79 % in layers 3 and 4), but two or more heads share it; with the study\'s dropout one head is worth 1.4 to 2.2 times the next (1.0 to 1.7 without), but layer 1 has '
-         '33 % only, and on one seed that head is in layer 2. NoPE has single heads too: on seed 0 one of layer 1 takes 92 points, the others of that layer none.'),
+         '33 % only, and on one seed that head is in layer 2. NoPE has single heads too: on seed 0 one of layer 1 takes 92 points, the others of that layer none. '
+         'At 16 tokens APE+RoPE comes nearest to one head (2.3 to 3.3 times the next), in layer 1, not in a deeper one; T5\'s work is in layers 3 and 4, like NoPE\'s; at counting no head of RoPE is worth more than 26 points, as there.'),
         ('Figure 6, D.4', 'one or two heads with RoPE are enough, and they carry it', 'curves',
          listed({'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]), 'layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', partial)}, ': ', '<br>'),
          'One head with RoPE is enough, as there, but so is none: NoPE has 100. The head that matters most is not that one, but in layer 2 or 3, as it may be in D.4; on one seed of three all others in layer 1 are worth next to nothing beside it.'),
         ('Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
-         listed({row: taken_out(row) for row in ('ape', 'ape+rope')}), ''),
+         listed({row: taken_out(row) for row in ('ape', 'ape+rope')}) and f'16 tokens, seed 0, layers 1 to 4: {listed({row: taken_out(row) for row in ("ape", "ape+rope")})}',
+         'In the first two layers alone with both, and by a few points: with so short sequences, which all learn, nothing is left of it further up without RoPE either.'),
         ('appendix E', 'the sum of two distances: learned, but no RoPE goes beyond its length', 'curves', in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')),
-         'As it says: RoPE learns it, MLA nearly, with APE beside it less; at twice the length 1 to 3 % are left, with APE or without, less than one answer to all would get (7).'),
+         'As it says: RoPE and MLA learn it, with APE beside it less; at twice the length 2 to 3 % are left, with APE or without, less than one answer to all would get (7).'),
     ], 'LLM position generalization': [
         ('the three correlations', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959',
          axes and apart and 'SmolLM2: three axes {mean_r:.3f}; '.format(**axes) + 'fake distances {mean_r:.3f}; f and g {mean_r_fg:.3f}, with the sign that eq. 15 drops {mean_r_signed:.3f}, with all pairs of features {mean_r_all:.3f}'.format(**apart),
