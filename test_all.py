@@ -2326,6 +2326,9 @@ def test_sentences_about_results_are_true():
             # ViPE
             'With 3 layers ViPE goes furthest, but by one or two lengths': held('vipe', 'vipe', 'polynomial, 3 layers') == [10, 10, 9] and max(
                 x for row in evidence.VIPE_ROWS if row != 'vipe' for x in held('vipe', row, 'polynomial, 3 layers')) == 9,
+            'parity to 9 and 12, copy to 10 and 8, which FIRE holds to 9 on all': [held('vipe', 'vipe', f'{task}, 2 layers') for task in ('parity', 'copy')] == [[9, 4, 12], [10, 4, 8]] and
+            held('vipe', 'fire', 'copy, 2 layers') == [9, 9, 9] == held('vipe', 'fire', 'parity, 4 layers, 2 heads') and {
+                x for row in evidence.VIPE_ROWS if row not in ('vipe', 'fire') for task in ('parity', 'copy') for x in held('vipe', row, f'{task}, 2 layers')} == {5, 6, 8},
             'carry ViPE one or two lengths further on all seeds but one of parity': [
                 b - a for task in ('copy', 'parity') for a, b in zip(held('vipe', 'vipe', f'{task}, 3 layers'), held('vipe_steps', 'vipe', f'{task}, 3 layers'))] == [2, 2, 1, 1, 2, 0],
             'NoPE on one seed of copy, one goes back, and on one of parity': [

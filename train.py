@@ -1040,7 +1040,7 @@ def report(cfg, by_seed, best, top):
 
 def look(name):
     """Colour and style that mean an encoding in every figure; nothing for other names."""
-    colours = '#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 #8b1a1a #6a3d9a #7f7f7f #9acd32 #ff1493 #00b3a4 #8c6d31'.split()
+    colours = '#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 #8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31'.split()
     number = list(encodings.ENCODINGS).index(name) if name in encodings.ENCODINGS else None
     return dict(color=colours[number % 14], ls='--' if number % 2 else '-') if number is not None else {}
 
