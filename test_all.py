@@ -2336,7 +2336,9 @@ def test_sentences_about_results_are_true():
             'it holds to 12 on one seed, which has 48 % at 16': held('vipe', 'vipe', 'copy, 4 layers, 2 heads')[2] == 12 and round(
                 100 * cells['vipe', 'vipe', 'copy, 4 layers, 2 heads']['lengths'][16][2]['exact']) == 48,
             'at 10 ViPE has 93 % on average, NoPE 36, FIRE 14': [at(10, 'vipe', row, four) for row in ('vipe', 'nope', 'fire')] == [93, 36, 14],
-            '(at 16: 11 %, NoPE 1)': [at(16, 'vipe', row, 'count, 2 layers') for row in ('vipe', 'nope')] == [11, 1],
+            'Of count ViPE and T5 keep most (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0)': [
+                at(16, 'vipe', row, f'count, {k} layers') for k in (2, 3) for row in ('vipe', 't5', 'nope')] == [11, 14, 1, 30, 27, 0] and max(
+                at(16, 'vipe', row, f'count, {k} layers') for k in (2, 3) for row in ('rope', 'ape', 'alibi', 'fire')) < 11,
             'it keeps 44 % at 16': at(16, 'vipe', 'nope', 'sort, 2 layers') == 44,
             'Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10': [
                 sum(x > 8 for x in held('vipe_seeds', 'vipe', task)) for task in evidence.THREE] == [7, 7, 5] and max(held('vipe_seeds', 'vipe', 'copy')) == 10,
