@@ -2339,7 +2339,10 @@ def test_sentences_about_results_are_true():
             'Of count ViPE and T5 keep most (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0)': [
                 at(16, 'vipe', row, f'count, {k} layers') for k in (2, 3) for row in ('vipe', 't5', 'nope')] == [11, 14, 1, 30, 27, 0] and max(
                 at(16, 'vipe', row, f'count, {k} layers') for k in (2, 3) for row in ('rope', 'ape', 'alibi', 'fire')) < 11,
-            'it keeps 44 % at 16': at(16, 'vipe', 'nope', 'sort, 2 layers') == 44,
+            'ViPE holds to 12 to 20, where all but APE hold to 16 at least': [f(x for k in (2, 3) for x in held('vipe', 'vipe', f'mode, {k} layers')) for f in (min, max)] == [12, 20] and min(
+                x for k in (2, 3) for row in evidence.VIPE_ROWS if row not in ('vipe', 'ape') for x in held('vipe', row, f'mode, {k} layers')) == 16,
+            'With 2 layers NoPE, ALiBi, T5 and FIRE keep 44 or 45 % of sort at 16, ViPE 7': [at(16, 'vipe', row, 'sort, 2 layers') for row in ('nope', 'alibi', 't5', 'fire', 'vipe')] == [44, 45, 44, 45, 7],
+            'keeps 45 % at 10, more than any other': sorted((at(10, 'vipe', row, 'reverse, 2 layers'), row) for row in evidence.VIPE_ROWS)[-2:] == [(4, 't5'), (45, 'fire')],
             'Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10': [
                 sum(x > 8 for x in held('vipe_seeds', 'vipe', task)) for task in evidence.THREE] == [7, 7, 5] and max(held('vipe_seeds', 'vipe', 'copy')) == 10,
             'Without its factor log n it goes further (the factorial below: 96 instead of 90 % at 10)': [

@@ -636,7 +636,8 @@ def claims():
          'Of copy ViPE keeps most: it holds to 12 on one seed, which has 48 % at 16. On the polynomial NoPE and FIRE hold nearly as far, but at 10 ViPE has 93 % on average, NoPE 36, FIRE 14. On parity NoPE, ALiBi and FIRE are ahead, 9 on all seeds.'),
         ('Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
          in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)]),
-         'Of count ViPE and T5 keep most (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0). Of the others, of the four run with 2 layers, NoPE goes furthest on mode and on sort, of which it keeps 44 % at 16; reversing RoPE and APE alone learn.'),
+         'Of count ViPE and T5 keep most (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0). On mode, with 2 and 3 layers, ViPE holds to 12 to 20, where all but APE hold to 16 at least, most to twice that. '
+         'With 2 layers NoPE, ALiBi, T5 and FIRE keep 44 or 45 % of sort at 16, ViPE 7; reversing RoPE, APE and YaRN learn, FIRE nearly, which keeps 45 % at 10, more than any other.'),
         ('Figure 15', 'ViPE holds beyond over 8 seeds', 'curves, means', in_rows('vipe_seeds', 'all'),
          'All 8 learn copy and parity, 7 the polynomial. Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10.'),
         ('Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths (to 3 times; here 4), and of distance to EoI from layer 2',
