@@ -613,6 +613,7 @@ def claims():
     partial = [row for row in GRIDS['toeplitz_64'][0] if row.startswith('rope on')]
     layers = lambda name, column, rows: listed({f'`{row}`': found and found[-1] for row in rows for found in [deposit(name, column, row)]}, between=', ')
     at_paper = lambda name, what, which=None: {"at the paper's size": in_rows(name, what, which)}
+    positions = listed({row: taken_out(row) for row in ('ape', 'ape+rope')})
     states = listed({row: first_states(row) for row in ('nope', 'rope', 'ape')})
     linear = listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {
         'weights set by hand': r2(lines('probes').get('python probe.py linear by_hand:polynomial'))})
@@ -695,7 +696,7 @@ def claims():
          listed({'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]), 'layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', partial)}, ': ', '<br>'),
          'One head with RoPE is enough, as there, but so is none: NoPE has 100. The head that matters most is not that one, but in layer 2 or 3, as it may be in D.4; on one seed of three all others in layer 1 are worth next to nothing beside it.'),
         ('Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
-         listed({row: taken_out(row) for row in ('ape', 'ape+rope')}) and f'16 tokens, seed 0, layers 1 to 4: {listed({row: taken_out(row) for row in ("ape", "ape+rope")})}',
+         positions and f'16 tokens, seed 0, layers 1 to 4: {positions}',
          'In the first two layers alone with both, and by a few points: with so short sequences, which all learn, nothing is left of it further up without RoPE either.'),
         ('appendix E', 'the sum of two distances: learned, but no RoPE goes beyond its length', 'curves', in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')),
          'As it says: RoPE and MLA learn it, with APE beside it less; at twice the length 2 to 3 % are left, with APE or without, less than one answer to all would get (7).'),
