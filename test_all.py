@@ -2349,6 +2349,10 @@ def test_sentences_about_vipe():
         'ViPE holds to 12 to 20, where all but APE hold to 16 at least': [f(x for k in (2, 3) for x in held('vipe', 'vipe', f'mode, {k} layers')) for f in (min, max)] == [12, 20] and min(
             x for k in (2, 3) for row in evidence.VIPE_ROWS if row not in ('vipe', 'ape') for x in held('vipe', row, f'mode, {k} layers')) == 16,
         'With 2 layers NoPE, ALiBi, T5 and FIRE keep 44 or 45 % of sort at 16, ViPE 7': [at(16, 'vipe', row, 'sort, 2 layers') for row in ('nope', 'alibi', 't5', 'fire', 'vipe')] == [44, 45, 44, 45, 7],
+        'with 3, FIRE 65, the other three 57 to 60, YaRN 34, ViPE 24': [at(16, 'vipe', row, 'sort, 3 layers') for row in ('fire', 't5', 'nope', 'alibi', 'yarn', 'vipe')] == [65, 57, 60, 60, 34, 24],
+        'at 10 FIRE has 84 to 87 %, ViPE 95 on its best seed, 63 and 34 on the others, NoPE and ALiBi 29 to 74': [sorted(
+            round(100 * x['exact']) for row in rows for x in evidence.cells['vipe', row, 'reverse, 3 layers']['lengths'][10]) for rows in (['fire'], ['vipe'], ['nope', 'alibi'])] == [
+            [84, 87, 87], [34, 63, 95], [29, 44, 47, 55, 73, 74]],
         'keeps 45 % at 10, more than any other': sorted((at(10, 'vipe', row, 'reverse, 2 layers'), row) for row in evidence.VIPE_ROWS)[-2:] == [(4, 't5'), (45, 'fire')],
         'Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10': [
             sum(x > 8 for x in held('vipe_seeds', 'vipe', task)) for task in evidence.THREE] == [7, 7, 5] and max(held('vipe_seeds', 'vipe', 'copy')) == 10,
