@@ -897,7 +897,7 @@ def build(cfg):
     for name in names:
         if name not in ENCODINGS:
             near = difflib.get_close_matches(name, ENCODINGS, 1)
-            raise ValueError(f'unknown encoding {name!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(ENCODINGS)}')
+            raise ValueError(f'unknown encoding {name!r}' + (f', did you mean {near[0]!r}?' if near else '.') + f' There are: {", ".join(ENCODINGS)}')
     part, wrappers = copy.copy(cfg), []
     if cfg.rope_heads is not None:
         wrappers.append((FirstHeads, copy.copy(part)))

@@ -1132,7 +1132,7 @@ def make(name, data=''):
     known = TASKS | FROM_FILES
     if base not in known:
         near = difflib.get_close_matches(base, known, 1)
-        raise ValueError(f'unknown task {base!r}' + (f', did you mean {near[0]!r}?' if near else '') + f' There are: {", ".join(known)}')
+        raise ValueError(f'unknown task {base!r}' + (f', did you mean {near[0]!r}?' if near else '.') + f' There are: {", ".join(known)}')
     task = known[base]
     if bool(task.needs) != bool(data):
         raise DataError(f'{base} reads files: give --data=PATH, {task.needs}' if task.needs else f'{base} reads no files: leave --data={data} out')

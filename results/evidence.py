@@ -7,7 +7,6 @@
 A piece is one call of train.py or probe.py; the line that it leaves in results/ holds its command, by which it is found again. The functions that
 make the tables ask for their pieces by run_of() and probed(): what these do not find is what is missing.
 """
-import fcntl
 import functools
 import itertools
 import json
@@ -116,7 +115,7 @@ PAPER = {                                                         # the papers' 
 GRIDS = PAPER | {                                                 # name: (rows, columns)
     'cross': (CROSS, COLUMNS),
     'toeplitz': (TOEPLITZ_ROWS, OF_TOEPLITZ),
-    'toeplitz_64': (some('rope', 'nope', 'ape', 'mla') | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)} |
+    'toeplitz_64': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)} |
                     {pe + what: f'--pe={pe} {flags}' for what, flags in CAUSES.items() for pe in ('rope', 'nope')} | {'rope, 4 heads': '--pe=rope --n_head=4'}, {
         'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'counting_64': (some('rope', 'nope', 'alibi', 'mla') | {f'{pe}, fixed': f'--pe={pe} --n_train=8000' for pe in ('rope', 'nope', 'alibi', 'random')}, {
@@ -125,6 +124,8 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'vipe': (VIPE_ROWS, OF_VIPE),
     'vipe_seeds': (some('vipe'), {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}),
     'vipe_steps': (some('vipe', 'nope'), {f'{task}, 3 layers': iterative(task, 3, steps=10000) for task in ('copy', 'parity')}),
+    'vipe_causes': ({'vipe, no log n': '--pe=vipe --vipe_logn=False', 'vipe, no log n, no u': '--pe=vipe --vipe_logn=False --vipe_u=False', 'vipe, no value code': '--pe=vipe --vipe_value=False'},
+                    {f'{task}, 3 layers': OF_VIPE[f'{task}, 3 layers'] for task in ('reverse', 'mode', 'sort')}),
     'prism': (some('prism', 'shifted_ape'), OF_PRISM),
     'prism_causes': ({'prism, 4 cursors': '--pe=prism --prism_cursors=4', 'prism, learned norm': '--pe=prism --prism_recurrent=norm', 'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64'},
                      {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
@@ -138,7 +139,7 @@ HEADS += [('toeplitz', 'distance:span=16', row) for row in ('rope', 'nope', 'ape
 
 # the most valuable: pieces whose out_dir begins so, in this order; then all others in the order of GRIDS
 FIRST = tuple(f'out/{name}' for name in ('paper_pope', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism', 'paper', 'ablation_vipe', 'cross', 'toeplitz/trigger_count',
-                                          'toeplitz/distance', 'toeplitz', 'prism/scan_cot', 'prism_causes', 'counting_64', 'ablation_prism'))
+                                          'toeplitz/distance', 'toeplitz', 'vipe', 'prism/scan_cot', 'ablation_prism', 'toeplitz_64', 'prism_causes', 'counting_64'))
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size", 'paper_vipe': "ViPE's tasks at its paper's size", 'paper_prism': "PRISM's tasks at its paper's size",
@@ -149,6 +150,7 @@ TITLES = {
     'counting_64': 'Counting among 64 tokens, 2 layers, 4 heads, 2,500 steps at a learning rate of 1e-3; fixed: 8,000 problems again and again, as in the study',
     'vipe': "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3", 'vipe_seeds': 'ViPE, 3 layers, seeds 0 to 7',
     'vipe_steps': 'Copy and parity as above, but with 10,000 steps instead of 2,000',
+    'vipe_causes': 'What may hold ViPE back where it is behind others: its parts one by one, with 3 layers, else as above',
     'prism': "PRISM's tasks, recipes as in configs/, made for PRISM (trained to 10 digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
     'prism_causes': "What may hold PRISM's odds first and its baseline back: cursors for each head (2 above), the norm of the GRU's recurrent matrix, the range of the baseline's shifts (512 above)",
     'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE); the longer length here is 10 after 8, and 8 after 6',
@@ -235,6 +237,14 @@ def probed(probe, name, row, column, seed=0):
     if line is None and (name, row, column) in cells:             # lengths.json is there when a run has ended; trained again, it needs no second line
         train_again = train_argv(name, folder, flags)[:-1]            # without --results
         missing.append(argv if os.path.exists(os.path.join(ROOT, argv[2], 'lengths.json')) else train_again)
+    return line
+
+
+def asked(*argv):
+    """The line about `python probe.py ARGV` on a language model or on weights set by hand; None, and an entry in `missing`, if that is not there."""
+    line = lines('probes').get('python ' + shlex.join(['probe.py', *argv]))
+    if line is None:
+        missing.append(['probe.py', *argv])
     return line
 
 
@@ -466,12 +476,15 @@ BY_LENGTH = 'parity', 'polynomial', 'string_copy_prism', 'polynomial_prism', 'pa
 
 def by_length(name):
     """What train.py's tables and figures take: a configuration and (label, {length: scores}, metric) of every run and seed in results/NAME.jsonl. Runs
-    of one encoding are told apart by what these files vary of it.
+    of one encoding are told apart by what these files vary of it; of two lines about one run, the later counts.
     """
-    configs = [run['config'] for run in runs(name)]
+    latest = {(run['command'].replace(' --resume', ''), run['config']['out_dir']): run for run in runs(name)}.values()
+    if not latest:
+        return None, []
+    configs = [run['config'] for run in latest]
     varied = [key for key in ('prism_cursors', 'pope_delta') if len({str(config.get(key)) for config in configs}) > 1]
     label = lambda config: ' '.join([config['pe'], *(f'--{key}={config[key]}' for key in varied if key.startswith(config['pe']))])
-    rows = [(label(run['config']), scores, 'exact') for run in runs(name) for scores in by_seed(run).values()]
+    rows = [(label(run['config']), scores, 'exact') for run in latest for scores in by_seed(run).values()]
     corpus = 'loss' in next(iter(rows[0][1].values()))
     return types.SimpleNamespace(**configs[0], the_task=types.SimpleNamespace(corpus=corpus)), rows
 
@@ -479,6 +492,9 @@ def by_length(name):
 def by_length_table(name):
     """These runs as train.py prints a sweep's."""
     cfg, rows = by_length(name)
+    if not rows:
+        yield 'Not run yet.'
+        return
     yield '```'
     yield from '\n'.join(train.perplexities(cfg, [row[:2] for row in rows]) if cfg.the_task.corpus else train.strips(cfg, rows)).splitlines()
     yield '```'
@@ -486,6 +502,9 @@ def by_length_table(name):
 
 def speed_table():
     """What --benchmark measured of several seeds in one step, a row for each configuration."""
+    if not runs('speed'):
+        yield 'Not run yet.'
+        return
     counts = max(([step['seeds'] for step in run['steps']] for run in runs('speed')), key=len)
     yield '| one step | steps/s of one seed | 2 seeds together, time over one by one | ' + ' | '.join(map(str, counts[2:])) + ' |'
     yield '|---' * (len(counts) + 1) + '|'
@@ -498,8 +517,9 @@ def speed_table():
 
 def perturb_table():
     """Table 1 of position_generalization.txt beside what a real language model here bears: shares of answers, or of next tokens, that are right."""
-    line = lines('probes').get('python probe.py perturb --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt --l_max=5 --n=8')
+    line = of_llm('perturb', '--l_max=5', '--n=8')
     if not line:
+        yield 'Not run yet.'
         return
     paper = {'text': (37.39, 41.44, 42.34, 42.37), 'feature': (35.11, 41.15, 41.98, 42.33), 'position': (37.19, 42.44, 42.42, 42.74)}
     right = {(row['kind'], row.get('gamma'), row.get('l_max')): f'{100 * row["token"]:.1f}' for row in line['rows']}
@@ -571,9 +591,9 @@ def heads_table():
 
 
 def taken_out(row):
-    """Points that p_i taken out before each layer costs more than random vectors of its length."""
+    """Exact match without p_i / without random vectors of its length, taken out before each layer."""
     line = probed('positions', 'toeplitz', row, 'distance:span=16')
-    return line and ', '.join(f'{each["more"]:.0f}' for each in line['rows'])
+    return line and ', '.join(f'{each["without p"]:.0f} / {each["random"]:.0f}' for each in line['rows'])
 
 
 def first_states(row):
@@ -582,146 +602,168 @@ def first_states(row):
     return line and ', '.join(f'{100 * each[f"{row} d=1"]:.0f}' for each in line['rows'] if each['length'] in (8, 9, 10, 12, 14))
 
 
+def looks(row):
+    """The best head's mean weight from a state to the input that the next one needs, at the trained length and at a longer one."""
+    line = probed('attention', 'vipe', row, 'polynomial, 3 layers')
+    return line and ', '.join(f'{value:.2f}' for key, value in line['summary'].items() if key.startswith('s_to_x_t'))
+
+
 def alone(name, lengths, text):
     """text() of the score over these lengths, of each run and seed in results/NAME.jsonl."""
-    return ', '.join(f'{label} {text(score(scores, lengths))}' for label, scores, _ in by_length(name)[1])
-
-
-def summarized(command):
-    """The summary of a probe in results/probes.jsonl, or None."""
-    return lines('probes').get(command, {}).get('summary')
+    return ', '.join(f'{label} {text(score(scores, lengths))}' for label, scores, _ in by_length(name)[1]) or None
 
 
 def of_stdlib(probe, key):
     """A number of a probe of the library's RoPE and PoPE."""
-    found = {pe: summarized(f'python probe.py {probe} out/stdlib/pe={pe}') for pe in ('rope', 'pope')}
-    return ', '.join(f'{pe} {summary[key]:.2f}' if summary else f'{pe} not run yet' for pe, summary in found.items())
+    found = {pe: lines('probes').get(f'python probe.py {probe} out/stdlib/pe={pe}') for pe in ('rope', 'pope')}
+    return listed({pe: line and f'{line["summary"][key]:.2f}' for pe, line in found.items()}, between=', ')
+
+
+perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.0f}'
+of_llm = lambda probe, *flags: asked(probe, '--hf=SmolLM2-135M-Instruct.Q4_1.gguf', '--text=tinyshakespeare.txt', *flags)
+at_paper = lambda name, what, which=None: {"at the paper's size": in_rows(name, what, which)}
+
+
+def claims_of_vipe():
+    """Rows of the table of claims: where, what, its number there, what is found here, and a sentence on the difference."""
+    linear = listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {'weights set by hand': r2(asked('linear', 'by_hand:polynomial'))})
+    states, seen = (listed({row: of(row) for row in rows}) for of, rows in ((first_states, ('nope', 'rope', 'ape')), (looks, ('vipe', 'nope', 'rope'))))
+    yield ('Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length, NoPE with 3 layers last', 'curves, best of 8 seeds, trained to 16: ViPE high to about 32',
+           listed({'trained to 8, holds to': in_rows('vipe', 'holds', ['polynomial, 2 layers', 'polynomial, 3 layers']),
+                   'trained to 16, 7,500 steps, one seed, percent exact at 20': alone('polynomial', [20], percent)} | at_paper('paper_vipe', 'holds', ['polynomial']), ': ', '<br>'),
+           'With 3 layers ViPE goes furthest, but by one or two lengths, not to twice the length, in 2,000 of 256,000 steps; behind it NoPE and ALiBi; RoPE, APE, YaRN and T5 end at 8. '
+           'With 2 layers ViPE goes as far on two seeds and has not learned it on the third; nor has NoPE, as there, nor ALiBi, T5, FIRE.')
+    yield ('Figure 6, left', 'each state looks at the input that the next one needs, at longer lengths too', 'a map', seen and f'mean weight of the best head on it, at length 8, at 20, seed 0: {seen}', '')
+    yield ('Figure 4', 'a state at trained positions goes wrong in longer problems, with RoPE at once, with NoPE last', 'curves',
+           states and f'percent of second states right at lengths 8, 9, 10, 12, 14, seed 0: {states}',
+           'NoPE lasts longest, as there; APE goes wrong at once, RoPE over a few lengths.')
+    yield ('Figure 12', 'copy, parity with one head: ViPE goes furthest', 'curves, best of 8 seeds',
+           listed({'trained to 8, 2,000 steps': in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)]),
+                   '10,000 steps': in_rows('vipe_steps', 'holds')} | at_paper('paper_vipe', 'holds', ['copy', 'parity']), ': ', '<br>'),
+           'In 2,000 of 256,000 steps. With 2 layers it does where it learns the task, on two seeds of three: parity to 9 and 12, copy to 10 and 8, which FIRE holds to 9 on all. With 3 layers it does on copy, by a length (one seed of '
+           'NoPE and of ALiBi comes as far), and on parity not: beyond 8 go ViPE and FIRE on one seed, NoPE on the two that learn it. '
+           'Five times the steps carry ViPE one or two lengths further on all seeds but one of parity; NoPE on one seed of copy, one goes back, and on one of parity, which then learns the task: steps are a part '
+           'of what is missing.')
+    yield ('Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', listed({'trained to 8': in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE])}, ': '),
+           'Of copy ViPE keeps most: it holds to 12 on one seed, which has 48 % at 16. On the polynomial NoPE and FIRE hold nearly as far, but at 10 ViPE has 93 % on average, NoPE 36, FIRE 14. On parity NoPE, ALiBi and FIRE are ahead, 9 on all seeds.')
+    yield ('Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
+           listed({'trained to 8': in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)]), 'its parts, sort': in_row('vipe_causes', 'sort, 3 layers', 'all')}, ': ', '<br>'),
+           'Of count alone, and there level with T5 (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0). On mode, with 2 and 3 layers, ViPE holds to 12 to 20, where all but APE hold to 16 at least, most to twice that. '
+           'With 2 layers NoPE, ALiBi, T5 and FIRE keep 44 or 45 % of sort at 16, ViPE 7; with 3, FIRE 65, the other three 57 to 60, YaRN 34, ViPE 24. Reversing with 2 layers RoPE, APE and YaRN learn, FIRE nearly, which keeps 45 % at 10, more than any other, '
+           'ViPE least; with 3 all learn it, but ViPE not on one seed; at 10 FIRE has 84 to 87 %, ViPE 95 on its best seed, 63 and 34 on the others, NoPE and ALiBi 29 to 74.')
+    yield ('Figure 15', 'ViPE holds beyond over 8 seeds', 'curves, means', listed({'trained to 8': in_rows('vipe_seeds', 'all')}, ': '),
+           'All 8 learn copy and parity, 7 the polynomial. Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10.')
+    yield ('Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths (to 3 times; here 4), and of distance to EoI from layer 2',
+           'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614', linear and f'seed 0: {linear}',
+           'On trained lengths as high as there or higher, but for RoPE; beyond all fall, RoPE and APE below 0, NoPE least, as there. The weights set by hand need the distance alone and have it at any length.')
+    yield ('Table 2', 'SCAN (which split is not said; here the length split)', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), lambda x: f"{100 * x:.1f}")}',
+           'The same order but for the first two, which one seed does not tell apart; half the layers, a quarter of the width.')
+
+
+def claims_of_prism():
+    """As claims_of_vipe."""
+    of_cot = [task for task in OF_PRISM if task.endswith('_cot')]
+    yield ('Figures 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'curves; trained to 10 or 40',
+           listed({'trained to 10': in_rows('prism', 'all', [task for task in OF_PRISM if task not in of_cot])} | at_paper('paper_prism', 'all'), ': ', '<br>'),
+           'As it says of copying, on all three seeds (of twelve, trained one by one, on 9, [above](#past-the-trained-length)), and of reversing, on one; of stack and dyn_str_cpy some goes on to twice the length; odds first is learned, but next to nothing goes beyond. '
+           'The baseline has on no task learned all trained lengths in so few steps, a fiftieth of the paper\'s or less, at PRISM\'s learning rate of 1e-3, low for it (the cross table chooses 2e-3 or 4e-3); most on dyn_str_cpy, of which it keeps 29 % at twice the length.')
+    yield ('Figures 1, 4, 9', 'the same with a chain of thought: addition, SCAN, multiplication', 'curves', listed({'trained to 8 digits, 22 actions, 3 digits': in_rows('prism', 'all', of_cot)}, ':<br>'),
+           'Addition is learned and goes on a little, multiplication is learned and does not go on; the baseline has not learned the one, the other nearly, in these 3,000 of the 150,000 steps. Of SCAN\'s commands of 24 to 48 actions, written out word by word, PRISM '
+           'executes 38 % after 1,500 steps, 91 to 98 of those of 24, next to none from 36 on; the baseline none of any length.')
+
+
+def claims_of_pope():
+    """As claims_of_vipe."""
+    indirect = {'2,500 steps': in_row('cross', 'indirect indexing', 'trained', ('rope', 'pope'))} | {
+        '2,500 steps, PoPE': in_row('ablation_pope', 'indirect indexing', 'trained', ['softplus, d frequencies, delta from anywhere'])} | {of: in_row('indirect', of, 'trained') for of in OF_POPE}
+    yield ('Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91', listed(indirect | at_paper('paper_pope', 'trained'), ': ', '<br>'),
+           'Not seen at this size: strings of 3 to 6 of 12 letters, shifts of at most 2. In 2,500 steps PoPE is ahead with phases from anywhere, as there, but by less than the seeds of RoPE differ, and level with phases from 0; in '
+           '10,000 both learn it. At twice the length PoPE (phases from 0) then keeps twice as much.')
+    yield ('Table 2', 'chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889',
+           listed({'contexts of 512, one seed': alone('jsb', [512], lambda x: f'{-x:.3f}'), 'contexts of 128, perplexity': in_row('cross', 'chorales', 'trained', ('rope', 'pope'))}, ': ', '<br>'),
+           "The paper's order with phases from anywhere, as it has them there, by less than one seed can tell; half the layers, a quarter of the width and of the context. With phases from 0, in the cross table, RoPE is ahead by more than its seeds differ.")
+    yield ('Table 4', 'OpenWebText, perplexity: PoPE ahead', '124 million parameters: RoPE 21.55, PoPE 21.33', listed({'the library, byte by byte, contexts of 64': in_row('cross', 'text', 'trained', ('rope', 'pope'))}, ': '),
+           'As it says, on another text and at a thousandth of the size, by more than the seeds differ.')
+    yield ('Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', 'curves',
+           f'on the library, one seed: within {alone("stdlib", [128], perplexity)}; at 10 times {alone("stdlib", [1280], perplexity)}',
+           'It rises less and more slowly than with RoPE, but is not flat, with 180,000 parameters and a context of 128 instead of 124 million and 1,024. Its phases start at 0 here; from anywhere it is far worse beyond (on chorales, below).')
+    yield ('Figures 3-6', 'RoPE uses few frequencies in all layers, PoPE behind the first layer the fast ones too', 'maps',
+           f'on the library, one seed: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast_after_first")}',
+           'PoPE has more in the fast half, as there; but in contexts of 128 RoPE leaves few frequencies unused, fewer than PoPE.')
+    yield ('section 2', "the distance that RoPE's logits prefer moves with the content, that of PoPE's does not", '', f'on the library, one seed, interquartile range over contents, of 256 tokens: {of_stdlib("tuning", "shift")}',
+           "As it says; all of PoPE's logits prefer the distance 0, where its phases started.")
+    yield ('Table 8', 'OpenWebText: softplus and delta are both needed; without softplus the gain on RoPE is gone',
+           'perplexity 21.33; without softplus 21.57, without delta 21.42; RoPE 21.55',
+           in_rows('ablation_pope', 'trained', rows=['softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0', 'softplus, d frequencies, no delta']),
+           'Other tasks, on which single rows do not tell. Over all pairs of the table below, of indirect indexing no softplus costs 3 points (-10 to +3) and 6 beyond, no delta none; phases from anywhere (there they start at 0) are worth 5 within and cost 6 beyond (16 in one pair of four, 1 to 3 in the others).')
+    yield ('section 3', 'phases that start at 0 matter beyond the trained length; from anywhere they do slightly better within', '',
+           listed({'chorales, perplexity, one seed': listed({f'in contexts of {n}': alone('jsb', [n], perplexity) for n in (512, 1024, 2048)})}, ': ', '<br>'),
+           'As it says: from anywhere a little better within, but at twice and four times the trained context three and four times the perplexity of phases from 0; of indirect indexing too, in the factorial below.')
+
+
+def claims_of_the_toeplitz_study():
+    """As claims_of_vipe."""
+    rows_64 = [row for row in GRIDS['toeplitz_64'][0] if ' on ' not in row]
+    partial = [row for row in GRIDS['toeplitz_64'][0] if row.startswith('rope on')]
+    layers = lambda name, column, rows: listed({f'`{row}`': found and found[-1] for row in rows for found in [deposit(name, column, row)]}, between=', ')
+    positions = listed({row: taken_out(row) for row in ('ape', 'ape+rope')})
+    yield ('Figures 2, 3, Table 1', 'distance: RoPE best, absolute second, ALiBi struggles, NoPE and T5 at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; nearly with them in Figure 3)',
+           'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: RoPE 69.4, MLA 97.4, NoPE 77.7',
+           listed({'64 tokens': in_rows('toeplitz_64', 'trained', rows=rows_64),
+                   '16 tokens': in_rows('toeplitz', 'trained', ['distance:span=16', 'trigger_count:most=16']),
+                   'counting, 2 layers': in_row('cross', 'counting', 'trained', ('rope', 'mla', 'nope', 'alibi')),
+                   'counting, 64 tokens': in_rows('counting_64', 'trained')} | at_paper('paper_toeplitz', 'trained'), ': ', '<br>'),
+           'At a learning rate of 1e-3 NoPE learns distance too, from the causal mask alone, and best. Of what the study does otherwise, its rate of 1e-4 leaves neither done in 2,500 steps, dropout of 0.1 both at the same 87 to 88, '
+           'its betas NoPE behind on two of three seeds. With all of these but the rate, on 8,000 fixed problems, neither learns, which explains nothing. At 16 tokens all learn both. Not tried: its batch of 512, its width, 128 tokens, 13,600 steps at 1e-4.')
+    yield ('Figures 4, 5, 7, 9-11', 'one head of RoPE in layer 1 does all (the deposit); with APE added it is in a deeper layer; NoPE, T5, ALiBi, MLA, and RoPE at counting have no such head',
+           'RoPE without that head: some 60 points of 93 lost, without another 0',
+           listed({'share of what all heads are worth, layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', ('rope', 'rope, dropout', 'nope', 'nope, dropout')),
+                   '16 tokens': layers('toeplitz', 'distance:span=16', ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')),
+                   'counting': layers('toeplitz', 'trigger_count:most=16', ('rope',)), 'heads one by one': 'in the table of heads below'}, ': ', '<br>'),
+           'Without dropout RoPE\'s work is in layer 1 (63 %; with NoPE 79 % in layers 3 and 4), but two or more heads share it; with the study\'s dropout one head is worth 1.4 to 2.2 times the next (1.0 to 1.7 without), but layer 1 has '
+           '33 % only, and on one seed that head is in layer 2. NoPE has large heads too, but several: on seed 0 one of layer 1 and three of layer 3 take 79 to 92 points each. '
+           'At 16 tokens APE+RoPE comes nearest to one head (2.3 to 3.3 times the next), in layer 1, not in a deeper one; MLA has more of its work in layer 1 (69 %) than RoPE (54 %), on one seed in one head, 3.2 times the next; ALiBi has 49 % there; T5\'s work is in layers 3 and 4, like NoPE\'s. '
+           'At counting no head of RoPE is worth more than 26 points, but what there is is in layer 1, on one seed in one head (26, the next 3).')
+    yield ('Figure 6, D.4', 'one or two heads with RoPE are enough, and they carry it', 'curves',
+           listed({'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]), 'layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', partial)}, ': ', '<br>'),
+           'One head with RoPE is enough, as there, but so is none: NoPE has 100. The head that matters most is not that one, but in layer 2 or 3, as it may be in D.4; on one seed of three all others in layer 1 are worth next to nothing beside it.')
+    yield ('Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
+           positions and f'16 tokens, seed 0, percent right without p_i / without random vectors, before layers 1 to 4: {positions}',
+           'Not to be told with so short sequences: before layer 1 any vector of that length leaves less than one answer to all would get (7) or little more, before layer 2 p_i costs 6 and 2 points more than another, behind that neither costs anything.')
+    yield ('appendix E', 'the sum of two distances: learned, but no RoPE goes beyond its length', 'curves', in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')),
+           'As it says: RoPE and MLA learn it, with APE beside it less; at twice the length 2 to 3 % are left, with APE or without, less than one answer to all would get (7).')
+
+
+def claims_of_the_llm_paper():
+    """As claims_of_vipe."""
+    axes, apart, stretch = (line and line['summary'] for line in map(of_llm, ('axes', 'disentangle', 'stretch')))
+    tuples, shaken = of_llm('tuples'), of_llm('perturb', '--gammas=0.01,0.1', '--l_max=10,100', '--n=4', '--out_dir=out/perturb_to_100')
+    of_pairs = tuples and {key: statistics.median(row[key] for row in tuples['rows']) for key in ('ratio', 'rotation', 'fixed')} | tuples['summary']
+    costs = shaken and {(row['kind'], row['gamma'], row['l_max']): f'{100 * math.expm1(row["cost"]):.1f} %' for row in shaken['rows'] if row['gamma']}
+    yield ('the three correlations', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959',
+           axes and apart and 'SmolLM2: three axes {mean_r:.3f}; '.format(**axes) + 'fake distances {mean_r:.3f}; f and g {mean_r_fg:.3f}, with the sign that eq. 15 drops {mean_r_signed:.3f}, with all pairs of features {mean_r_all:.3f}'.format(**apart),
+           'Another model of another size, and the first two agree. The third does not, nor does it with the sign; with all pairs of features and the whole of k - mean it comes near.')
+    yield ('Observation 1, Figure 4', 'a few pairs of features, slow ones, make the logits: there keys hardly differ, and turn little over the trained length', 'drawings',
+           of_pairs and '{pairs} slow dominating pairs in {heads} of {of_heads} heads; of the 60 strongest the median is {ratio:.0f} times its head\'s median pair, turns by {rotation:.1f} rad, and its keys are off their mean by '
+                        '{fixed:.2f} of it'.format(**of_pairs),
+           'As it says; how small is small is not said there.')
+    yield ('Figure 5', 'perplexity bears disorder', 'from 3.688 up by 0.02 (0.5 %) with a hundredth of the tokens shuffled within 1,000 places, by 0.01 (0.3 %) with a hundredth of the position indices off by up to 10',
+           costs and 'perplexity up, a hundredth / a tenth disordered, within 10 places: ' + '; '.join(
+               f'{name} {costs[kind, 0.01, 10]} / {costs[kind, 0.1, 10]}' for kind, name in (('text', 'tokens'), ('feature', 'keys'), ('position', 'position indices'))),
+           'Position indices and keys bear a hundredth as there; tokens do not: of plays, 512 tokens at a time, each is asked for, there of long articles.')
+    yield 'Table 1', 'answers bear it as well', 'Qasper', 'beside its numbers [above](#looking-inside)', 'Position indices cost least, as there up to a tenth.'
+    yield ('Figure 6', 'attention over a window that slides along gives outputs such as it is used to', 'a drawing',
+           stretch and 'layer {layer}, a window of {window} of {tokens} tokens: {inside:.2f} of the outputs within the ellipse of 99 % of the normal ones'.format(**stretch), 'As it says, nearly.')
 
 
 def claims():
     """The tables of claims as Markdown, one for each paper: what it says and where, its number, what is found here, and a sentence on the difference."""
-    perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.0f}'
-    of_llm = 'python probe.py {} --hf=SmolLM2-135M-Instruct.Q4_1.gguf --text=tinyshakespeare.txt'.format
-    axes, apart, stretch = (summarized(of_llm(probe)) for probe in ('axes', 'disentangle', 'stretch'))
-    tuples, shaken = (lines('probes').get(command) for command in (of_llm('tuples'), f'{of_llm("perturb")} --gammas=0.01,0.1 --l_max=10,100 --n=4 --out_dir=out/perturb_to_100'))
-    of_pairs = tuples and {key: statistics.median(row[key] for row in tuples['rows']) for key in ('ratio', 'rotation', 'fixed')} | tuples['summary']
-    costs = shaken and {(row['kind'], row['gamma'], row['l_max']): f'{100 * math.expm1(row["cost"]):.1f} %' for row in shaken['rows'] if row['gamma']}
-    indirect = {'2,500 steps': in_row('cross', 'indirect indexing', 'trained', ('rope', 'pope'))} | {
-        '2,500 steps, PoPE': in_row('ablation_pope', 'indirect indexing', 'trained', ['softplus, d frequencies, delta from anywhere'])} | {of: in_row('indirect', of, 'trained') for of in OF_POPE}
-    of_cot = [task for task in OF_PRISM if task.endswith('_cot')]
-    rows_64 = [row for row in GRIDS['toeplitz_64'][0] if ' on ' not in row]
-    partial = [row for row in GRIDS['toeplitz_64'][0] if row.startswith('rope on')]
-    layers = lambda name, column, rows: listed({f'`{row}`': found and found[-1] for row in rows for found in [deposit(name, column, row)]}, between=', ')
-    at_paper = lambda name, what, which=None: {"at the paper's size": in_rows(name, what, which)}
-    positions = listed({row: taken_out(row) for row in ('ape', 'ape+rope')})
-    states = listed({row: first_states(row) for row in ('nope', 'rope', 'ape')})
-    linear = listed({row: r2(probed('linear', 'vipe', row, 'polynomial, 3 layers')) for row in ('nope', 'rope', 'ape')} | {
-        'weights set by hand': r2(lines('probes').get('python probe.py linear by_hand:polynomial'))})
-    table = {'ViPE': [
-        ('Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length, NoPE with 3 layers last', 'curves, best of 8 seeds, trained to 16: ViPE high to about 32',
-         listed({'holds to': in_rows('vipe', 'holds', ['polynomial, 2 layers', 'polynomial, 3 layers']),
-                 'trained to 16, 7,500 steps, one seed, percent exact at 20': alone('polynomial', [20], percent)} | at_paper('paper_vipe', 'holds', ['polynomial']), ': ', '<br>'),
-         'With 3 layers ViPE goes furthest, but by one or two lengths, not to twice the length, in 2,000 of 256,000 steps; behind it NoPE and ALiBi; RoPE, APE, YaRN and T5 end at 8. Without its factor log n it goes further (the factorial below: 96 instead of 90 % at 10). '
-         'With 2 layers ViPE goes as far on two seeds and has not learned it on the third; nor has NoPE, as there, nor ALiBi, T5, FIRE.'),
-        ('Figure 4', 'a state at trained positions goes wrong in longer problems, with RoPE at once, with NoPE last', 'curves',
-         states and f'percent of second states right at lengths 8, 9, 10, 12, 14, seed 0: {states}',
-         'NoPE lasts longest, as there; APE goes wrong at once, RoPE over a few lengths.'),
-        ('Figure 12', 'copy, parity with one head: ViPE goes furthest', 'curves, best of 8 seeds',
-         listed({'2,000 steps': in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('copy', 'parity') for n in (2, 3)]), '10,000 steps': in_rows('vipe_steps', 'holds')} |
-                at_paper('paper_vipe', 'holds', ['copy', 'parity']), ': ', '<br>'),
-         'In 2,000 of 256,000 steps. With 2 layers it does where it learns the task, on two seeds of three: parity to 9 and 12, copy to 10 and 8, which FIRE holds to 9 on all. With 3 layers it does on copy, by a length (one seed of '
-         'NoPE and of ALiBi comes as far), and on parity not: beyond 8 go ViPE and FIRE on one seed, NoPE on the two that learn it. '
-         'Five times the steps carry ViPE one or two lengths further on all seeds but one of parity; NoPE on one seed of copy, one goes back, and on one of parity, which then learns the task: steps are a part '
-         'of what is missing.'),
-        ('Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE]),
-         'Of copy ViPE keeps most: it holds to 12 on one seed, which has 48 % at 16. On the polynomial NoPE and FIRE hold nearly as far, but at 10 ViPE has 93 % on average, NoPE 36, FIRE 14. On parity NoPE, ALiBi and FIRE are ahead, 9 on all seeds.'),
-        ('Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
-         in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)]),
-         'Of count ViPE and T5 keep most (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0). On mode, with 2 and 3 layers, ViPE holds to 12 to 20, where all but APE hold to 16 at least, most to twice that. '
-         'With 2 layers NoPE, ALiBi, T5 and FIRE keep 44 or 45 % of sort at 16, ViPE 7; with 3, FIRE 65, the other three 57 to 60, YaRN 34, ViPE 24. Reversing with 2 layers RoPE, APE and YaRN learn, FIRE nearly, which keeps 45 % at 10, more than any other; '
-         'with 3 all learn it, but ViPE not on one seed; at 10 FIRE has 84 to 87 %, ViPE 95 on its best seed, 63 and 34 on the others, NoPE and ALiBi 29 to 74.'),
-        ('Figure 15', 'ViPE holds beyond over 8 seeds', 'curves, means', in_rows('vipe_seeds', 'all'),
-         'All 8 learn copy and parity, 7 the polynomial. Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10.'),
-        ('Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths (to 3 times; here 4), and of distance to EoI from layer 2',
-         'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614',
-         linear and f'seed 0: {linear}',
-         'On trained lengths as high as there or higher, but for RoPE; beyond all fall, RoPE and APE below 0, NoPE least, as there. The weights set by hand need the distance alone and have it at any length.'),
-        ('Table 2', 'SCAN (which split is not said; here the length split)', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', f'reduced, one seed: {alone("scan", range(24, 49), lambda x: f"{100 * x:.1f}")}',
-         'The same order but for the first two, which one seed does not tell apart; half the layers, a quarter of the width.'),
-    ], 'PRISM': [
-        ('Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'curves; trained to 5, 10 or 40',
-         listed({'small': in_rows('prism', 'all', [task for task in OF_PRISM if task not in of_cot])} | at_paper('paper_prism', 'all'), ': ', '<br>'),
-         'As it says of copying, on all three seeds, and of reversing, on one; of stack and dyn_str_cpy some goes on to twice the length; odds first is learned, but next to nothing goes beyond. The baseline has learned none of the '
-         'trained lengths whole in so few steps, a fiftieth of the paper\'s or less; most on dyn_str_cpy, of which it keeps 29 % at twice the length.'),
-        ('Figures 1, 4, 9', 'the same with a chain of thought: addition, SCAN, multiplication', 'curves', in_rows('prism', 'all', of_cot),
-         'Addition is learned and goes on a little, where the baseline has not learned it in these 3,000 of the 150,000 steps; multiplication is learned, by the baseline nearly, and goes on with neither.'),
-    ], 'PoPE': [
-        ('Table 1', 'indirect indexing', 'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91', listed(indirect | at_paper('paper_pope', 'trained'), ': ', '<br>'),
-         'Not seen at this size: strings of 3 to 6 of 12 letters, shifts of at most 2. In 2,500 steps PoPE is ahead with phases from anywhere, as there, but by less than the seeds of RoPE differ, and level with phases from 0; in '
-         '10,000 both learn it. At twice the length PoPE (phases from 0) then keeps twice as much.'),
-        ('Table 2', 'chorales, nats a token', 'RoPE 0.5081, PoPE 0.4889', f'reduced, one seed: {alone("jsb", [512], lambda x: f"{-x:.3f}")}',
-         "The paper's order with phases from anywhere, as it has them there, by less than one seed can tell; half the layers, a quarter of the width and of the context."),
-        ('Figure 2', 'perplexity at 10 times the trained context: flat with PoPE', 'curves',
-         f'on the library, one seed: within {alone("stdlib", [128], perplexity)}; at 10 times {alone("stdlib", [1280], perplexity)}',
-         'It rises less and more slowly than with RoPE, but is not flat, with 180,000 parameters and a context of 128 instead of 124 million and 1,024. Its phases start at 0 here; from anywhere it is far worse beyond (on chorales, below).'),
-        ('Figures 3-6', 'RoPE uses few frequencies in all layers, PoPE behind the first layer the fast ones too', 'maps',
-         f'on the library, one seed: share of the frequencies used {of_stdlib("frequency", "used")}; of the norm in the fast half {of_stdlib("frequency", "fast_after_first")}',
-         'PoPE has more in the fast half, as there; but in contexts of 128 RoPE leaves few frequencies unused, fewer than PoPE.'),
-        ('section 2', "the distance that RoPE's logits prefer moves with the content, that of PoPE's does not", '', f'on the library, one seed, interquartile range over contents, of 256 tokens: {of_stdlib("tuning", "shift")}',
-         "As it says; all of PoPE's logits prefer the distance 0, where its phases started."),
-        ('Table 8', 'OpenWebText: softplus and delta are both needed; without softplus the gain on RoPE is gone',
-         'perplexity 21.33; without softplus 21.57, without delta 21.42; RoPE 21.55',
-         in_rows('ablation_pope', 'trained', rows=['softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0', 'softplus, d frequencies, no delta']),
-         'Other tasks, on which single rows do not tell. Over all pairs of the table below, of indirect indexing no softplus costs 3 points (-10 to +3) and 6 beyond, no delta none; phases from anywhere (there they start at 0) are worth 5 within and cost 6 beyond.'),
-        ('section 3', 'phases that start at 0 matter beyond the trained length; from anywhere they do slightly better within', '',
-         listed({'chorales, perplexity, one seed': listed({f'in contexts of {n}': alone('jsb', [n], perplexity) for n in (512, 1024, 2048)})}, ': ', '<br>'),
-         'As it says: from anywhere a little better within, but at twice and four times the trained context three and four times the perplexity; of indirect indexing too, in the factorial below.'),
-    ], 'The Toeplitz study': [
-        ('Figures 2, 3, Table 1', 'distance: RoPE best, absolute second, ALiBi struggles, NoPE and T5 at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; nearly with them in Figure 3)',
-         'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: RoPE 69.4, MLA 97.4, NoPE 77.7',
-         listed({'64 tokens': in_rows('toeplitz_64', 'trained', rows=rows_64),
-                 '16 tokens': in_rows('toeplitz', 'trained', ['distance:span=16', 'trigger_count:most=16']),
-                 'counting, 2 layers': in_row('cross', 'counting', 'trained', ('rope', 'mla', 'nope', 'alibi')),
-                 'counting, 64 tokens': in_rows('counting_64', 'trained')} | at_paper('paper_toeplitz', 'trained'), ': ', '<br>'),
-         'At a learning rate of 1e-3 NoPE learns distance too, from the causal mask alone, and best. Of what the study does otherwise, its rate of 1e-4 leaves neither done in 2,500 steps, dropout of 0.1 both at the same 87 to 88, '
-         'its betas NoPE behind on two of three seeds. With all of these but the rate, on 8,000 fixed problems, neither learns, which explains nothing. At 16 tokens all learn both. Not tried: its batch of 512, its width, 128 tokens, 13,600 steps at 1e-4.'),
-        ('Figures 4, 5, 7, 9-11', 'one head of RoPE in layer 1 does all (the deposit); with APE added it is in a deeper layer; NoPE, T5, ALiBi, MLA, and RoPE at counting have no such head',
-         'RoPE without that head: some 60 points of 93 lost, without another 0',
-         listed({'share of what all heads are worth, layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', ('rope', 'rope, dropout', 'nope', 'nope, dropout')),
-                 '16 tokens': layers('toeplitz', 'distance:span=16', ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')),
-                 'counting': layers('toeplitz', 'trigger_count:most=16', ('rope',)), 'heads one by one': 'in the table of heads below'}, ': ', '<br>'),
-         'Without dropout RoPE\'s work is in layer 1 (63 %; with NoPE 79 % in layers 3 and 4), but two or more heads share it; with the study\'s dropout one head is worth 1.4 to 2.2 times the next (1.0 to 1.7 without), but layer 1 has '
-         '33 % only, and on one seed that head is in layer 2. NoPE has single heads too: on seed 0 one of layer 1 takes 92 points, the others of that layer none. '
-         'At 16 tokens APE+RoPE comes nearest to one head (2.3 to 3.3 times the next), in layer 1, not in a deeper one; T5\'s work is in layers 3 and 4, like NoPE\'s; at counting no head of RoPE is worth more than 26 points, as there.'),
-        ('Figure 6, D.4', 'one or two heads with RoPE are enough, and they carry it', 'curves',
-         listed({'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]), 'layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', partial)}, ': ', '<br>'),
-         'One head with RoPE is enough, as there, but so is none: NoPE has 100. The head that matters most is not that one, but in layer 2 or 3, as it may be in D.4; on one seed of three all others in layer 1 are worth next to nothing beside it.'),
-        ('Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
-         positions and f'16 tokens, seed 0, layers 1 to 4: {positions}',
-         'In the first two layers alone with both, and by a few points: with so short sequences, which all learn, nothing is left of it further up without RoPE either.'),
-        ('appendix E', 'the sum of two distances: learned, but no RoPE goes beyond its length', 'curves', in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')),
-         'As it says: RoPE and MLA learn it, with APE beside it less; at twice the length 2 to 3 % are left, with APE or without, less than one answer to all would get (7).'),
-    ], 'LLM position generalization': [
-        ('the three correlations', 'logits are nearly sums: three axes; fake distances; f and g of eq. 15', '0.865, 0.947, 0.959',
-         axes and apart and 'SmolLM2: three axes {mean_r:.3f}; '.format(**axes) + 'fake distances {mean_r:.3f}; f and g {mean_r_fg:.3f}, with the sign that eq. 15 drops {mean_r_signed:.3f}, with all pairs of features {mean_r_all:.3f}'.format(**apart),
-         'Another model of another size, and the first two agree. The third does not, nor does it with the sign; with all pairs of features and the whole of k - mean it comes near.'),
-        ('Observation 1, Figure 4', 'a few pairs of features, slow ones, make the logits: there keys hardly differ, and turn little over the trained length', 'drawings',
-         of_pairs and '{pairs} slow dominating pairs in {heads} of {of_heads} heads; of the 60 strongest the median is {ratio:.0f} times its head\'s median pair, turns by {rotation:.1f} rad, and its keys are off their mean by '
-                      '{fixed:.2f} of it'.format(**of_pairs),
-         'As it says; how small is small is not said there.'),
-        ('Figure 5', 'perplexity bears disorder', 'from 3.688 up by 0.02 (0.5 %) with a hundredth of the tokens shuffled within 1,000 places, by 0.01 (0.3 %) with a hundredth of the position indices off by up to 10',
-         costs and 'perplexity up, a hundredth / a tenth disordered, within 10 places: ' + '; '.join(
-             f'{name} {costs[kind, 0.01, 10]} / {costs[kind, 0.1, 10]}' for kind, name in (('text', 'tokens'), ('feature', 'keys'), ('position', 'position indices'))),
-         'Position indices and keys bear a hundredth as there; tokens do not: of plays, 512 tokens at a time, each is asked for, there of long articles.'),
-        ('Table 1', 'answers bear it as well', 'Qasper', 'beside its numbers [above](#looking-inside)', 'Position indices cost least, as there up to a tenth.'),
-        ('Figure 6', 'attention over a window that slides along gives outputs such as it is used to', 'a drawing',
-         stretch and 'layer {layer}, a window of {window} of {tokens} tokens: {inside:.2f} of the outputs within the ellipse of 99 % of the normal ones'.format(**stretch), 'As it says, nearly.'),
-    ]}
-    for paper, rows in table.items():
+    papers = {'ViPE': claims_of_vipe, 'PRISM': claims_of_prism, 'PoPE': claims_of_pope, 'The Toeplitz study': claims_of_the_toeplitz_study, 'LLM position generalization': claims_of_the_llm_paper}
+    for paper, rows in papers.items():
         yield f'**{paper}**\n'
         yield '| claim | there | here | the difference |'
         yield '|---|---|---|---|'
-        for where, claim, there, here, difference in rows:
+        for where, claim, there, here, difference in rows():
             yield f'| {where}: {claim} | {there} | {here or "not run yet"} | {difference if here else ""} |'
         yield ''
     yield '<details><summary>The probes behind it</summary>\n\n```'
@@ -734,7 +776,8 @@ def claims():
 
 def run(minutes, jobs):
     """Run missing pieces, `jobs` at a time, until the minutes are over or Ctrl-C; what is cut off goes on from its checkpoint next time."""
-    deadline, running, failed, done = time.time() + 60 * minutes, {}, [], 0             # running: process -> (argv, what it says of errors)
+    import fcntl                                                                        # Windows has none
+    deadline, running, ended = time.time() + 60 * minutes, {}, []                       # running: process -> (argv, what it says of errors)
     os.makedirs(os.path.join(ROOT, 'out'), exist_ok=True)
     lock = open(os.path.join(ROOT, 'out/evidence.lock'), 'w')
     try:
@@ -746,46 +789,49 @@ def run(minutes, jobs):
         while True:
             for process in [process for process in running if process.poll() is not None]:
                 argv, errors = running.pop(process)
-                done += process.returncode == 0
-                if process.returncode:
-                    failed.append(argv)
+                ended.append(argv)
+                if process.returncode:                                                  # a run of which some seeds diverged has left its line
                     errors.seek(0)
-                    print(f'failed: python {shlex.join(argv)}\n{errors.read().decode(errors="replace").strip()}')
+                    print(f'status {process.returncode}: python {shlex.join(argv)}\n{errors.read().decode(errors="replace").strip()}')
                 elif argv[0] == 'probe.py':
                     write_probe(argv)
             ask()
             at_work = [argv for argv, _ in running.values()]
-            waiting = [argv for argv in missing if argv not in failed and argv not in at_work and not lacks(argv)]
+            waiting = [argv for argv in missing if argv not in ended and argv not in at_work and not lacks(argv)]
             if time.time() > deadline or not (waiting or running):
                 break
             for argv in waiting[:jobs - len(running)]:
                 print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; next {out_dir(argv)}', flush=True)
-                process, errors = start(argv, jobs)
+                process, errors = start(argv, jobs, lock.fileno())
                 running[process] = argv, errors
             while time.time() < deadline and all(process.poll() is None for process in running):
                 time.sleep(0.2)
     except KeyboardInterrupt:
         pass
     finally:                                                                            # they save now
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, signal.SIG_IGN)
         for process in running:
             process.send_signal(signal.SIGTERM)
         for process in running:
             process.wait()
     for path in sorted(set(filter(None, map(lacks, missing)))):
         print(f'left out what needs {path}: put it there')
-    print(f'{done} done, {len(failed)} failed, {len(missing)} or more to run')
+    failed = [argv for argv in ended if argv in missing]
+    print(f'{len(ended) - len(failed)} done, {len(failed)} failed, {len(missing)} or more to run')
     return bool(failed)
 
 
 def lacks(argv):
-    """The data file that a piece needs and that is not there, or None."""
-    paths = [arg.partition('=')[2] for arg in argv if arg.startswith('--data=')]
+    """The file that a piece needs and that is not there, or None."""
+    paths = [arg.partition('=')[2] for arg in argv if arg.startswith(('--data=', '--hf=', '--text='))]
     return next((path for path in paths if not os.path.exists(os.path.join(ROOT, path))), None)
 
 
-def start(argv, jobs):
-    """A process for a piece, one of `jobs`, which share the CPU's cores; and the file that takes its errors. It goes on from a checkpoint of the very same piece."""
+def start(argv, jobs, *shared):
+    """A process for a piece, one of `jobs`, which share the CPU's cores; and the file that takes its errors. It goes on from a checkpoint of the very same piece,
+    and holds the open files `shared`, so that what is locked stays so as long as it works.
+    """
     env = ({} if torch.cuda.is_available() else {'OMP_NUM_THREADS': str(max(1, os.cpu_count() // jobs))}) | os.environ
     folder, resume = os.path.join(ROOT, out_dir(argv)), []
     if argv[0] == 'train.py':
@@ -797,12 +843,15 @@ def start(argv, jobs):
             f.write(shlex.join(argv))
     errors = tempfile.TemporaryFile()
     return subprocess.Popen([sys.executable, *argv, *resume], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=errors,
-                            start_new_session=True), errors                             # a Ctrl-C is for this program
+                            start_new_session=True, pass_fds=shared), errors                             # a Ctrl-C is for this program
 
 
 def out_dir(argv):
     """The folder that a piece works in."""
-    return next((arg.partition('=')[2] for arg in argv if arg.startswith('--out_dir=')), argv[2])
+    flags = dict(arg[2:].split('=', 1) for arg in argv if re.match('--.*=', arg))
+    if 'hf' in flags:
+        flags = dict(out_dir=f'out/{train.slug(os.path.basename(flags["hf"]))}') | flags
+    return flags.get('out_dir') or argv[2].replace('by_hand:', probe.BY_HAND_DIR)
 
 
 def write_probe(argv):
@@ -849,7 +898,7 @@ def main(argv):
         heads = heads_figure(plt)
         if heads:
             heads.savefig(os.path.join(ROOT, 'assets/heads.png'), dpi=110)
-        for name in ('parity', 'stdlib'):
+        for name in filter(runs, ('parity', 'stdlib')):
             train.figure(os.path.join(ROOT, f'assets/{name}.png'), *by_length(name), swept=True)
         train.write(os.path.join(ROOT, 'README.md'), text)
         return 0
