@@ -2377,6 +2377,9 @@ def test_sentences_about_vipe():
         'at 10 FIRE has 84 to 87 %, ViPE 95 on its best seed, 63 and 34 on the others, NoPE and ALiBi 29 to 74': [sorted(
             round(100 * x['exact']) for row in rows for x in evidence.cells['vipe', row, 'reverse, 3 layers']['lengths'][10]) for rows in (['fire'], ['vipe'], ['nope', 'alibi'])] == [
             [84, 87, 87], [34, 63, 95], [29, 44, 47, 55, 73, 74]],
+        "of sort at 16 with 3 layers ViPE keeps 24 %, without log n 34, without log n and u 40, without the value code 6; of reverse at 10 64, 51, 78, 44. None comes to NoPE's 60 or FIRE's 86": [
+            at(n, name, row, f'{task}, 3 layers') for task, n in (('sort', 16), ('reverse', 10)) for name, row in (('vipe', 'vipe'), *(('vipe_causes', row) for row in evidence.GRIDS['vipe_causes'][0]))] + [
+            at(16, 'vipe', 'nope', 'sort, 3 layers'), at(10, 'vipe', 'fire', 'reverse, 3 layers')] == [24, 34, 40, 6, 64, 51, 78, 44, 60, 86],
         'keeps 45 % at 10, more than any other': sorted((at(10, 'vipe', row, 'reverse, 2 layers'), row) for row in evidence.VIPE_ROWS)[-2:] == [(4, 't5'), (45, 'fire')],
         'Beyond 8 go those 7 on the polynomial, 7 on copy, 5 on parity, none further than 10': [
             sum(x > 8 for x in held('vipe_seeds', 'vipe', task)) for task in evidence.THREE] == [7, 7, 5] and max(held('vipe_seeds', 'vipe', 'copy')) == 10,
@@ -2385,6 +2388,10 @@ def test_sentences_about_vipe():
         'with both, 68 to 96 % are right at 10; with the code but without s, which acts beyond the trained length alone, nothing; without the code, with s or without, 0 to 42 %':
         [sorted(mean('twice', 'ablation_vipe', row, 'iterative') for row in evidence.VIPE if (', no s' in row, 'no value' in row) in which)[::end]
          for which, end in (([(False, False)], 3), ([(True, False)], 3), ([(False, True), (True, True)], 7))] == [[68, 96], [0, 0], [0, 42]],
+        'layer 1 looks at EoI (1.00 at both), layer 2 at the input; NoPE (in layer 3) and RoPE (in layer 2) find it too': [
+            (row, layer['layer']) for row in ('vipe', 'nope', 'rope') for layer in evidence.probed('attention', 'vipe', row, 'polynomial, 3 layers')['rows'] if layer['s_to_x_t'] > 0.5] == [
+            ('vipe', 2), ('vipe', 2), ('nope', 3), ('rope', 2)] and {round(layer['s_to_EoI'], 2) for layer in evidence.probed(
+                'attention', 'vipe', 'vipe', 'polynomial, 3 layers')['rows'] if layer['layer'] == 1} == {1.0},
         'Where both are there, u is worth 18 and 22 points': sorted(mean('twice', 'ablation_vipe', f'{log}, s, u, value code', 'iterative') - mean(
             'twice', 'ablation_vipe', f'{log}, s, no u, value code', 'iterative') for log in ('log n', 'no log n')) == [18, 22],
         '(96 % without it, 90 with it, 95 with it [above]': [mean('twice', 'ablation_vipe', f'{log}, s, u, value code', 'iterative') for log in ('no log n', 'log n')] + [
