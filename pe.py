@@ -954,7 +954,7 @@ def draw(path, T=48):
         sys.exit('pe.py: drawing needs matplotlib: pip install matplotlib')
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    names = [name for name in ENCODINGS if name not in ('nope', 'shifted_ape', 'prism')] + ['pope+alibi']
+    names = [name for name in ENCODINGS if name not in ('nope', 'shifted_ape', 'prism')] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig, axes = plt.subplots(rows, 4, figsize=(11, 2.87 * rows), layout='constrained')
     for ax, name in zip(axes.flat, names):
