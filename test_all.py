@@ -2454,6 +2454,19 @@ def test_sentences_about_the_toeplitz_study():
             'ape', 'ape+rope')] == [6, 2]}.items())
 
 
+def test_sentences_about_the_llm_paper():
+    evidence.ask()
+    shaken, asked = evidence.of_llm('perturb', '--gammas=0.01,0.1', '--l_max=10,100', '--n=4', '--out_dir=out/perturb_to_100'), evidence.of_llm('perturb', '--l_max=5', '--n=8')
+    cost = {row['kind']: row['cost'] for row in shaken['rows'] if (row['gamma'], row['l_max']) == (0.01, 10)}
+    right = {(row['kind'], row['gamma']): row['token'] for row in asked['rows']}
+    true_in_readme({
+        '(mean over the 255 heads that have such pairs)': evidence.of_llm('disentangle')['summary']['heads_with_slow_pairs'] == 255,
+        'Position indices and keys bear a hundredth as there; tokens do not': max(cost['position'], cost['feature']) < 0.02 and cost['text'] > 0.08,
+        'Position indices cost least, as there up to a tenth': all(right['position', gamma] > max(right['text', gamma], right['feature', gamma]) for gamma in (0.01, 0.05, 0.1, 0.5)),
+        'As it says, nearly.': 0.95 < evidence.of_llm('stretch')['summary']['inside'] < 0.99,
+        'slow dominating pairs in 255 of 270 heads': evidence.of_llm('tuples')['summary']['heads'] == 255}.items())
+
+
 def test_sentences_about_the_cross_table():
     evidence.ask()
     perplexity = lambda row, column, what: statistics.mean(math.exp(-x) for x in evidence.cells['cross', row, column][what])
