@@ -155,7 +155,7 @@ TITLES = {
     'prism_causes': "What may hold PRISM's odds first and its baseline back: cursors for each head (2 above), the norm of the GRU's recurrent matrix, the range of the baseline's shifts (512 above)",
     'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE); the longer length here is 10 after 8, and 8 after 6',
     'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias; the longer length as above",
-    'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first",
+    'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first; the longer length here is 16 after 8, and 12 after 6",
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
