@@ -2421,6 +2421,7 @@ def test_sentences_about_vipe():
 def test_sentences_about_prism_and_pope():
     evidence.ask()
     perplexity = lambda name: {label: {n: math.exp(x['loss']) for n, x in scores.items()} for label, scores, _ in evidence.by_length(name)[1]}
+    right_at_16 = lambda part: sum(x >= 0.95 for row in evidence.PRISM if part in row.split(', ') for x in evidence.cells['ablation_prism', row, 'iterative']['twice'])
     copying = [scores for label, scores, _ in evidence.by_length('string_copy_prism')[1] if label == 'prism']
     true_in_readme({
         'executes 38 % after 1,500 steps, each length counting the same, 91 to 98 of those of 24, next to none from 36 on': mean('twice', 'prism', 'prism', 'scan_cot') == 38 and sorted(
@@ -2434,6 +2435,15 @@ def test_sentences_about_prism_and_pope():
             51, 53] and [f(round(100 * x) for start in (0, 'anywhere') for x in evidence.cells['ablation_pope', f'softplus, d frequencies, delta from {start}', 'indirect indexing']['twice']) for f in (min, max)] == [28, 66],
         '(16 in one pair of four, 1 to 3 in the others)': sorted(round(100 * (statistics.mean(evidence.cells['ablation_pope', row, 'indirect indexing']['twice']) - statistics.mean(
             evidence.cells['ablation_pope', row.replace('anywhere', '0'), 'indirect indexing']['twice']))) for row in evidence.POPE if 'anywhere' in row) == [-16, -3, -2, -1],
+        'has everything right at 16 on two seeds and 2 % on the third': sorted(each(16, 'ablation_prism', 'sharpening, reset, superposition, all lengths at once', 'iterative')) == [2, 100, 100],
+        'has run the polynomial again (67 % at twice the length, as there)': [mean('twice', *key, 'iterative') for key in (
+            ('cross', 'prism'), ('ablation_prism', 'sharpening, reset, superposition, all lengths at once'))] == [67, 67],
+        'on 12 seeds with superposition and on 3 with the sinusoid of the mean offset': [right_at_16(part) for part in ('superposition', 'mean position')] == [12, 3],
+        '5 with sharpening and 10 without, 6 with resets and 9 without, 7 with short problems first and 8 with all lengths at once': [right_at_16(part) for part in (
+            'sharpening', 'no sharpening', 'reset', 'no reset', 'short problems first', 'all lengths at once')] == [5, 10, 6, 9, 7, 8],
+        'of the 4 seeds that hold to 32 at least, all with superposition, 3 have sharpening': [sum(x >= 32 for row in evidence.PRISM if part in row.split(', ') for x in held(
+            'ablation_prism', row, 'iterative')) for part in ('superposition', 'mean position', 'sharpening')] == [4, 0, 3],
+        'is worth 6 points, within and beyond (by pairs -3 to 24, -17 to 20)': gains('ablation_prism')['mean position'].endswith('| -6 (-24 to +3) | -6 (-20 to +17)'),
         'of which it keeps 29 % at twice the length': mean('twice', 'prism', 'shifted_ape', 'dyn_str_cpy') == 29,
         '9 of 12 seeds copy all of 64 strings of 150': sum(scores[150]['exact'] == 1 for scores in copying) == 9 and len(copying) == 12,
         'Two others copy 81 and 73 % of these, one breaks at 20': sorted(round(100 * scores[150]['exact']) for scores in copying)[:3] == [0, 73, 81],
