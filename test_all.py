@@ -2339,16 +2339,10 @@ def gains(name):
     return dict(re.findall(r'^\| (.*?) instead of .*?\| (.*) \|$', '\n'.join(evidence.effects(name)), re.M))
 
 
-def rates_tried(*key):
-    """The (folder, flags) of a cell at each learning rate."""
-    folder, flags, _ = evidence.piece(*key)
-    return [(f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in evidence.RATES.get(key[2], evidence.OTHER_RATES)]
-
-
 def rates_that_tie(name='cross'):
     """In how many cells the best validation score is that of several learning rates."""
-    scores = [[evidence.validation(evidence.run_of(name, *tried)) for tried in rates_tried(*key)] for key in evidence.cells if key[0] == name]
-    return sum(each.count(max(each)) > 1 for each in scores)
+    scores = [list(map(evidence.validation, evidence.tried(*key).values())) for key in evidence.cells if key[0] == name]
+    return sum(found.count(max(found)) > 1 for found in scores)
 
 
 def true_in_readme(sentences):
@@ -2403,7 +2397,7 @@ def test_sentences_about_vipe():
          for which, end in (([(False, False)], 3), ([(True, False)], 3), ([(False, True), (True, True)], 7))] == [[68, 96], [0, 0], [0, 42]],
         'Where both are there, u is worth 18 and 22 points at 1e-3, but nothing on seed 0 at 2e-3 (98 and 100 % with it, 100 and 99 without)': [sorted(
             mean('twice', 'ablation_vipe', f'{log}, s, u, value code', 'iterative') - mean('twice', 'ablation_vipe', f'{log}, s, no u, value code', 'iterative') for log in ('log n', 'no log n'))] + [
-            [round(100 * evidence.run_of('ablation_vipe', *rates_tried('ablation_vipe', f'{log}, s, {u}, value code', 'iterative')[1])['lengths']['0']['10']['exact']) for log in ('log n', 'no log n')]
+            [round(100 * evidence.tried('ablation_vipe', f'{log}, s, {u}, value code', 'iterative')['2e-3']['lengths']['0']['10']['exact']) for log in ('log n', 'no log n')]
             for u in ('u', 'no u')] == [[18, 22], [98, 100], [100, 99]],
         'log n makes no difference there on seeds 1 and 2 (100 and 87 % with it, 99 and 88 without), and seed 0 moves by as much (83, 100)': [each(
             10, 'ablation_vipe', f'{log}, s, u, value code', 'iterative') for log in ('log n', 'no log n')] == [[83, 100, 87], [100, 99, 88]],
@@ -2522,7 +2516,7 @@ def test_sentences_about_the_cross_table():
             'rope', 'yarn', 'pope', 'vrope', 'ape', 'learned', 'ape+rope', 'pope+vipe', 'prism') for column in ('iterative', 'algorithmic')) >= 97,
         'the lowest if equal, as in 52 of 144 cells': rates_that_tie() == 52,
         'also keeps 49 runs that no cell uses': len(evidence.runs('cross')) - len({id(run) for key in evidence.cells if key[0] == 'cross' for run in (
-            *evidence.made_of(*key), *(evidence.run_of('cross', *tried) for tried in rates_tried(*key)))}) == 49,
+            *evidence.made_of(*key), *evidence.tried(*key).values())}) == 49,
         '2 to 9 with PoPE, T5 and MLA': between(2, 9, 'pope', 't5', 'mla'),
         '5 to 19 with PoPE+ViPE and NoPE': between(5, 19, 'pope+vipe', 'nope'),
         '10 to 51 with RoPE, ViPE and VRoPE': between(10, 51, 'rope', 'vipe', 'vrope'),

@@ -208,18 +208,24 @@ def piece(name, row, column):
     return f'{train.slug(column)}/{train.slug(row)}', flags, has_rate
 
 
+def tried(name, row, column):
+    """{learning rate: run of seed 0, or None} of a cell whose rate is chosen."""
+    folder, flags, _ = piece(name, row, column)
+    return {rate: run_of(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES.get(column, OTHER_RATES)}
+
+
 def made_of(name, row, column):
     """The runs of a cell; None if one is missing."""
     folder, flags, has_rate = piece(name, row, column)
     if has_rate:
         run = run_of(name, folder, flags)
         return run and [run]
-    tried = {rate: run_of(name, f'{folder},lr={rate}', f'{flags} --lr={rate}') for rate in RATES.get(column, OTHER_RATES)}
-    if None in tried.values():
+    found = tried(name, row, column)
+    if None in found.values():
         return None
-    rate = max(tried, key=lambda rate: validation(tried[rate]))
+    rate = max(found, key=lambda rate: validation(found[rate]))
     more = run_of(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
-    return more and [tried[rate], more]
+    return more and [found[rate], more]
 
 
 def validation(run):
@@ -783,7 +789,7 @@ def run(minutes, jobs):
     try:
         import fcntl
     except ImportError:
-        raise train.UserError('`run` locks its folder, which Python cannot do on Windows: run the commands that it lists by hand') from None
+        raise train.UserError('`run` locks its folder, which Python cannot do on Windows: run by hand the command that `evidence.py` names, one after the other') from None
     deadline, running, ended = time.time() + 60 * minutes, {}, []                       # running: process -> (argv, what it says of errors)
     os.makedirs(os.path.join(ROOT, 'out'), exist_ok=True)
     lock = open(os.path.join(ROOT, 'out/evidence.lock'), 'w')
