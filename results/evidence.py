@@ -82,10 +82,11 @@ def iterative(task, layers, heads=1, steps=2000):
 
 THREE = 'polynomial', 'copy', 'parity'
 OF_VIPE = {f'{task}, {layers} layers': iterative(task, layers) for task in (*THREE, 'count', 'reverse', 'mode', 'sort') for layers in (2, 3)}
-OF_VIPE |= {f'{task}, 4 layers, 2 heads': iterative(task, 4, 2) for task in THREE}
+OF_VIPE |= {f'{task}, {layers} layers, {heads} heads': iterative(task, layers, heads) for layers, heads in ((4, 2), (6, 4)) for task in THREE}
 OF_PRISM = {task: (f'configs/{task}_prism.py', [20]) for task in ('string_copy', 'string_reverse', 'odds_first', 'stack')}
 OF_PRISM |= {
     'dyn_str_cpy': ('configs/string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed', [20]),
+    'dyn_str_cpy, trained to 5': ('configs/dyn_str_cpy_prism.py --train_lengths=1-5 --length_schedule=[]', [10]),
     'addition_cot': ('configs/addition_prism.py', [16]),
     'multiplication_cot': ('configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 --length_schedule=[(0,1),(400,2),(800,3)] '
                            '--eval_lengths=1-6', [6]),
@@ -117,7 +118,7 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'cross': (CROSS, COLUMNS),
     'toeplitz': (TOEPLITZ_ROWS, OF_TOEPLITZ),
     'toeplitz_64': (TOEPLITZ_ROWS | {f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)} |
-                    {pe + what: f'--pe={pe} {flags}' for what, flags in CAUSES.items() for pe in ('rope', 'nope')} | {'rope, 4 heads': '--pe=rope --n_head=4'}, {
+                    {pe + what: f'--pe={pe} {flags}' for what, flags in CAUSES.items() for pe in ('rope', 'nope')} | {'rope, 4 heads': '--pe=rope --n_head=4', 'rope, 8 layers': '--pe=rope --n_layer=8'}, {
         'distance:span=64': (f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}),
     'counting_64': (some('rope', 'nope', 'alibi', 'mla') | {f'{pe}, fixed': f'--pe={pe} --n_train=8000' for pe in ('rope', 'nope', 'alibi', 'random')}, {
         'trigger_count': (f'{SIZE}--task=trigger_count {TO_64} --n_head=4 --lr=1e-3', [128])}),
@@ -130,6 +131,8 @@ GRIDS = PAPER | {                                                 # name: (rows,
     'prism': (some('prism', 'shifted_ape'), OF_PRISM),
     'prism_causes': ({'prism, 4 cursors': '--pe=prism --prism_cursors=4', 'prism, learned norm': '--pe=prism --prism_recurrent=norm', 'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64'},
                      {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
+    'prism_copy': ({'prism, no copy branch': '--pe=prism --prism_copy=none', 'prism, key cursors trained': '--pe=prism --prism_copy=trained'},
+                   {task: OF_PRISM[task] for task in ('dyn_str_cpy', 'dyn_str_cpy, trained to 5')}),
     'ablation_vipe': (VIPE, OF_ABLATION),
     'ablation_pope': (POPE, OF_ABLATION),
     'ablation_prism': (PRISM, {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
@@ -139,8 +142,8 @@ HEADS = [('toeplitz_64', 'distance:span=64', row) for row in GRIDS['toeplitz_64'
 HEADS += [('toeplitz', 'distance:span=16', row) for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')] + [('toeplitz', 'trigger_count:most=16', 'rope')]
 
 # the most valuable: pieces whose out_dir begins so, in this order; then all others in the order of GRIDS
-FIRST = tuple(f'out/{name}' for name in ('paper_pope/', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism/', 'paper', 'ablation_vipe/', 'cross/', 'vipe', 'toeplitz/', 'prism/', 'ablation_prism/',
-                                          'toeplitz_64/', 'prism_causes/', 'counting_64/'))
+FIRST = tuple(f'out/{name}' for name in ('paper_pope/', 'paper_vipe/polynomial', 'paper_toeplitz/distance', 'paper_prism/', 'paper', 'ablation_vipe/', 'cross/', 'vipe', 'toeplitz/', 'prism', 'ablation_prism/',
+                                          'toeplitz_64/', 'counting_64/'))
 
 TITLES = {
     'paper_pope': "Indirect indexing at PoPE's size", 'paper_vipe': "ViPE's tasks at its paper's size", 'paper_prism': "PRISM's tasks at its paper's size",
@@ -154,6 +157,7 @@ TITLES = {
     'vipe_causes': 'What may hold ViPE back where it is behind others: its parts one by one, with 3 layers, else as above',
     'prism': "PRISM's tasks, recipes as in configs/, made for PRISM (trained to 10 digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
     'prism_causes': "What may hold PRISM's odds first and its baseline back: cursors for each head (2 above), the norm of the GRU's recurrent matrix, the range of the baseline's shifts (512 above)",
+    'prism_copy': "What PRISM's copy branch is worth: as above, where its key cursors only step up, but without it, or with key cursors that are trained",
     'ablation_vipe': 'ViPE, every combination of its four parts (without all of them it is NoPE); the longer length here is 10 after 8, and 8 after 6',
     'ablation_pope': "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the phase bias; the longer length as above",
     'ablation_prism': "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean offset; 300 steps with problems of up to 4 first; the longer length here is 16 after 8, and 12 after 6",
@@ -433,8 +437,8 @@ def colour(cell, what, column):
     return f'{perplexity(cell, what):.{1 if perplexity(cell, what) >= 10 else 2}f}', min(1.0, best / perplexity(cell, what))
 
 
-def panels(plt, name):
-    """A figure with a panel for each column of a grid: yields (axes, cell, style) of every cell, to be drawn there."""
+def panels(plt, name, rows=None):
+    """A figure with a panel for each column of a grid: yields (axes, cell, style) of every cell, or of those of some rows, to be drawn there."""
     columns = begun(name)[1]
     across = min(4, len(columns))
     fig, axes = plt.subplots(-(-len(columns) // across), across, figsize=(1 + 3.4 * across, 3.2 * -(-len(columns) // across)), sharey=True, squeeze=False,
@@ -444,7 +448,7 @@ def panels(plt, name):
     labels = {}
     for ax, column in zip(axes.flat, columns):
         ax.set(title=column, ylim=(-3, 103))
-        for row in GRIDS[name][0]:
+        for row in rows or GRIDS[name][0]:
             if (name, row, column) in cells:
                 yield ax, cells[name, row, column], labels.setdefault(row, train.look(row) or dict(color='0.4', ls=('-', '--', ':')[len(labels) % 3]))
     for ax in axes[:, 0]:
@@ -468,16 +472,16 @@ def lengths_figure(plt, name):
     return ax.figure
 
 
-def learning_figure(plt, name):
+def learning_figure(plt, name, rows=None):
     """Exact match on the trained lengths in the course of training, a line for each seed."""
-    for ax, cell, style in panels(plt, name):
+    for ax, cell, style in panels(plt, name, rows):
         for curve in cell['curves']:
             ax.plot([step for step, *_ in curve], [100 * exact for _, exact, *_ in curve], marker='o', ms=2, lw=1, **style)
         ax.set_xlabel('step; problems of the trained lengths', fontsize=8)
     return ax.figure
 
 
-FIGURES = dict(cross=cross_figure, toeplitz=learning_figure) | dict.fromkeys(('indirect', 'vipe', 'vipe_seeds', 'vipe_steps', 'prism'), lengths_figure)
+FIGURES = dict(cross=cross_figure, toeplitz=learning_figure, toeplitz_64=functools.partial(learning_figure, rows=TOEPLITZ_ROWS)) | dict.fromkeys(('indirect', 'vipe', 'vipe_seeds', 'vipe_steps', 'prism'), lengths_figure)
 BY_LENGTH = 'parity', 'polynomial', 'string_copy_prism', 'polynomial_prism', 'parity_prism', 'string_reverse_prism', 'stdlib', 'jsb', 'scan'
 
 
@@ -589,7 +593,7 @@ def heads_figure(plt):
 def heads_table():
     """What single heads are worth, a row for each model of HEADS."""
     found = {key: deposit(*key) for key in HEADS}
-    yield '| | seed 0 | seed 1 | seed 2 | layers 1 to 4 |'
+    yield '| | seed 0 | seed 1 | seed 2 | layers |'
     yield '|---' * 5 + '|'
     yield from ('| ' + ' | '.join([f'{column}, {row}', *cells]) + ' |' for (name, column, row), cells in found.items() if cells)
     waiting = [f'{column}, {row}' for (name, column, row), cells in found.items() if not cells]
@@ -597,9 +601,9 @@ def heads_table():
         yield f'\nNot run yet: {"; ".join(waiting)}.'
 
 
-def taken_out(row):
+def taken_out(name, column, row):
     """Exact match without p_i / without random vectors of its length, taken out before each layer."""
-    line = probed('positions', 'toeplitz', row, 'distance:span=16')
+    line = probed('positions', name, row, column)
     return line and ', '.join(f'{each["without p"]:.0f} / {each["random"]:.0f}' for each in line['rows'])
 
 
@@ -652,7 +656,7 @@ def claims_of_vipe():
            'NoPE and of ALiBi comes as far), and on parity not: beyond 8 go ViPE and FIRE on one seed, NoPE on the two that learn it. '
            'Five times the steps carry ViPE one or two lengths further on all seeds but one of parity; NoPE on one seed of copy, one goes back, and on one of parity, which then learns the task: steps are a part '
            'of what is missing.')
-    yield ('Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', listed({'trained to 8': in_rows('vipe', 'holds', [f'{task}, 4 layers, 2 heads' for task in THREE])}, ': '),
+    yield ('Figure 13', 'the same with more layers and heads', 'curves, means over 4 to 6 layers', listed({'trained to 8': in_rows('vipe', 'holds', [column for column in OF_VIPE if 'heads' in column])}, ': '),
            'Of copy ViPE keeps most: it holds to 12 on one seed, which has 48 % at 16. On the polynomial NoPE and FIRE hold nearly as far, but at 10 ViPE has 93 % on average, NoPE 36, FIRE 14. On parity NoPE, ALiBi and FIRE are ahead, 9 on all seeds.')
     yield ('Figure 14', 'the same on count, reverse, mode, sort', 'curves, means',
            listed({'trained to 8': in_rows('vipe', 'holds', [f'{task}, {n} layers' for task in ('count', 'reverse', 'mode', 'sort') for n in (2, 3)]), 'without its parts, sort, 3 layers': in_row('vipe_causes', 'sort, 3 layers', 'all')}, ': ', '<br>'),
@@ -673,7 +677,7 @@ def claims_of_vipe():
 def claims_of_prism():
     """As claims_of_vipe."""
     of_cot = [task for task in OF_PRISM if task.endswith('_cot')]
-    yield ('Figures 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'curves; trained to 10 or 40',
+    yield ('Figures 2, 3, 5-8, 10', 'far beyond the trained lengths, the baseline not', 'curves; trained to 5, 10 or 40',
            listed({'trained to 10': in_rows('prism', 'all', [task for task in OF_PRISM if task not in of_cot])} | at_paper('paper_prism', 'all'), ': ', '<br>'),
            'As it says of copying, on all three seeds (of twelve in two other runs, on 9, [above](#past-the-trained-length)), and of reversing, on one; of stack and dyn_str_cpy some goes on to twice the length; odds first is learned, but next to nothing goes beyond. '
            'The baseline has on no task learned all trained lengths in so few steps, a fiftieth of the paper\'s or less, at PRISM\'s learning rate of 1e-3, low for it (for exact-match tasks the cross table chooses 2e-3 or 4e-3); most on dyn_str_cpy, of which it keeps 29 % at twice the length.')
@@ -716,7 +720,7 @@ def claims_of_the_toeplitz_study():
     rows_64 = [row for row in GRIDS['toeplitz_64'][0] if ' on ' not in row]
     partial = [row for row in GRIDS['toeplitz_64'][0] if row.startswith('rope on')]
     layers = lambda name, column, rows: listed({f'`{row}`': found and found[-1] for row in rows for found in [deposit(name, column, row)]}, between=', ')
-    positions = listed({row: taken_out(row) for row in ('ape', 'ape+rope')})
+    positions = [listed({row: taken_out(name, column, row) for row in ('ape', 'ape+rope')}) for name, column in (('toeplitz_64', 'distance:span=64'), ('toeplitz', 'distance:span=16'))]
     yield ('Figures 2, 3, Table 1', 'distance: RoPE best, absolute second, ALiBi struggles, NoPE and T5 at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; nearly with them in Figure 3)',
            'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: RoPE 69.4, MLA 97.4, NoPE 77.7',
            listed({'64 tokens': in_rows('toeplitz_64', 'trained', rows=rows_64),
@@ -738,7 +742,7 @@ def claims_of_the_toeplitz_study():
            listed({'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]), 'layers 1 / 2 / 3 / 4': layers('toeplitz_64', 'distance:span=64', partial)}, ': ', '<br>'),
            'One head with RoPE is enough, as there, but so is none: NoPE has 100. The head that matters most is not that one, but in layer 2 or 3, as it may be in D.4; on one seed of three all others in layer 1 are worth next to nothing beside it.')
     yield ('Figure 8', 'points lost when p_i is taken out before each layer, beyond random vectors: APE in all, with RoPE only in the first two', 'curves',
-           positions and f'16 tokens, seed 0, percent right without p_i / without random vectors, before layers 1 to 4: {positions}',
+           listed(dict(zip(('percent right without p_i / without random vectors, before layers 1 to 4, seed 0, 64 tokens', '16 tokens'), positions)), ': ', '<br>'),
            'Not to be told with so short sequences: before layer 1 any vector of that length leaves less than one answer to all would get (7) or little more, before layer 2 p_i costs 6 and 2 points more than another, behind that neither costs anything.')
     yield ('appendix E', 'the sum of two distances: learned, but no RoPE goes beyond its length', 'curves', in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')),
            'As it says: RoPE and MLA learn it, with APE beside it less; at twice the length 2 to 3 % are left, with APE or without, less than one answer to all would get (7).')
