@@ -2476,7 +2476,7 @@ def test_sentences_about_the_toeplitz_study():
             'heads', 'toeplitz_64', 'nope', 'distance:span=64')['rows']] == [1, 0, 3, 0],
         "of ALiBi's work half is there (among 64 tokens 35 %), T5's is in layers 3 and 4, like NoPE's, at both lengths": shares('alibi')[0] == 35 and sum(shares('t5')[2:]) == sum(shares('nope')[2:]) == 79 and [sum(map(int, evidence.deposit(*of_16, row)[-1].split(' / ')[where])) for row, where in (
             ('alibi', slice(0, 1)), ('t5', slice(2, 4)), ('nope', slice(2, 4)))] == [49, 81, 79],
-        'At counting no head of RoPE is worth more than 26 points, as there; what there is is mostly in layer 1 (97, 96 and 58 %), on one seed in one head (26, the next 3)': [
+        'At counting RoPE has no such head, as there: none is worth more than 26 points; what there is is mostly in layer 1 (97, 96 and 58 %), on one seed in one head (26, the next 3)': [
             round(max(head('rope', seed, *counting)['largest'] for seed in range(3))), round(head('rope', 2, *counting)['second'])] == [26, 3] and sorted(
             round(100 * lost[0] / sum(lost)) for seed in range(3) for lost in [[sum(max(0, x) for key, x in layer.items() if key.startswith('drop')) for layer in evidence.probed(
                 'heads', counting[0], 'rope', counting[1], seed)['rows']]]) == [58, 96, 97],

@@ -1,11 +1,11 @@
 # After string_copy_prism, string_reverse_prism, addition_prism, odds_first_prism, stack_prism ...: the paper's size and recipe (prism.txt 6).
-# 140 query and 140 key cursors, 4 per head; 196 for its 192 content channels, which 7 heads do not divide. 150,000 steps want a GPU; not run yet.
+# 140 cursors, 4 per head, read as 140 of queries and 140 of keys: 7 heads in each layer; 196 for its 192 content channels, which 7 do not divide. 150,000 steps want a GPU; not run yet.
 # Add configs/paper_prism_baseline.py for its baseline. It goes by the `task` of the config before it: --task comes too late for it.
 n_layer = 5
 n_head = 7
 d_model = 196
 prism_cursors = 4
-prism_d_pe = 84                 # 4 cursors: a position stream of 336, the paper's 340
+prism_d_pe = 84                 # 4 cursors: a position stream of 336, as the paper's 340 is read
 prism_hidden = 100
 prism_recurrent = 'orthogonal'
 prism_layers = [1, 4] if task in ('odds_first', 'stack') else [1]
