@@ -64,7 +64,7 @@ class PEConfig:
     prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
     prism_copy: str = 'none'       # prism: one of five query cursors can jump to a past token; its key cursor is fixed | trained; or none
     prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
-    prism_norm: str = 'none'       # prism: encodings normalized by one scale for all | unit (each token's, to length sqrt(d_pe)) | none (Algorithm 3)
+    prism_norm: str = 'none'       # prism: encodings as they are, or Algorithm 3's scale (one for all) | unit (each token's, to length sqrt(d_pe))
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the weights of the cursors (betas 0.8, 0.92)
     kernel: str = 'auto'           # pope, vipe, alibi, t5, prism's scan by kernels.py: auto (on CUDA where it pays) | triton (always) | reference (never)
 
@@ -360,9 +360,9 @@ class Learned(Encoding):
 
 
 class Random(Encoding):
-    """A fixed random vector per position (Toeplitz study, "random"): x_t += P[t], entries N(0, 1/2), the norm of a sinusoid.
+    """A fixed random vector per position (the Toeplitz study's "random"): x_t += P[t], entries N(0, 1/2), the norm of a sinusoid.
 
-    Positions from max_len on use the last row.
+    That they are fixed, and that large, is ours. Positions from max_len on use the last row.
     """
     shared = True
 
@@ -526,7 +526,7 @@ class FIRE(Encoding):
 # values
 
 class VRoPE(Encoding):
-    """Rotated values (ViPE, appendix B.1): y_t = R_t^T sum_s alpha_ts R_s v_s, so v_s arrives rotated by its distance s - t. No parameters."""
+    """Rotated values: y_t = R_t^T sum_s alpha_ts R_s v_s, so v_s arrives rotated by its distance s - t (ViPE B.1, in words). No parameters."""
     shift_invariant = True
 
     def __init__(self, cfg):
@@ -575,7 +575,7 @@ class ViPE(Encoding):
         return length_ratio(self.cfg, pos, total_len) if self.cfg.vipe_s == 'length' else 1.0
 
     def g(self, s):
-        """The logit scale for the ratio s: s itself or C.3.2's alternatives with learned a, b, r (eq. 50)."""
+        """The logit scale for the ratio s: s itself, C.3.2's as + b or eq. 50, or (ours) as, with learned a, b, r."""
         if self.cfg.vipe_g == 's':
             return s
         if self.cfg.vipe_g == 'rational':
@@ -877,7 +877,10 @@ class FirstHeads(Sum):
 
 
 class SecondHalf(Sum):
-    """mla: the part sees the second half of every query and key (its cfg has head_dim = D/2); the first half is NoPE (Toeplitz study eq. 3)."""
+    """mla: the part sees the second half of every query and key (its cfg has head_dim = D/2); the first half is NoPE (Toeplitz study eq. 3).
+
+    Of the values, which are not cut, vrope turns the first half; vipe's code is D/2 wide, prism's score of positions 1/sqrt(2) of its equation.
+    """
     def __init__(self, cfg, part):
         super().__init__(cfg, part)
         self.kernel = False

@@ -250,7 +250,7 @@ def pace(mode, asked):
 
 
 def cursor(model, task, cfg, length=0):
-    """Where do PRISM's cursors go? Gates, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-20).
+    """Where do PRISM's cursors go? Gates, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-17, 19, 20).
 
     length: the problem length shown beside the longest one trained on, 0: four times that. The table is of that length: gates and moves
     over the answer's tokens, in up to 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it
@@ -407,7 +407,7 @@ def masses(maps, queries, keys):
 def attention(model, task, cfg, length=0, n=16, layer=0, head=0):
     """Where does every head look, at the trained length and at a longer one (vipe.txt Figures 1, 2, 6-8, 10, 11)?
 
-    length: the longer one, 0: 2.5 times the trained one (the paper's 39 after 16), at most the longest of eval_lengths; n: problems
+    length: the longer one, 0: 2.5 times the trained one (40 after 16; the paper shows 39), at most the longest of eval_lengths; n: problems
     averaged over. Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI
     and these to the one input that the next state needs (s_to_x_t; iterative tasks); their largest weight; their entropy in nats. Summary:
     the best head's. Figure: one problem; layer, head: only this one, in maps large enough for 100 tokens by name where both are given, 0:
@@ -518,9 +518,9 @@ def hidden_states(model, task, lengths, n, split):
 def linear(model, task, cfg, n=32):
     """How exactly do hidden states hold the position, and the distance to EoI (vipe.txt Figure 5, Tables 1, 4, 5)?
 
-    A ridge regression of each from the residual stream after each layer (0: the embedding), fitted on n held-out problems of every trained
-    length, scored on other problems of the trained lengths and on the longer ones of eval_lengths. rmse, mae in tokens. The distance is
-    that of the tokens behind EoI. (Spearman's r can be below 1 beside an R2 of 1: rounding ranks equal distances.) The paper reports
+    A ridge regression of each from the residual stream after each layer (0: the embedding; the paper's z_n is attention's output), fitted on
+    n held-out problems of every trained length (the paper: on the training data), scored on other problems of the trained lengths and on the
+    longer ones of eval_lengths. rmse, mae in tokens. The distance is that of the tokens behind EoI. (Spearman's r can be below 1 beside an R2 of 1: rounding ranks equal distances.) The paper reports
     position from layer 1 and distance from layer 2 of 3: for NoPE R2 0.975 and 0.891, then 0.864 and 0.814 on longer problems; RoPE 0.943
     and 0.869, then 0.542 and 0.667; APE 1.000 and 0.891, then 0.721 and 0.614.
     """
@@ -1522,8 +1522,8 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     Rows, by layer: strongest `head` by |H| = sqrt(sum_d H(d)^2), its |H| as `first`, the next one's as `second`; their difference `margin`
     and its `growth`, margin over that of the layer above, which Theorem 6.1 wants above 1; of the strongest head the share of distances
     with H > 0 (`positive`; descent lowers such a logit) and `coherence`, how much does not cancel; `effective`, the number of heads that
-    share |H|. Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition cannot hold; of edge=read), 6.2, and C.6 where there are two
-    triggers.
+    share |H|. (H below the top layer, and the margin as a difference, are ours.) Then the claims: Lemmas C.1, C.2, Prop. 6.1 (its condition
+    cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
     """
     if made(cfg) == BY_HAND:
         raise train.UserError('gradients follows a training, and by_hand never had one: take a run')
@@ -1713,6 +1713,8 @@ def polar(enc, q, k):
     """
     part, theta = rotating(enc), frequencies_of(rotating(enc), q)
     c = part.cfg
+    if isinstance(part, encodings.YaRN) and q.shape[1] > c.train_len:
+        raise train.UserError(f'yarn turns otherwise beyond the {c.train_len} tokens that it was trained on: take a --length that stays within')
     q, k = (x[:c.heads, :, -c.head_dim:].contiguous() for x in (q, k))
     if isinstance(part, encodings.PoPE):
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
@@ -1896,10 +1898,10 @@ def tuning_figure(plt, curves, spread, cfg):
 # position_generalization.txt
 
 def three_axes(W, ridge=1e-6):
-    """Eq. 7: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T,
+    """Eq. 6: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T,
     T].
 
-    W [N, T, T]. The normal equations' matrix, (3T)^2, is the same for every head. (Eq. 7 itself writes b and c the other way round than eq.
+    W [N, T, T]. The matrix of the normal equations (eq. 7), (3T)^2, is the same for every head. (Eq. 7 writes b and c the other way round than eq.
     2.)
     """
     T, lower = W.shape[-1], torch.ones(W.shape[-2:], dtype=torch.bool).tril()
@@ -1989,24 +1991,25 @@ def slow_dominating(zq, zk, theta, trained):
 def analytic(zq, zk, theta, slow):
     """f, g, the signed g and the whole g [H, T, T] of eq. 15, for query i and key j, from the slow dominating pairs.
 
-    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r); g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg kbar_r), which has lost the sign of
-    k - kbar: the signed g has its projection on kbar, Re((k_r - kbar_r) conj(u_r)) with u = kbar / |kbar|, in place of |k_r - kbar_r|, and
-    the whole g is the logit at distance 0 that k - kbar adds, Re sum_r conj(q_r) (k_r - kbar_r).
+    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r), with kbar's angle, as f is no function of k; g = sum_r |k_r - kbar_r| |q_r|
+    cos(arg q_r - arg k_r), which has lost the sign of k - kbar: the signed g has its projection on kbar in place of both, Re sum_r
+    conj(q_r) u_r Re((k_r - kbar_r) conj(u_r)) with u = kbar / |kbar|, and the whole g is the logit at distance 0 that k - kbar adds, Re
+    sum_r conj(q_r) (k_r - kbar_r).
     """
     t = torch.arange(zq.shape[1])
     kbar = zk.mean(dim=1, keepdim=True)                                                 # (H, 1, n)
-    u, conj = kbar / kbar.abs().clamp(min=1e-12), zq.conj() * slow[:, None]
+    unit, conj = lambda z: z / z.abs().clamp(min=1e-12), zq.conj() * slow[:, None]
     turn = -theta[:, None] * t                                                          # (n, d)
     f = ((conj * kbar) @ torch.polar(torch.ones_like(turn), turn)).real                 # (H, T, d)
     f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))
-    g, signed = ((conj * u).real @ size.transpose(-2, -1) for size in ((zk - kbar).abs(), ((zk - kbar) * u.conj()).real))
-    return f, g, signed, (conj @ (zk - kbar).transpose(-2, -1)).real
+    along = ((zk - kbar) * unit(kbar).conj()).real * unit(kbar)                         # of k - kbar, what lies along kbar
+    return f, *((conj @ z.transpose(-2, -1)).real for z in ((zk - kbar).abs() * unit(zk), along, zk - kbar))
 
 
 def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """Does a query treat distance and content apart? With fake distances W'_dj ~ a_d + b_j (position_generalization.txt 3.2, eq. 12).
 
-    length, n: as for axes; queries: so many of each sequence, evenly spread; d from 0 to the number of keys. Rows, for each head or layer:
+    length, n: as for axes; queries: so many of each sequence, evenly spread; as many d, from 0, as keys. Rows, for each head or layer:
     r, of W' with the fit, mean over queries; of rotating encodings also, of the logits over i >= j, r_fg with eq. 15's f + g from the slow
     dominating pairs (see `tuples`), in heads that have some, r_signed with g signed, and r_all with all pairs and the whole k - mean (see
     analytic). summary.mean_r: r over all heads.

@@ -3236,7 +3236,9 @@ def test_logits_at_other_distances(kw):
 
 
 def test_analytic_f_and_g():
-    """Eq. 15 where keys differ from their mean along it only: f + the signed g is the whole logit of a pair that stands still, and g loses the sign."""
+    """Eq. 15 where keys differ from their mean along it only: f + the signed g is the whole logit of a pair that stands still, and g loses the sign; else
+    f turns from kbar, and g from k.
+    """
     theta = torch.tensor([1e-6, 1.0]).double()
     size = torch.tensor([1.0, 3, 2, 5, 4]).double()
     zk = torch.stack([size * cmath.exp(0.4j), at_random(5) * 0.1 + 0j], dim=-1)[None]
@@ -3254,6 +3256,16 @@ def test_analytic_f_and_g():
     close(g[0], cosine[:, None] * (size - 3).abs())
     close(signed[0], cosine[:, None] * (size - 3))
     close(whole, signed)                                                                # k - kbar along kbar
+    zq, zk = (torch.complex(at_random(2, 5, 3, seed=n), at_random(2, 5, 3, seed=n + 1)) for n in (0, 2))
+    kbar, theta, angle = zk.mean(dim=1), (0.5, 0.1, 0.01), lambda a, b: cmath.phase(a) - cmath.phase(b)
+    f, g, signed, whole = probe.analytic(zq, zk, torch.tensor(theta, dtype=torch.float64), torch.ones(2, 3).bool())
+    for h, i, j in itertools.product(range(2), range(5), range(5)):
+        pairs = list(zip(zq[h, i].tolist(), zk[h, j].tolist(), kbar[h].tolist(), theta))
+        if j <= i:
+            close(f[h, i, j], sum(abs(m) * abs(q) * math.cos(angle(q, m) + (i - j) * turn) for q, k, m, turn in pairs))
+        close(g[h, i, j], sum(abs(k - m) * abs(q) * math.cos(angle(q, k)) for q, k, m, turn in pairs))
+        close(signed[h, i, j], sum((abs(k) * math.cos(angle(k, m)) - abs(m)) * abs(q) * math.cos(angle(q, m)) for q, k, m, turn in pairs))
+        close(whole[h, i, j], sum(abs(k - m) * abs(q) * math.cos(angle(q, k - m)) for q, k, m, turn in pairs))
 
 
 def llama(**kw):
