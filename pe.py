@@ -191,7 +191,7 @@ class Encoding(nn.Module):
         v = self.value(v, pos, state)
         q, k = self.scaled_qk(q, k, pos, state)
         bias = self.bias(pos, state)
-        mask = None if bias is None else (bias + causal(bias)).to(q.dtype)[None]        # (1, H, T, T)
+        mask = None if bias is None else (bias + causal(bias)).to(q.dtype).contiguous()[None]           # (1, H, T, T)
         v = self.counted(v, pos)
         q, k, v_ = pad_to_one_width(q, k, v)                                            # fused attention wants one width
         y = fused_attention(q, k, v_, mask, self.scale)[..., :v.shape[-1]]
@@ -265,6 +265,8 @@ def causal(like):
 def pad_to_one_width(*xs):
     """Zeros behind the last features of all but the widest, which change neither a dot product nor the first features of an average."""
     width = max(x.shape[-1] for x in xs)
+    if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
+        width += -width % 8                                                             # which its fused kernels want there
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 

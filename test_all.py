@@ -1346,7 +1346,7 @@ def strided(B, H, T, D, dtype, layout, g):
 @kernel_test
 @pytest.mark.parametrize('name', ['pope', 'vipe', 'bias'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('seed', range(16 if CUDA else 6))
 def test_kernels_against_their_references(name, dtype, seed):
     """Random shapes and strides: 1e-5 in float32; in half precision at most twice what PyTorch's attention errs on its inputs (the interpreter,
     whose casts to bfloat16 truncate, four times)."""
@@ -1754,6 +1754,10 @@ def test_seeds_together_train_as_each_alone(kw):
 @pytest.mark.parametrize('name', pe.ENCODINGS)
 def test_float32_seeds_together_train_as_each_alone(name):
     compare_seeds([5, 6], 20, 1e-5, pe=name)
+
+
+def test_seeds_with_tied_embeddings_train_as_each_alone():
+    compare_seeds([5, 6, 7], 15, 1e-9, dtype='float64', tie=True)
 
 
 def compare_seeds(together, steps, tol, **kw):

@@ -14,6 +14,7 @@ import ast
 import contextlib
 import datetime
 import difflib
+import gc
 import inspect
 import io
 import itertools
@@ -625,6 +626,8 @@ class Seeds:
             for name, x in model.named_buffers():
                 x.data = self.buffers[name][i]
         compiled = cfg.compile or (cfg.compile is None and device.type == 'cuda' and sum(p.numel() for p in self.first.parameters()) >= 1e7)
+        if compiled:
+            torch._dynamo.reset()                                                       # after 8 points of a sweep it would compile no more
         fused = lambda f: torch.compile(f, dynamic=False) if compiled else f
         self.forward = [fused(model) for model in models]
         if self.split:
@@ -688,6 +691,8 @@ class Seeds:
 
     def loss_of(self, params, buffers, tokens, targets):
         """The loss of a model with one seed's parameters and buffers on its batch [B, T]."""
+        if self.cfg.tie:                                                                # named once in params, used twice
+            params = dict(params) | {'head.weight': params['embedding.weight']}
         return torch.func.functional_call(self.first, (params, buffers), (tokens, targets), tie_weights=False)[1]
 
     def one_pass(self, tokens, targets, share):
@@ -770,7 +775,7 @@ class Graph:
     `inputs()`, which the function reads, has been replaced by another.
     """
     def __init__(self, function, inputs):
-        self.function, self.inputs, self.where = function, inputs, None
+        self.function, self.inputs, self.where, self.side = function, inputs, None, torch.cuda.Stream()
 
     def __call__(self):
         where = [(x.data_ptr(), x.shape) for x in self.inputs()]
@@ -778,13 +783,14 @@ class Graph:
             self.where, self.calls, self.graph = where, 0, None
         self.calls += 1
         if self.calls <= 3:
-            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
+            current = torch.cuda.current_stream()
+            self.side.wait_stream(current)
+            with torch.cuda.stream(self.side):
                 result = self.function()
-            current.wait_stream(side)
+            current.wait_stream(self.side)
             return result
         if self.graph is None:
+            gc.collect()                                                                # a graph that is freed while another is recorded breaks that
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.result = self.function()
