@@ -1064,8 +1064,9 @@ def figure(path, cfg, rows, swept):
     corpus = cfg.the_task.corpus
     fig, ax = plt.subplots(figsize=(8, 1.6 + 0.28 * len(rows) if swept and not corpus else 4), layout='constrained')
     if corpus:
-        for label, scores, _ in rows:
-            ax.plot(lengths, [math.exp(scores[n]['loss']) for n in lengths], marker='o', ms=3, label=label, **look(label))
+        for i, (label, scores, _) in enumerate(rows):
+            first = label not in [name for name, *_ in rows[:i]]                        # seeds share a label and a colour
+            ax.plot(lengths, [math.exp(scores[n]['loss']) for n in lengths], marker='o', ms=3, label=label if first else None, **look(label))
         ax.axvline(longest, color='crimson', lw=1)
         ax.set(ylabel='perplexity of the same held-out text', yscale='log')
         ax.yaxis.set_minor_formatter('{x:g}')

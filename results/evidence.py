@@ -349,11 +349,14 @@ def grid_table(name):
         return
     if there < planned:
         yield f'{there} of {planned} cells so far' + (f'; no cell yet of {"; ".join(waiting)}' if waiting else '') + '.\n'
-    yield '| | ' + ' | '.join(columns) + ' |'
-    yield '|---' * (len(columns) + 1) + '|'
-    for row in rows:
-        label = f'{row}<br>{parameters(row):,}' if name == 'cross' else row
-        yield f'| {label} | ' + ' | '.join('<br>'.join(cell_lines(name, row, column)) for column in columns) + ' |'
+    turned = len(columns) > len(rows)                             # more columns than rows: they stand below each other, for a screen's sake
+    across, down = (rows, columns) if turned else (columns, rows)
+    yield '| | ' + ' | '.join(across) + ' |'
+    yield '|---' * (len(across) + 1) + '|'
+    for label in down:
+        found = [cell_lines(name, *((other, label) if turned else (label, other))) for other in across]
+        count = f'<br>{parameters(label):,}' if name == 'cross' else ''
+        yield f'| {label}{count} | ' + ' | '.join(map('<br>'.join, found)) + ' |'
     chosen = [cell['config']['lr'] == float(RATES.get(key[2], OTHER_RATES)[-1]) for key, cell in cells.items() if key[0] == name and not piece(*key)[2]]
     if chosen:
         yield f'\nIn {sum(chosen)} of these {len(chosen)} cells the learning rate is the highest of the three that were tried.'
@@ -499,6 +502,8 @@ def by_length(name):
     varied = [key for key in ('prism_cursors', 'pope_delta') if len({str(config.get(key)) for config in configs}) > 1]
     label = lambda config: ' '.join([config['pe'], *(f'--{key}={config[key]}' for key in varied if key.startswith(config['pe']))])
     rows = [(label(run['config']), scores, 'exact') for run in latest for scores in by_seed(run).values()]
+    names = [name for name, *_ in rows]
+    rows.sort(key=lambda row: names.index(row[0]))                # a configuration's seeds side by side
     corpus = 'loss' in next(iter(rows[0][1].values()))
     return types.SimpleNamespace(**configs[0], the_task=types.SimpleNamespace(corpus=corpus)), rows
 
@@ -622,9 +627,12 @@ def looks(row):
     return line and ', '.join(f'{value:.2f}' for key, value in line['summary'].items() if key.startswith('s_to_x_t'))
 
 
-def alone(name, lengths, text):
-    """text() of the score over these lengths, of each run and seed in results/NAME.jsonl."""
-    return ', '.join(f'{label} {text(score(scores, lengths))}' for label, scores, _ in by_length(name)[1]) or None
+def alone(name, lengths, value, digits):
+    """value() of the score over these lengths, of each configuration in results/NAME.jsonl: mean and standard deviation over its seeds."""
+    found = {}
+    for label, scores, _ in by_length(name)[1]:
+        found.setdefault(label, []).append(value(score(scores, lengths)))
+    return ', '.join(f'{label} {spread(values, digits)}' for label, values in found.items()) or None
 
 
 def of_stdlib(probe, key):
@@ -633,7 +641,7 @@ def of_stdlib(probe, key):
     return listed({pe: line and f'{line["summary"][key]:.2f}' for pe, line in found.items()}, between=', ')
 
 
-perplexity, percent = lambda x: f'{math.exp(-x):.2f}', lambda x: f'{100 * x:.0f}'
+perplexity, percent = lambda x: math.exp(-x), lambda x: 100 * x
 of_llm = lambda probe, *flags: asked(probe, '--hf=SmolLM2-135M-Instruct.Q4_1.gguf', '--text=tinyshakespeare.txt', *flags)
 at_paper = lambda name, what, which=None: {"at the paper's size": in_rows(name, what, which)}
 
@@ -644,7 +652,7 @@ def claims_of_vipe():
     states, seen = (listed({row: of(row) for row in rows}) for of, rows in ((first_states, ('nope', 'rope', 'ape')), (looks, ('vipe', 'nope', 'rope'))))
     yield ('Figures 3, 6', 'polynomial: all but ViPE break right behind the trained length, NoPE with 3 layers last', 'curves, best of 8 seeds, trained to 16: ViPE high to about 32',
            listed({'trained to 8, holds to': in_rows('vipe', 'holds', ['polynomial, 2 layers', 'polynomial, 3 layers']),
-                   'trained to 16, 7,500 steps, one seed, percent exact at 20': alone('polynomial', [20], percent)} | at_paper('paper_vipe', 'holds', ['polynomial']), ': ', '<br>'),
+                   'trained to 16, 7,500 steps, one seed, percent exact at 20': alone('polynomial', [20], percent, 0)} | at_paper('paper_vipe', 'holds', ['polynomial']), ': ', '<br>'),
            'With 3 layers ViPE goes furthest, but by one or two lengths, not to twice the length, in 2,000 of 256,000 steps; behind it NoPE and ALiBi; RoPE, APE, YaRN and T5 end at 8. '
            'With 2 layers ViPE goes as far on two seeds and has not learned it on the third; nor has NoPE, as there, nor ALiBi, T5, FIRE.')
     yield ('Figure 6, left', 'each state looks at the input that the next one needs, at longer lengths too', 'a map of 39 inputs, trained to 16', seen and f'trained to 8, mean weight of the best head on it with 8 inputs, with 20, seed 0: {seen}',
@@ -673,7 +681,7 @@ def claims_of_vipe():
     yield ('Tables 1, 4, 5', 'R2 of position from layer 1, trained / longer lengths (to 3 times; here 4), and of distance to EoI from layer 2',
            'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, 0.891 / 0.614', linear and f'seed 0: {linear}',
            'On trained lengths as high as there or higher, but for RoPE; beyond all fall, NoPE least, as there, RoPE and APE below 0. The weights set by hand need the distance alone and have it at any length.')
-    yield ('Table 2', 'SCAN (which split is not said; here the length split)', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', listed({'reduced, one seed:': alone('scan', range(24, 49), lambda x: f'{100 * x:.1f}')}),
+    yield ('Table 2', 'SCAN (which split is not said; here the length split)', 'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0', listed({'reduced, one seed:': alone('scan', range(24, 49), percent, 1)}),
            'The same order but for the first two, which one seed does not tell apart; half the layers, a quarter of the width.')
 
 
@@ -706,12 +714,12 @@ def claims_of_pope():
            'Not seen at this size: strings of 3 to 6 of 12 letters, shifts of at most 2. In 2,500 steps PoPE is ahead with phases from anywhere, as there, but by less than the seeds of RoPE differ, and level with phases from 0; in '
            '10,000 both learn it. At twice the length PoPE (phases from 0) then keeps twice as much.')
     yield ('Table 2', 'chorales, loss a token', 'RoPE 0.5081, PoPE 0.4889',
-           listed({'contexts of 512, one seed': alone('jsb', [512], lambda x: f'{-x:.3f}'), 'contexts of 128, here as perplexity': in_row('cross', 'chorales', 'trained', ('rope', 'pope'))}, ': ', '<br>'),
+           listed({'contexts of 512, one seed': alone('jsb', [512], lambda x: -x, 3), 'contexts of 128, here as perplexity': in_row('cross', 'chorales', 'trained', ('rope', 'pope'))}, ': ', '<br>'),
            "The paper's order with phases from anywhere, as it has them there, by less than one seed can tell; half the layers, a quarter of the width and of the context. With phases from 0, in the cross table, RoPE is ahead by more than its seeds differ.")
     yield ('Table 4', 'OpenWebText, perplexity: PoPE ahead', '124 million parameters: RoPE 21.55, PoPE 21.33', listed({'the library, byte by byte, contexts of 64': in_row('cross', 'text', 'trained', ('rope', 'pope'))}, ': '),
            'As it says, on another text and at a thousandth of the size, by more than the seeds differ.')
     yield ('Figure 2', 'perplexity at 10 times the trained context: PoPE holds up, RoPE does not', 'curves',
-           listed({'on the library, one seed, within': alone('stdlib', [128], perplexity), 'at 10 times': alone('stdlib', [1280], perplexity)}),
+           listed({'on the library, one seed, within': alone('stdlib', [128], perplexity, 2), 'at 10 times': alone('stdlib', [1280], perplexity, 2)}),
            'It rises less and more slowly than with RoPE, but is not flat, with 180,000 parameters and a context of 128 instead of 124 to 774 million and 1,024, on the trained kind of text, there on books. Its phases start at 0 here; from anywhere it is far worse beyond (on chorales, below).')
     yield ('Figures 3-6', 'RoPE uses few frequencies in all layers, PoPE behind the first layer the fast ones too', 'maps',
            listed({'on the library, one seed: share of the frequencies used': of_stdlib('frequency', 'used'), 'of the norm in the fast half': of_stdlib('frequency', 'fast_after_first')}),
@@ -723,7 +731,7 @@ def claims_of_pope():
            in_rows('ablation_pope', 'trained', rows=['softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0', 'softplus, d frequencies, no delta']),
            'Other tasks, on which single rows do not tell. Over all pairs of the table below, of indirect indexing no softplus costs 3 points (-10 to +3) and 6 beyond, no delta none; phases from anywhere (there they start at 0) are worth 5 within and cost 6 beyond (16 in one pair of four, 1 to 3 in the others).')
     yield ('section 3', 'phases that start at 0 matter beyond the trained length; from anywhere they do slightly better within', '',
-           listed({'chorales, perplexity, one seed': listed({f'in contexts of {n}': alone('jsb', [n], perplexity) for n in (512, 1024, 2048)})}, ': ', '<br>'),
+           listed({'chorales, perplexity, one seed': listed({f'in contexts of {n}': alone('jsb', [n], perplexity, 2) for n in (512, 1024, 2048)})}, ': ', '<br>'),
            'As it says: from anywhere a little better within, but at twice and four times the trained context three and four times the perplexity of phases from 0. Of indirect indexing beyond, in the factorial below, PoPE tells nothing (51 and 53 % by seeds from 28 to 66).')
 
 
