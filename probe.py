@@ -2011,8 +2011,8 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
 
     length, n: as for axes; queries: so many of each sequence, evenly spread; as many d, from 0, as keys. Rows, for each head or layer:
     r, of W' with the fit, mean over queries; of rotating encodings also, of the logits over i >= j, r_fg with eq. 15's f + g from the slow
-    dominating pairs (see `tuples`), in heads that have some, r_signed with g signed, and r_all with all pairs and the whole k - mean (see
-    analytic). summary.mean_r: r over all heads.
+    dominating pairs (see `tuples`), in heads that have some, r_signed with g signed (see analytic); r_all, r_whole: of all pairs, with g as
+    eq. 15 has it and with the whole k - mean. summary.mean_r: r over all heads.
     """
     enc = model.blocks[0].attn.pe
     if not enc.shift_invariant or enc.widens or not sees_distances(model, drawn(task, cfg.train_lengths, length, 1)[0]):
@@ -2058,17 +2058,18 @@ def fake_fit(enc, q, k, state, queries):
 
 @torch.no_grad()
 def analytic_fit(enc, q, k, state, trained):
-    """r [H] of the logits with eq. 15's f + g, with g signed, nan without slow dominating pairs, and with f and the whole g of all pairs.
+    """r [H] of the logits with eq. 15's f + g, and with g signed, nan without slow dominating pairs; of all pairs with f + g, and with the whole g.
     """
     zq, zk, theta = polar(enc, q[0], k[0])
     lower = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
     W = enc.logits(q, k, torch.arange(q.shape[2]), state)[0][:, lower]
     slow = slow_dominating(zq, zk, theta, trained)[1]
-    (f, g, signed, _), (f_all, _, _, g_all) = analytic(zq, zk, theta, slow), analytic(zq, zk, theta, torch.ones_like(slow))
+    (f, g, signed, _), (f_all, g_all, _, whole) = analytic(zq, zk, theta, slow), analytic(zq, zk, theta, torch.ones_like(slow))
     fill = lambda fit, heads: F.pad(correlation(W[:len(fit)], fit[:, lower]).where(heads, torch.nan), (0, len(W) - len(fit)),
                                     value=torch.nan)
     some = slow.any(dim=-1)
-    return dict(r_fg=fill(f + g, some), r_signed=fill(f + signed, some), r_all=fill(f_all + g_all, torch.ones_like(some)))
+    every = torch.ones_like(some)
+    return dict(r_fg=fill(f + g, some), r_signed=fill(f + signed, some), r_all=fill(f_all + g_all, every), r_whole=fill(f_all + whole, every))
 
 
 @contextlib.contextmanager
