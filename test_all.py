@@ -2057,9 +2057,10 @@ def test_schedule_limits_lengths():
     assert draw(batches, 0).shape == (1, 8, 5) and draw(batches, 5).shape == (1, 8, 9)
 
 
-def test_held_out_problems_come_from_generators_of_their_own():
+@pytest.mark.parametrize('n_train', [0, 1500])
+def test_held_out_problems_come_from_generators_of_their_own(n_train):
     """No seed that a user can set reaches them, and long problems, where chance repeats are impossible, are never trained on."""
-    cfg = train.make_config(train.read_config(flags(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200)))
+    cfg = train.make_config(train.read_config(flags(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200, n_train=n_train)))
     task = tasks.make('parity')
     rows = lambda split: set(map(tuple, train.held_out(cfg, task, split, 'cpu')[40][0].tolist()))
     batches = train.Batches(cfg, [0], task, 'cpu')
@@ -2067,6 +2068,19 @@ def test_held_out_problems_come_from_generators_of_their_own():
     assert len(trained) > 1000 and not rows('eval') & rows('test') and not (rows('eval') | rows('test')) & trained
     with pytest.raises(train.UserError, match='seeds'):
         train.make_config(train.read_config(flags(seeds=2 ** 40)))
+
+
+def test_held_out_text_is_never_trained_on(tmp_path):
+    """Of 40 files, each of a byte of its own, the parts share none; of the standard library no file is in two parts (but a comment, 38 bytes, is two files)."""
+    for i in range(1, 41):
+        (tmp_path / f'{i}.txt').write_bytes(bytes([i]) * 50)
+    cfg, task = train.make_config(train.read_config(flags(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32'))), tasks.make('text', str(tmp_path))
+    batches = train.Batches(cfg, [0], task, 'cpu')
+    seen = lambda many: set(torch.cat([tokens.flatten() for tokens in many]).tolist()) - {tasks.PAD}
+    parts = [seen(draw(batches, 0) for _ in range(200)), *(seen(tokens for tokens, _ in train.held_out(cfg, task, split, 'cpu').values()) for split in ('eval', 'test'))]
+    assert list(map(len, parts)) == [36, 2, 2] and len(set().union(*parts)) == 40
+    files = {part: {bytes(x) for x in found if len(x) > 38} for part, found in tasks.make('stdlib').parts.items()}
+    assert all(files.values()) and not any(files[a] & files[b] for a, b in (('train', 'val'), ('train', 'test'), ('val', 'test')))
 
 
 def test_learning_rate_schedules():
