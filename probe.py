@@ -1684,7 +1684,7 @@ def loss_figure(plt, curves, trained, cfg):
         ax.axvline(trained, color='crimson', lw=1)
     ax.set(xlabel='position in the context' + f'; {trained_to(cfg, trained)} (red line)' * longer, ylabel='loss (nats per token), smoothed',
            title=f'{cfg.task}: loss by position')
-    ax.legend()
+    fig.legend(loc='outside right upper')                                               # inside it would hide the red line
     return fig
 
 

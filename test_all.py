@@ -2291,12 +2291,12 @@ def test_evidence_without_results(tmp_path, monkeypatch):
 def test_evidence_cells(monkeypatch):
     """What a cell shows: of one seed no spread, of nothing evaluated -, of seeds that diverged how many; lengths of less than 50 problems do not count."""
     run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0]), lengths={0: {1: dict(exact=1.0, n=64), 2: dict(exact=0.5, n=8)}}, curves={0: []})
-    one, none = evidence.cell([run], [2]), evidence.cell([run], [])
-    lost = evidence.cell([run | dict(lengths={}, curves={})], [2])
+    one, none = evidence.cell_of([run], [2]), evidence.cell_of([run], [])
+    lost = evidence.cell_of([run | dict(lengths={}, curves={})], [2])
     assert [evidence.shown(one, what) for what in ('trained', 'twice')] == ['100', '50'] and one['holds'] == ['≥ 1'] and evidence.shown(none, 'twice') == '-'
     assert evidence.shown(lost, 'all') == '- (1 of 1 seeds diverged) → - → -' and evidence.colour(lost, 'trained', [one, lost]) == ('diverged', 0.0)
     scores = {1: dict(exact=0.9, n=64), 2: dict(exact=1.0, n=64)}
-    differ = evidence.cell([run | dict(config=run['config'] | dict(seeds=[0, 1]), lengths={0: scores, 1: dict(reversed(scores.items())) | {1: dict(exact=1.0, n=64)}})], [2])
+    differ = evidence.cell_of([run | dict(config=run['config'] | dict(seeds=[0, 1]), lengths={0: scores, 1: dict(reversed(scores.items())) | {1: dict(exact=1.0, n=64)}})], [2])
     assert evidence.shown(differ, 'all') == '95 ±7 → 100 ±0 → none/≥ 2'
     for found in (one, none, lost):                                                     # every claim takes every cell
         monkeypatch.setattr(evidence, 'cells', {(name, row, column): found for name, (rows, columns) in evidence.GRIDS.items() for row in rows for column in columns})
@@ -2319,15 +2319,15 @@ def test_evidence_effects(monkeypatch):
 
 
 def test_evidence_figures(monkeypatch):
-    """By length the mean over seeds and then each of them; in the course of training a line for each seed; of the cross table the means that are in its text."""
+    """By length and in the course of training the mean over seeds and then each of them; of the cross table the means that are in its text."""
     plt = pytest.importorskip('matplotlib.pyplot')
     run = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0, 1]), lengths={seed: {1: dict(exact=1.0, n=64), 2: dict(exact=x, n=64)} for seed, x in enumerate((0.2, 0.4))},
-               curves={seed: [[500, 0.5, 0.1, 0], [1000, 1, 0.3, 1]] for seed in range(2)})
-    monkeypatch.setattr(evidence, 'cells', {(name, 'prism', column): evidence.cell([run], [2]) for name, column in (('prism', 'stack'), ('cross', 'iterative'))})
+               curves={seed: [[500, 0.5 + seed / 4, 0.1, 0], [1000, 1, 0.3, 1]] for seed in range(2)})
+    monkeypatch.setattr(evidence, 'cells', {(name, 'prism', column): evidence.cell_of([run], [2]) for name, column in (('prism', 'stack'), ('cross', 'iterative'))})
     by_length, learning, cross = (draw(plt, name) for draw, name in ((evidence.lengths_figure, 'prism'), (evidence.learning_figure, 'prism'), (evidence.cross_figure, 'cross')))
     assert by_length.axes[0].lines[0].get_xydata().tolist() == [[1, 100], [2, pytest.approx(30)]]
     assert [list(line.get_ydata()) for line in by_length.axes[0].lines[1:3]] == [[100, 20], [100, 40]]
-    assert [list(line.get_ydata()) for line in learning.axes[0].lines] == [[50, 100]] * 2
+    assert [list(line.get_ydata()) for line in learning.axes[0].lines] == [[62.5, 100], [50, 100], [75, 100]]
     assert [ax.texts[0].get_text() for ax in cross.axes[:2]] == ['100', '30']
     plt.close('all')
 

@@ -1071,7 +1071,7 @@ def figure(path, cfg, rows, swept):
         ax.set(ylabel='perplexity of the same held-out text', yscale='log')
         ax.yaxis.set_minor_formatter('{x:g}')
         ax.yaxis.set_major_formatter('{x:g}')
-        ax.legend()
+        fig.legend(loc='outside right upper')                                           # inside it would hide the red line
     elif swept:
         cells = ax.pcolormesh(range(len(lengths) + 1), range(len(rows) + 1), [[100 * s[n][m] for n in lengths] for _, s, m in rows],
                               vmin=0, vmax=100, cmap='viridis', edgecolors='white', linewidth=0.5)

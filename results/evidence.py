@@ -174,7 +174,7 @@ TITLES = {
 # what is there: lines of results/, and the cells of the grids
 
 missing = []                                                      # argvs asked for and not found, in that order
-cells = {}                                                        # (grid, row, column): what cell() returns
+cells = {}                                                        # (grid, row, column): what cell_of() returns
 
 
 @functools.cache
@@ -247,10 +247,10 @@ def validation(run):
     return -trained if 'loss' in next(iter(run['lengths']['0'].values())) else trained
 
 
-def probed(probe, name, row, column, seed=0):
-    """The line about `python probe.py PROBE` on a cell's seed; None, and an entry in `missing`, if that is not there (the run, if it is not in out/)."""
+def probed(what, name, row, column, seed=0):
+    """The line about `python probe.py WHAT` on a cell's seed; None, and an entry in `missing`, if that is not there (the run, if it is not in out/)."""
     folder, flags, _ = piece(name, row, column)
-    argv = ['probe.py', probe, f'out/{name}/{folder}', *([f'--seed={seed}', f'--out_dir=out/{name}/{folder}/seed_{seed}'] if seed else [])]
+    argv = ['probe.py', what, f'out/{name}/{folder}', *([f'--seed={seed}', f'--out_dir=out/{name}/{folder}/seed_{seed}'] if seed else [])]
     line = lines('probes').get('python ' + shlex.join(argv))
     if line is None and (name, row, column) in cells:             # lengths.json is there when a run has ended; trained again, it needs no second line
         train_again = train_argv(name, folder, flags)[:-1]            # without --results
@@ -284,21 +284,21 @@ def holds(scores, longest):
     """The longest length up to which {length: scores} of a seed are at least 95 %; of a corpus, perplexity at most 1 / 0.95 of that at the longest trained.
     As text: ≥ where that is the longest evaluated, none where the shortest is below, - where nothing was evaluated.
     """
-    asked = sorted(n for n, x in scores.items() if 'loss' in x or x['n'] >= 50)         # SCAN has six problems of length 1
-    if not asked:
+    many = sorted(n for n, x in scores.items() if 'loss' in x or x['n'] >= 50)         # SCAN has six problems of length 1
+    if not many:
         return '-'
     bar = -score(scores, [longest]) - math.log(0.95)
-    good = list(itertools.takewhile(lambda n: scores[n]['loss'] <= bar if 'loss' in scores[n] else scores[n]['exact'] >= 0.95, asked))
-    return f'≥ {good[-1]}' if good == asked else str(good[-1]) if good else 'none'
+    good = list(itertools.takewhile(lambda n: scores[n]['loss'] <= bar if 'loss' in scores[n] else scores[n]['exact'] >= 0.95, many))
+    return f'≥ {good[-1]}' if good == many else str(good[-1]) if good else 'none'
 
 
-def cell(made, twice):
+def cell_of(made, twice):
     """An entry of `cells` from a cell's runs."""
-    config, scores, asked = made[0]['config'], by_seed(*made), sum(len(run['config']['seeds']) for run in made)
+    config, scores, seeds = made[0]['config'], by_seed(*made), sum(len(run['config']['seeds']) for run in made)
     trained, beyond = ([score(run, lengths) for run in scores.values()] for lengths in (config['train_lengths'], twice))
     first = next(iter(scores.values()), {})
     return dict(trained=trained, twice=beyond, holds=[holds(run, max(config['train_lengths'])) for run in scores.values()], config=config,
-                lost=f' ({asked - len(scores)} of {asked} seeds diverged)' if len(scores) < asked else '', corpus=any('loss' in x for x in first.values()),
+                lost=f' ({seeds - len(scores)} of {seeds} seeds diverged)' if len(scores) < seeds else '', corpus=any('loss' in x for x in first.values()),
                 lengths={n: [run[n] for run in scores.values()] for n in first}, curves=[curve for run in made for curve in run['curves'].values()])
 
 
@@ -312,7 +312,7 @@ def ask():
         for row, column in itertools.product(rows, columns):
             made = made_of(name, row, column)
             if made:
-                cells[name, row, column] = cell(made, columns[column][1])
+                cells[name, row, column] = cell_of(made, columns[column][1])
     list(claims()), list(heads_table()), list(perturb_table())    # for the probes that these ask for, missing ones too
     missing[:] = map(list, dict.fromkeys(map(tuple, missing)))    # several probes ask for the same run
     missing.sort(key=lambda argv: next((i for i, start in enumerate(FIRST) if out_dir(argv).startswith(start)), len(FIRST)))
@@ -466,14 +466,19 @@ def panels(plt, name, rows=None):
     fig.legend(handles=[plt.Line2D([], [], **style) for style in labels.values()], labels=list(labels), loc='outside right upper', fontsize=8)
 
 
+def draw_seeds(ax, x, scores, style):
+    """The mean over seeds of scores [len(x)][seed], and each of them as a thin line. Rows drawn before are wider, so that equal ones show behind each other."""
+    ax.plot(x, list(map(statistics.mean, scores)), marker='o', ms=2.5, lw=max(1.2, 3.6 - 0.09 * len(ax.lines)), **style)
+    ax.plot(x, scores, lw=0.5, alpha=0.5, **style)
+
+
 def lengths_figure(plt, name):
-    """Exact match by length: the seeds' mean, and each of them as a thin line; up to the last length at which anything is right."""
+    """Exact match by length, up to the last length at which anything is right."""
     last = {}
     for ax, cell, style in panels(plt, name):
         lengths = sorted(cell['lengths'])
         scores = [[100 * x['exact'] for x in cell['lengths'][n]] for n in lengths]
-        ax.plot(lengths, list(map(statistics.mean, scores)), marker='o', ms=2.5, lw=1.6, **style)
-        ax.plot(lengths, scores, lw=0.5, alpha=0.7, **style)
+        draw_seeds(ax, lengths, scores, style)
         ax.axvline(max(cell['config']['train_lengths']), color='crimson', lw=1)
         last[ax] = max([last.get(ax, 0), *(n for n, each in zip(lengths, scores) if max(each) >= 1)])
         ax.set_xlim(0, 1.1 * last[ax] + 1)
@@ -483,10 +488,11 @@ def lengths_figure(plt, name):
 
 
 def learning_figure(plt, name, rows=None):
-    """Exact match on the trained lengths in the course of training, a line for each seed."""
+    """Exact match on the trained lengths in the course of training."""
     for ax, cell, style in panels(plt, name, rows):
-        for curve in cell['curves']:
-            ax.plot([step for step, *_ in curve], [100 * exact for _, exact, *_ in curve], marker='o', ms=2, lw=1, **style)
+        steps = zip(*cell['curves'])                              # a seed's evaluations are those of the others
+        at, scores = zip(*((points[0][0], [100 * exact for _, exact, *_ in points]) for points in steps))
+        draw_seeds(ax, at, scores, style)
         ax.set_xlabel('step; problems of the trained lengths', fontsize=8)
     return ax.figure
 
@@ -569,9 +575,9 @@ def in_rows(name, what, which=None, rows=None):
 
 def listed(found, sign=' ', between='; '):
     """{name: text} as one text, which ends with the names that have none yet; None if none has."""
-    there, waiting = ([name for name, text in found.items() if (text is None) == none] for none in (False, True))
-    text = between.join(f'{name}{sign}{found[name]}' for name in there)
-    return f'{text}{between if between == "<br>" else " "}(not run yet: {"; ".join(waiting)})' if there and waiting else text or None
+    text = between.join(f'{name}{sign}{text}' for name, text in found.items() if text is not None)
+    waiting = [name for name, text in found.items() if text is None]
+    return f'{text}{between if between == "<br>" else " "}(not run yet: {"; ".join(waiting)})' if text and waiting else text or None
 
 
 def r2(line):
@@ -607,8 +613,8 @@ def heads_table():
     found = {key: deposit(*key) for key in HEADS}
     yield '| | seed 0 | seed 1 | seed 2 | layers |'
     yield '|---' * 5 + '|'
-    yield from ('| ' + ' | '.join([f'{column}, {row}', *cells]) + ' |' for (name, column, row), cells in found.items() if cells)
-    waiting = [f'{column}, {row}' for (name, column, row), cells in found.items() if not cells]
+    yield from ('| ' + ' | '.join([f'{column}, {row}', *texts]) + ' |' for (name, column, row), texts in found.items() if texts)
+    waiting = [f'{column}, {row}' for (name, column, row), texts in found.items() if not texts]
     if waiting:
         yield f'\nNot run yet: {"; ".join(waiting)}.'
 
@@ -639,14 +645,15 @@ def alone(name, lengths, value, digits):
     return ', '.join(f'{label} {spread(values, digits)}' for label, values in found.items()) or None
 
 
-def of_stdlib(probe, key):
+def of_stdlib(what, key):
     """A number of a probe of the library's RoPE and PoPE."""
-    found = {pe: lines('probes').get(f'python probe.py {probe} out/stdlib/pe={pe}') for pe in ('rope', 'pope')}
+    found = {pe: lines('probes').get(f'python probe.py {what} out/stdlib/pe={pe}') for pe in ('rope', 'pope')}
     return listed({pe: line and f'{line["summary"][key]:.2f}' for pe, line in found.items()}, between=', ')
 
 
-perplexity, percent = lambda x: math.exp(-x), lambda x: 100 * x
-of_llm = lambda probe, *flags: asked(probe, '--hf=SmolLM2-135M-Instruct.Q4_1.gguf', '--text=tinyshakespeare.txt', *flags)
+perplexity = lambda x: math.exp(-x)                               # of a score()
+percent = lambda x: 100 * x
+of_llm = lambda what, *flags: asked(what, '--hf=SmolLM2-135M-Instruct.Q4_1.gguf', '--text=tinyshakespeare.txt', *flags)
 at_paper = lambda name, what, which=None: {"at the paper's size": in_rows(name, what, which)}
 
 
