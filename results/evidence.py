@@ -365,7 +365,7 @@ def grid_table(name):
     if chosen:
         yield f'\nIn {sum(chosen)} of these {len(chosen)} cells the learning rate is the highest of the three that were tried.'
     if name in FIGURES and name != 'cross':
-        yield f'\n![{TITLES[name]}](assets/{name}.png)'
+        yield f'\n![{TITLES[name].partition(",")[0]}](assets/{name}.png)'
     if name.startswith('ablation'):
         yield from effects(name)
 
