@@ -2388,6 +2388,8 @@ def test_sentences_about_vipe():
         'on average it has 98 % of the polynomial at 10 (NoPE 40), 59 of copy at 12 (NoPE 22), 89 of parity at 10 (FIRE 80, NoPE 79)': [sorted(((
             at(n, 'vipe', row, f'{task}, 6 layers, 4 heads'), row) for row in evidence.VIPE_ROWS), reverse=True)[:k] for task, n, k in (('polynomial', 10, 2), ('copy', 12, 2), ('parity', 10, 3))] == [
             [(98, 'vipe'), (40, 'nope')], [(59, 'vipe'), (22, 'nope')], [(89, 'vipe'), (80, 'fire'), (79, 'nope')]],
+        'happen to fit at 14 (6 layers, copy: 56 to 80 %, next to nothing at 9 to 12 and at 16)': sorted(each(14, 'vipe', 'yarn', 'copy, 6 layers, 4 heads'))[::2] == [56, 80] and max(
+            x for n in (9, 10, 11, 12, 16) for x in each(n, 'vipe', 'yarn', 'copy, 6 layers, 4 heads')) <= 1,
         'the polynomial (93 % at 10, NoPE 36, FIRE 14)': [at(10, 'vipe', row, 'polynomial, 4 layers, 2 heads') for row in ('vipe', 'nope', 'fire')] == [93, 36, 14],
         'Count: ViPE goes furthest, level with T5 (at 16, with 2 layers 11 and 14 %, NoPE 1; with 3, 30, 27 and 0)': [
             at(16, 'vipe', row, f'count, {k} layers') for k in (2, 3) for row in ('vipe', 't5', 'nope')] == [11, 14, 1, 30, 27, 0] and max(
