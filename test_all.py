@@ -2329,6 +2329,8 @@ def test_evidence_figures(monkeypatch):
     assert [list(line.get_ydata()) for line in by_length.axes[0].lines[1:3]] == [[100, 20], [100, 40]]
     assert [list(line.get_ydata()) for line in learning.axes[0].lines] == [[62.5, 100], [50, 100], [75, 100]]
     assert [ax.texts[0].get_text() for ax in cross.axes[:2]] == ['100', '30']
+    monkeypatch.setattr(evidence, 'cells', {('prism', 'prism', 'stack'): evidence.cell_of([run | dict(lengths={}, curves={})], [2])})      # all seeds diverged
+    assert [list(line.get_ydata()) for line in evidence.learning_figure(plt, 'prism').axes[0].lines] == [[]] * 2
     plt.close('all')
 
 

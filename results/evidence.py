@@ -494,9 +494,8 @@ def lengths_figure(plt, name):
 def learning_figure(plt, name, rows=None):
     """Exact match on the trained lengths in the course of training."""
     for ax, cell, style in panels(plt, name, rows):
-        steps = zip(*cell['curves'])                              # a seed's evaluations are those of the others
-        at, scores = zip(*((points[0][0], [100 * exact for _, exact, *_ in points]) for points in steps))
-        draw_seeds(ax, at, scores, style)
+        evaluations = list(zip(*cell['curves']))                  # of all seeds, at one step; none where all diverged
+        draw_seeds(ax, [points[0][0] for points in evaluations], [[100 * exact for _, exact, *_ in points] for points in evaluations], style)
         ax.set_xlabel('step; problems of the trained lengths', fontsize=8)
     return ax.figure
 
