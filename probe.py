@@ -36,6 +36,7 @@ import torch.nn.functional as F
 import pe as encodings
 import tasks
 import train
+from engine import data
 from model import Attention, Transformer
 
 COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')        # which the colour-blind can tell apart (Okabe and Ito)
@@ -2502,7 +2503,7 @@ class Llama(torch.nn.Module):
         return self.net(input_ids=tokens, use_cache=False).logits.float(), None
 
 
-class LlamaText(tasks.Corpus):
+class LlamaText(data.Corpus):
     """A text file in a checkpoint's tokens, all of it for tests; every stretch begins with what its tokenizer begins a text with, if at
     all.
     """
@@ -2511,7 +2512,7 @@ class LlamaText(tasks.Corpus):
     def __init__(self, tokenizer, path):
         self.vocab, self.data = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), path
         self.begin = tokenizer('').input_ids
-        self.ids = np.array(tokenizer(tasks.read_text(path), add_special_tokens=False, verbose=False).input_ids)
+        self.ids = np.array(tokenizer(data.read_text(path), add_special_tokens=False, verbose=False).input_ids)
 
     def read(self):
         return [('test', self.ids)]

@@ -131,7 +131,7 @@ class Config(ModelConfig):
 
     def check_data(self):
         """ValueError if the task has not what the run asks of it; lengths that a data set does not have are left out."""
-        task, fixed = self.the_task, isinstance(self.the_task, (tasks.Pairs, tasks.Corpus))
+        task, fixed = self.the_task, isinstance(self.the_task, tasks.Pairs) or self.the_task.corpus
         for key, part in (('train_lengths', 'train'), ('eval_lengths', None)):
             lengths = task.existing(getattr(self, key), part)
             if not lengths:
