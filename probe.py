@@ -12,20 +12,16 @@ a dictionary, figure a function that draws with the matplotlib.pyplot it is give
 arguments are flags of the command line. probe_NAME.json holds {"rows": [...], "summary": {...}}. A probe changes nothing in the model and
 nothing in a run but its own output.
 """
-import ast
 import base64
 import contextlib
 import copy
 import dataclasses
-import difflib
 import glob
 import html
 import inspect
 import io
 import json
 import os
-import signal
-import sys
 import textwrap
 import types
 
@@ -36,7 +32,10 @@ import torch.nn.functional as F
 import pe as encodings
 import tasks
 import train
-from engine import data
+from engine import checkpoint, config, data
+from engine.config import UserError
+from engine.report import look as style_of
+from engine.report import pyplot
 from model import Attention, Transformer
 
 COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')        # which the colour-blind can tell apart (Okabe and Ito)
@@ -88,7 +87,7 @@ def besides(model, cfg, beside):
         path, parts = ','.join(parts[:n]), parts[n:]
         net, other = load(path)
         if other.the_task is not cfg.the_task:
-            raise train.UserError(f'{path} was trained on {f"{other.task} {other.data}".strip()}, this run on '
+            raise UserError(f'{path} was trained on {f"{other.task} {other.data}".strip()}, this run on '
                                   f'{f"{cfg.task} {cfg.data}".strip()}: not to be compared')
         runs[path if made(other) in runs else made(other)] = net, other
     return runs
@@ -128,9 +127,9 @@ def map_labels(T, inches):
 def problems(task, lengths, n, split='test'):
     """{length: (tokens, targets)}, up to n held-out problems of each."""
     if missing := sorted(set(lengths) - set(task.existing(lengths, None))):
-        raise train.UserError(f'the task has no problems of length {missing[0]}')
+        raise UserError(f'the task has no problems of length {missing[0]}')
     if n < 1:
-        raise train.UserError(f'--n={n}: take at least one problem')
+        raise UserError(f'--n={n}: take at least one problem')
     return {length: (tokens[:n], targets[:n]) for length, (tokens, targets) in
             task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length)).items()}
 
@@ -139,10 +138,10 @@ def drawn(task, lengths, length, n):
     """(tokens, targets) [n, T] of one length, held out. length 0: the longest of lengths, of a corpus at most 512 tokens."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
     if task.corpus and not 8 <= length <= 2 ** 13:
-        raise train.UserError(f'--length={length}: this probe makes maps of length x length, for lengths from 8 to 8,192')
+        raise UserError(f'--length={length}: this probe makes maps of length x length, for lengths from 8 to 8,192')
     tokens, targets = problems(task, [length], n)[length]
     if task.corpus and tokens.shape[1] < 8:
-        raise train.UserError(f'the text has {tokens.shape[1]} tokens only: take one of 8 or more')
+        raise UserError(f'the text has {tokens.shape[1]} tokens only: take one of 8 or more')
     return tokens, targets
 
 
@@ -259,7 +258,7 @@ def cursor(model, task, cfg, length=0):
     what the cursor counts in its head. A cursor that holds at every length is steady.
     """
     if not any(isinstance(m, encodings.PRISM) for m in model.modules()):
-        raise train.UserError(f'cursor looks at PRISM\'s cursors, and this run has pe={cfg.pe}: train one with pe=prism')
+        raise UserError(f'cursor looks at PRISM\'s cursors, and this run has pe={cfg.pe}: train one with pe=prism')
     trained = max(cfg.train_lengths)
     length = length or 4 * trained
     torch.manual_seed(cfg.seeds[0])
@@ -348,7 +347,7 @@ def iteration_head(name):
     """
     rules = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2, 'polynomial': lambda s, x: (s * x + 1) % 5}
     if name not in rules:
-        raise train.UserError(f'{f"by_hand:{name}".rstrip(":")}: weights are set by hand for {", ".join(rules)} only')
+        raise UserError(f'{f"by_hand:{name}".rstrip(":")}: weights are set by hand for {", ".join(rules)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
     table = [(EoI, x + 4, x + 4) for x in symbols] + [(s + 4, EoI, EoS) for s in symbols]  # (state, input, next state)
@@ -391,7 +390,7 @@ def ladder(cfg, length):
     """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) stand, and the input that each needs next: x_t for s_(t-1), D_1 = D_2 + 1."""
     name, t = cfg.task.partition(':')[0], torch.arange(1, length + 1)
     if name not in ITERATIVE:
-        raise train.UserError(f'{cfg.task} has not one correct key for each state: train copy, parity, polynomial or reverse')
+        raise UserError(f'{cfg.task} has not one correct key for each state: train copy, parity, polynomial or reverse')
     return length + t, length + 1 - t if name == 'reverse' else t
 
 
@@ -417,7 +416,7 @@ def attention(model, task, cfg, length=0, n=16, layer=0, head=0):
     trained = max(cfg.train_lengths)
     length, rows, shown = length or min(max(cfg.eval_lengths), 5 * trained // 2), [], {}
     if layer > cfg.n_layer or head > cfg.heads:
-        raise train.UserError(f'attention: layer is from 1 to {cfg.n_layer}, head from 1 to {cfg.heads}; 0 for every one')
+        raise UserError(f'attention: layer is from 1 to {cfg.n_layer}, head from 1 to {cfg.heads}; 0 for every one')
     layers = [layer] if layer else range(1, cfg.n_layer + 1)
     heads = [head] if head else range(1, 1 + (1 if made(cfg) == BY_HAND else cfg.heads))
     for L, (tokens, targets) in problems(task, sorted({trained, length}), n).items():
@@ -527,7 +526,7 @@ def linear(model, task, cfg, n=32):
     """
     longer = [length for length in cfg.eval_lengths if length > max(cfg.train_lengths)]
     if not longer:
-        raise train.UserError(f'linear wants lengths beyond trained ones, eval_lengths={cfg.eval_lengths} has none: train with longer ones')
+        raise UserError(f'linear wants lengths beyond trained ones, eval_lengths={cfg.eval_lengths} has none: train with longer ones')
     fit = hidden_states(model, task, cfg.train_lengths, n, 'eval')
     parts = {'trained': hidden_states(model, task, cfg.train_lengths, n, 'test'), 'longer': hidden_states(model, task, longer, n, 'test')}
     rows, errors = [], {}
@@ -665,14 +664,14 @@ def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     runs = besides(model, cfg, beside)
     for name, (_, other) in runs.items():
         if other.train_len != cfg.train_len:
-            raise train.UserError(f'{name} was trained to {other.train_len} tokens, this run to {cfg.train_len}: not to be compared')
+            raise UserError(f'{name} was trained to {other.train_len} tokens, this run to {cfg.train_len}: not to be compared')
     try:
         wanted = sorted({int(d) for d in distances.split(',')})
     except ValueError:
-        raise train.UserError(f'--distances={distances}: whole numbers, as in 1,3,7') from None
+        raise UserError(f'--distances={distances}: whole numbers, as in 1,3,7') from None
     last = cfg.train_len - 3 - wanted[0]  # query L + 1 + d, target behind it, within train_len tokens
     if wanted[0] < 0 or last < wanted[0] + 1:
-        raise train.UserError(f'--distances={distances}: from 0 on, and some within the trained {cfg.train_len} tokens')
+        raise UserError(f'--distances={distances}: from 0 on, and some within the trained {cfg.train_len} tokens')
     ladder(cfg, last)  # a task with a state for every input, or a UserError
     rows = []
     for L, (tokens, targets) in problems(task, range(1, last + 1), n).items():
@@ -696,7 +695,7 @@ def steps_figure(plt, rows, distances, names, trained, cfg):
         for i, name in enumerate(names):
             found = [(row['length'], row[f'{name} d={d}']) for row in rows if f'{name} d={d}' in row]
             if found:
-                ax.plot(*zip(*found), marker='o', ms=3, label=name, **(train.look(name) or dict(color=COLOURS[i % 6])))
+                ax.plot(*zip(*found), marker='o', ms=3, label=name, **(style_of(name) or dict(color=COLOURS[i % 6])))
         ax.axvline(trained, color='crimson', lw=1)
         ax.set(title=f'next state after the one at distance {d} from EoI', ylim=(-0.03, 1.03),
                xlabel=f'input length; {trained_to(cfg, trained)} (red line)')
@@ -715,7 +714,7 @@ def first_attention(model, tokens, cfg):
     (_, _, x), (_, _, logits), (_, _, z) = heard
     v = block.attn.qkv_of(x)[2].unflatten(-1, (cfg.heads, -1)).transpose(1, 2)
     if not torch.equal(block.attn.pe.value(v, torch.arange(tokens.shape[1]), None), v):
-        raise train.UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take another encoding')
+        raise UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take another encoding')
     return logits.softmax(dim=-1), v, z[..., :v.shape[-1]]                              # ViPE's distance code stands behind the values
 
 
@@ -739,12 +738,12 @@ def stats(model, task, cfg, length=0, n=64):
     (sigma^2 / p if they are independent of each other). Summary: mean absolute errors of eq. 4.
     """
     if 'BoS' not in task.vocab:
-        raise train.UserError(f'Proposition 1 is about sequences that begin with BoS, and those of {cfg.task} do not')
+        raise UserError(f'Proposition 1 is about sequences that begin with BoS, and those of {cfg.task} do not')
     length = length or max(cfg.train_lengths)
     tokens, = fewer(cfg, problems(task, [length], n)[length][0])
     v, z = (x.transpose(1, 2).flatten(2).double() for x in first_attention(model, tokens, cfg)[1:])                     # (B, T, H D)
     if not v.any():
-        raise train.UserError(f'every value of the first layer of {titled(cfg)} is 0, and so is z_n: take another run')
+        raise UserError(f'every value of the first layer of {titled(cfg)} is 0, and so is z_n: take another run')
     place = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64)                   # (T,)
     mu, var, mu_2, var_2 = v[:, 1:].mean(), v[:, 1:].var(correction=0), v[:, 0].mean(), v[:, 0].var(correction=0)
     curves = {'measured': coordinate_statistics(z), 'uniform': coordinate_statistics(v.cumsum(dim=1) / place[:, None])}
@@ -804,7 +803,7 @@ def prefix(model, task, cfg, length=0, n=16):
     def betas(tokens):
         weights, v, z = first_attention(model, tokens, cfg)
         if gap(V[:, tokens].transpose(0, 1), v) > 1e-4:
-            raise train.UserError(f'Proposition 2 needs values of the token alone; {cfg.pe} adds positions to the embeddings: take another')
+            raise UserError(f'Proposition 2 needs values of the token alone; {cfg.pe} adds positions to the embeddings: take another')
         return weights @ F.one_hot(tokens, C).to(weights.dtype)[:, None], z  # (B, H, T, C), (B, H, T, D)
 
     beta, z = betas(tokens)
@@ -876,13 +875,13 @@ def shift(model, task, cfg, length=0, offsets='', n=32):
     length = length or max(cfg.train_lengths)
     queries, keys = (x[1:] for x in ladder(cfg, length))                                # of s_1, s_2, ..; EoI itself has no D_2 to compare
     if set(cfg.pe.split('+')) <= {'nope', 'prism'} and not cfg.prism_absolute:
-        raise train.UserError(f'{cfg.pe} sees no positions, so there is nothing to shift: take a run with rope or another encoding')
+        raise UserError(f'{cfg.pe} sees no positions, so there is nothing to shift: take a run with rope or another encoding')
     try:
         offsets = [int(offset) for offset in offsets.split(',')] if offsets else [x for x in (0, -2, -4, -6) if -x < max(1, length - 1)]
     except ValueError:
-        raise train.UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
+        raise UserError(f'--offsets={offsets}: whole numbers, as in 0,-2,-4') from None
     if not all(((keys - offset >= 1) & (keys - offset <= length)).any() for offset in offsets):
-        raise train.UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones')
+        raise UserError(f'--offsets={",".join(map(str, offsets))} go beyond the {length} inputs: take smaller ones')
     tokens, targets = fewer(cfg, *problems(task, [length], n)[length])
     rows = [dict(head=f'{layer}.{head}') for layer in range(1, cfg.n_layer + 1) for head in range(1, cfg.heads + 1)]
     summary, shown = dict(length=length, n=len(tokens)), {}
@@ -964,7 +963,7 @@ def heads(model, task, cfg, length=0, n=512, beside=''):
     runs = besides(model, cfg, beside)
     for name, (net, _) in runs.items():
         if net.blocks[0].attn.heads == 1:
-            raise train.UserError(f'heads compares the heads of a layer, and {name if beside else "this run"} has one: '
+            raise UserError(f'heads compares the heads of a layer, and {name if beside else "this run"} has one: '
                                   'train it with more, --n_head=4')
     length, *problems = held_out_problems(task, cfg, length, n)
     score, unit = scoring([net for net, _ in runs.values()], task, length, *problems)
@@ -1004,7 +1003,7 @@ def heads_figure(plt, scores, unit, title):
     top, bottom = fig.subfigures(2, 1, height_ratios=(3.2, 2.2 * -(-L // columns)))
     ax, below = top.subplots(), bottom.subplots(-(-L // columns), columns, sharey=True, squeeze=False).flatten()
     for i, (name, (base, each)) in enumerate(scores.items()):
-        look = many and train.look(name) or dict(color=COLOURS[i % 6], ls='-')
+        look = many and style_of(name) or dict(color=COLOURS[i % 6], ls='-')
         base, each, look['marker'] = abs(base), each.abs().numpy(), {'-': 'o', '--': 's', ':': '^'}[look['ls']]
         at = np.arange(1, len(each) + 1) + (i + 0.5) * width - 0.4
         for body in ax.violinplot(each.T, positions=at, showextrema=False, widths=0.9 * width)['bodies']:
@@ -1259,10 +1258,10 @@ def positions(model, task, cfg, length=0, n=512, draws=4):
     length, tokens, targets = held_out_problems(task, cfg, length, n)
     p = added_vectors(model, tokens.shape[1])
     if not p.any():
-        raise train.UserError(f'positions takes out the vectors that an encoding adds to the embeddings, and pe={cfg.pe} adds none: '
+        raise UserError(f'positions takes out the vectors that an encoding adds to the embeddings, and pe={cfg.pe} adds none: '
                               f'train with pe=ape or pe=ape+{cfg.pe}')
     if not draws:
-        raise train.UserError('--draws=0: take at least one draw of random vectors')
+        raise UserError('--draws=0: take at least one draw of random vectors')
     (score, unit), g, rows = scoring([model], task, length, tokens, targets), train.generator('cpu', 'test', 0), []
     base = score(model)
 
@@ -1527,11 +1526,11 @@ def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
     cannot hold; of edge=read), 6.2, and C.6 where there are two triggers.
     """
     if made(cfg) == BY_HAND:
-        raise train.UserError('gradients follows a training, and by_hand never had one: take a run')
+        raise UserError('gradients follows a training, and by_hand never had one: take a run')
     two = getattr(task, 'triggers', 0) == 2
     edge = edge or ('read' if two else 'all')
     if edge not in ('read', 'pair', 'all') or edge != 'all' and not two:
-        raise train.UserError(f'--edge={edge}: read and pair need two triggers, as in task=distance; all is for every task')
+        raise UserError(f'--edge={edge}: read and pair need two triggers, as in task=distance; all is for every task')
     length, tokens, targets = held_out_problems(task, cfg, length, n)
     T = tokens.shape[1]
     tokens, targets = (x[:max(1, 2 ** 23 // (cfg.heads * T * T))] for x in (tokens, targets))
@@ -1598,8 +1597,8 @@ def gradient_claims(tests, grows):
 def first_steps(cfg, task, steps, measure):
     """measure(step, model) before training and at four more points of the first steps of the run of cfg.seeds[0], trained once more."""
     cfg = dataclasses.replace(cfg, seeds=cfg.seeds[:1], device='cpu', compile=False, graph=False)
-    seeds = train.Seeds(cfg, task, torch.device('cpu'))
-    (net,) = seeds.models.values()
+    seeds = train.make_group(cfg, torch.device('cpu'))
+    net, = seeds.models
     points = sorted({round(steps * i / 4) for i in range(5)})
     for step in range(steps + 1):
         if step in points:
@@ -1679,7 +1678,7 @@ def loss_figure(plt, curves, trained, cfg):
     for label, curve in curves.items():
         at, window = (~curve.isnan()).nonzero()[:, 0], max(1, len(curve) // 32)         # nothing is predicted elsewhere
         smooth = lambda x: F.avg_pool1d(x[None, None], min(window, len(x)), 1)[0, 0]
-        ax.plot(smooth(at.double() + 1).numpy(), smooth(curve[at]).numpy(), label=label, **train.look(label))
+        ax.plot(smooth(at.double() + 1).numpy(), smooth(curve[at]).numpy(), label=label, **style_of(label))
     longer = trained <= max(map(len, curves.values()))
     if longer:
         ax.axvline(trained, color='crimson', lw=1)
@@ -1694,7 +1693,7 @@ def rotating(enc):
     for part in enc.modules():
         if isinstance(part, (encodings.RoPE, encodings.PoPE)):
             return part
-    raise train.UserError(f'this probe is about the frequencies of RoPE and PoPE, and pe={enc.cfg.pe} has none: take one with rope or pope')
+    raise UserError(f'this probe is about the frequencies of RoPE and PoPE, and pe={enc.cfg.pe} has none: take one with rope or pope')
 
 
 def frequencies_of(part, like):
@@ -1715,7 +1714,7 @@ def polar(enc, q, k):
     part, theta = rotating(enc), frequencies_of(rotating(enc), q)
     c = part.cfg
     if isinstance(part, encodings.YaRN) and q.shape[1] > c.train_len:
-        raise train.UserError(f'yarn turns otherwise beyond the {c.train_len} tokens that it was trained on: take a --length that stays within')
+        raise UserError(f'yarn turns otherwise beyond the {c.train_len} tokens that it was trained on: take a --length that stays within')
     q, k = (x[:c.heads, :, -c.head_dim:].contiguous() for x in (q, k))
     if isinstance(part, encodings.PoPE):
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
@@ -1859,11 +1858,11 @@ def tuning(model, task, cfg, length=0, contents=24):
     by distance, `what` by content, `both` by neither alone.
     """
     if any(isinstance(m, encodings.PRISM) for m in model.modules()):
-        raise train.UserError('tuning asks for a logit at any distance, and PRISM\'s positions come from the content: see the probe cursor')
+        raise UserError('tuning asks for a logit at any distance, and PRISM\'s positions come from the content: see the probe cursor')
     length, (row,) = length or min(512, 2 * cfg.train_len), sequences(task, cfg.train_lengths, 0, 1)
     curves = tuning_curves(model, row, length, contents).double()                       # (L, N, H, d)
     if (curves.amax(dim=-1) - curves.amin(dim=-1)).max() <= 1e-5 * curves.abs().max():
-        raise train.UserError(f'tuning wants logits that see distances, and those of {titled(cfg)} do not: take rope, pope or alibi')
+        raise UserError(f'tuning wants logits that see distances, and those of {titled(cfg)} do not: take rope, pope or alibi')
     mean, where, what = curves.mean(dim=(1, 3), keepdim=True), curves.mean(dim=1, keepdim=True), curves.mean(dim=3, keepdim=True)
     total = (curves - mean).square().mean(dim=(1, 3)).clamp(min=1e-20)
     best = curves.argmax(dim=-1).double()                                               # (L, N, H)
@@ -2017,7 +2016,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """
     enc = model.blocks[0].attn.pe
     if not enc.shift_invariant or enc.widens or not sees_distances(model, drawn(task, cfg.train_lengths, length, 1)[0]):
-        raise train.UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take rope, pope, alibi or t5')
+        raise UserError(f'disentangle asks for the logit at any distance, which pe={cfg.pe} has not: take rope, pope, alibi or t5')
     rotates = any(isinstance(m, (encodings.RoPE, encodings.PoPE)) for m in enc.modules())
     found, maps = [], []
     for row in sequences(task, cfg.train_lengths, length, n):
@@ -2164,7 +2163,7 @@ def perturb(model, task, cfg, length=0, n=0, gammas='0.01,0.05,0.1,0.5', l_max='
     except ValueError:
         values = [0], [0]
     if min(values[0]) <= 0 or max(values[0]) > 1 or min(values[1]) < 1:
-        raise train.UserError('--gammas are shares above 0 and up to 1, --l_max whole numbers from 1 on, both comma lists')
+        raise UserError('--gammas are shares above 0 and up to 1, --l_max whole numbers from 1 on, both comma lists')
     source = train.generator('cpu', 'test', 0)
     tokens, targets = drawn(task, cfg.train_lengths, length, n or (16 if task.corpus else 128))
     kinds = ('text', 'feature') + ('position',) * sees_distances(model, tokens)
@@ -2275,9 +2274,9 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     T, layer = tokens.shape[1], layer or (len(model.blocks) + 1) // 2
     window = window or min(cfg.train_len, T // 2)
     if layer > len(model.blocks) or not 1 < window < T:
-        raise train.UserError(f'stretch: layer is from 1 to {len(model.blocks)}, and window from 2 to {T - 1}, the tokens here less one')
+        raise UserError(f'stretch: layer is from 1 to {len(model.blocks)}, and window from 2 to {T - 1}, the tokens here less one')
     if not (model.blocks[0].attn.pe.shift_invariant and sees_distances(model, tokens)):
-        raise train.UserError(f'stretch lays distances out anew, which pe={cfg.pe} does not see in attention: take rope, pope, alibi or t5')
+        raise UserError(f'stretch lays distances out anew, which pe={cfg.pe} does not see in attention: take rope, pope, alibi or t5')
     curves = {}
     for layout in LAYOUTS:
         with other_logits(model, laid_out(layout, window)) if layout != LAYOUTS[0] else contextlib.nullcontext():
@@ -2492,7 +2491,7 @@ class Llama(torch.nn.Module):
         super().__init__()
         c, self.net, self.blocks = net.config, net, net.model.layers
         if c.model_type not in ('llama', 'mistral', 'qwen2'):
-            raise train.UserError(f'--hf takes checkpoints of the Llama family (llama, mistral, qwen2), not {c.model_type}')
+            raise UserError(f'--hf takes checkpoints of the Llama family (llama, mistral, qwen2), not {c.model_type}')
         head_dim = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads
         self.cfg = encodings.PEConfig(d_model=c.num_attention_heads * head_dim, n_head=c.num_attention_heads, n_layer=c.num_hidden_layers,
                                       train_len=c.max_position_embeddings)
@@ -2524,27 +2523,27 @@ class LlamaText(data.Corpus):
 def load_llama(path, text='', needs_text=True):
     """(model, config) of a folder or GGUF file and the text to run it on, as train.load gives them of a run."""
     if not text and needs_text:
-        raise train.UserError('--hf needs --text=FILE, a text to look at')
+        raise UserError('--hf needs --text=FILE, a text to look at')
     if not os.path.exists(path) or text and not os.path.isfile(text):
-        raise train.UserError(f'no such {"text file: --text=" + text if os.path.exists(path) else "folder or GGUF file: --hf=" + path}')
+        raise UserError(f'no such {"text file: --text=" + text if os.path.exists(path) else "folder or GGUF file: --hf=" + path}')
     is_gguf = path.endswith('.gguf')
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         if is_gguf:
             import accelerate, gguf
     except ImportError as error:
-        raise train.UserError(f'--hf needs {error.name}: pip install transformers' + ' gguf accelerate' * is_gguf) from None
+        raise UserError(f'--hf needs {error.name}: pip install transformers' + ' gguf accelerate' * is_gguf) from None
     folder, name = os.path.split(os.path.abspath(path))
     where = dict(pretrained_model_name_or_path=folder, gguf_file=name) if is_gguf else dict(pretrained_model_name_or_path=path)
     try:
         net, tokenizer = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32), AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError) as error:
-        raise train.UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
+        raise UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
     model = Llama(net.eval()).eval()
     c, name = model.cfg, os.path.basename(os.path.normpath(path))
     values = dict(task=name, data=text, the_task=LlamaText(tokenizer, text) if text else None, train_lengths=[c.train_len],
                   eval_lengths=[c.train_len])
-    return model, types.SimpleNamespace(**vars(c), **values, out_dir=f'out/{train.slug(name)}')
+    return model, types.SimpleNamespace(**vars(c), **values, out_dir=f'out/{config.slug(name)}')
 
 
 PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum,
@@ -2583,17 +2582,22 @@ def show(rows, summary):
 
 
 def flags_of(function):
-    """{flag: default} of what every probe takes, and of the probe's own arguments."""
-    return ({'seed': None, 'out_dir': ''} | ({'hf': '', 'text': ''} if function in LLAMA else {}),
-            {name: p.default for name, p in list(inspect.signature(function).parameters.items())[3:]})
+    """(dataclass of what every probe takes, dataclass of that and the probe's own arguments)."""
+    common = [('seed', int, dataclasses.field(default=None)), ('out_dir', str, dataclasses.field(default=''))]
+    if function in LLAMA:
+        common += [('hf', str, dataclasses.field(default='')), ('text', str, dataclasses.field(default=''))]
+    own = [(name, type(p.default), dataclasses.field(default=p.default))
+           for name, p in list(inspect.signature(function).parameters.items())[3:]]
+    return dataclasses.make_dataclass('Common', common), dataclasses.make_dataclass('Flags', common + own)
 
 
 def tell(name=None):
     """Print what a probe does and its flags; without a name what all of them ask."""
     if name:
-        common, own = flags_of(PROBES[name])
-        print(f'python probe.py {name} RUN {" ".join(f"--{key}={value}" for key, value in own.items())} '
-              f'{" ".join(f"[--{key}=...]" for key in common)}\n\n{inspect.getdoc(PROBES[name])}')
+        common, every = map(config.defaults, flags_of(PROBES[name]))
+        own = [f'--{key}={value}' for key, value in every.items() if key not in common]
+        print(f'python probe.py {name} RUN {" ".join(own)} {" ".join(f"[--{key}=...]" for key in common)}\n\n'
+              f'{inspect.getdoc(PROBES[name])}')
         return
     print(__doc__)
     for name, function in PROBES.items():
@@ -2601,33 +2605,26 @@ def tell(name=None):
 
 
 def read_flags(argv, function):
-    """--key=value -> what every probe takes, and the probe's own arguments, each of the type of its default."""
-    common, own = flags_of(function)
-    known, values = common | own, {}
-    for arg in argv:
-        key, equals, text = arg[2:].partition('=')
-        if arg.startswith(('--hf=', '--text=')) and key not in known:
-            raise train.UserError(f'{function.__name__} looks into runs only; with --hf: {", ".join(f.__name__ for f in LLAMA)}')
-        if not arg.startswith('--') or not equals or key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise train.UserError(f'{arg}: not a flag of this probe' + (f', did you mean --{near[0]}=...?' if near else '.')
-                                  + f' It takes {", ".join(f"--{k}=..." for k in known)}')
-        kind = int if known[key] is None else type(known[key])
-        try:
-            values[key] = text if kind is str else ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[key] = None
+    """--key=value -> what every probe takes, and the probe's own arguments."""
+    common, flags = flags_of(function)
+    if any(arg.startswith(('--hf=', '--text=')) for arg in argv) and function not in LLAMA:
+        raise UserError(f'{function.__name__} looks into runs only; with --hf: {", ".join(f.__name__ for f in LLAMA)}')
+    given, words = config.parse(flags, argv)
+    if words:
+        raise UserError(f'{words[0]}: flags are written --key=value')
+    for key, value in given.items():
         least = 1 if key in ('n', 'contents', 'queries') else 0
-        if type(values[key]) is not kind or kind is int and values[key] < least:
-            raise train.UserError(f'{arg}: {key} must be {f"a whole number from {least} on" if kind is int else kind.__name__}')
-    return {key: values.pop(key, default) for key, default in common.items()}, values
+        if type(value) is int and value < least:
+            raise UserError(f'--{key}={value}: {key} must be a whole number from {least} on')
+    shared = {key: given.pop(key, default) for key, default in config.defaults(common).items()}
+    return shared, given
 
 
 def report(folder):
     """One page of all that the probes have written into a folder, figures inside it, for any browser."""
     found = sorted(glob.glob(os.path.join(glob.escape(folder), 'probe_*.json')))
     if not found:
-        raise train.UserError(f'no probe has looked at {folder} yet: python probe.py lists the probes')
+        raise UserError(f'no probe has looked at {folder} yet: python probe.py lists the probes')
     cell = lambda x: '' if x is None else html.escape(str(x))
     parts = []
     for path in found:
@@ -2647,7 +2644,7 @@ def report(folder):
     style = 'body{font-family:sans-serif;margin:2em;max-width:90em}img{max-width:100%}td,th{text-align:right;padding:0 .6em}'
     title = cell(f'Probes of {os.path.normpath(folder)}')
     page = f'<!DOCTYPE html><meta charset="utf-8"><title>{title}</title><style>{style}</style><h1>{title}</h1>' + '\n'.join(parts)
-    train.write(os.path.join(folder, 'report.html'), page)
+    checkpoint.write(os.path.join(folder, 'report.html'), page)
     print(f'wrote {os.path.join(folder, "report.html")}')
 
 
@@ -2655,9 +2652,9 @@ def load(run, seed=None):
     """(model, cfg) of a run, or of by_hand:TASK; cfg.seeds is the one seed and cfg.out_dir the folder."""
     if run.startswith('by_hand:'):
         if seed is not None:
-            raise train.UserError(f'--seed={seed} picks one of a run\'s models, and {run} has one only, its weights set by hand')
+            raise UserError(f'--seed={seed} picks one of a run\'s models, and {run} has one only, its weights set by hand')
         return iteration_head(run.partition(':')[2])
-    seed = train.first_sound(train.read_checkpoint(os.path.join(run, 'ckpt.pt'))) if seed is None else seed
+    seed = checkpoint.first_sound(checkpoint.read(os.path.join(run, 'ckpt.pt'), train.Config)) if seed is None else seed
     model, cfg = train.load(run, seed)
     cfg.seeds, cfg.out_dir = [seed], run
     return model, cfg
@@ -2669,51 +2666,45 @@ def main(argv):
         return tell(argv[0] if argv and argv[0] in PROBES else None)
     if argv[0] == 'report':
         if len(argv) != 2:
-            raise train.UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
+            raise UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
         return report(argv[1].replace('by_hand:', BY_HAND_DIR))
-    if argv[0] not in PROBES:
-        near = difflib.get_close_matches(argv[0], PROBES, 1)
-        raise train.UserError(f'unknown probe {argv[0]!r}' + (f', did you mean {near[0]!r}?' if near else '.')
-                              + f' There are: {", ".join(PROBES)}')
+    config.check_name('probe', argv[0], PROBES)
     name, function = argv[0], PROBES[argv[0]]
     run_dir = argv[1] if len(argv) > 1 and not argv[1].startswith('--') else ''
     if not run_dir and not any(arg.startswith('--hf=') for arg in argv):
-        raise train.UserError(f'python probe.py {name} RUN: which run? For example out/string_copy_prism')
+        raise UserError(f'python probe.py {name} RUN: which run? For example out/string_copy_prism')
     common, values = read_flags(argv[2 if run_dir else 1:], function)
     if run_dir and common.get('hf'):
-        raise train.UserError(f'either a run or --hf={common["hf"]}, not both')
+        raise UserError(f'either a run or --hf={common["hf"]}, not both')
     if run_dir:
         if common.get('text'):
-            raise train.UserError('--text is the text that a checkpoint is run on, with --hf; a run has its own')
+            raise UserError('--text is the text that a checkpoint is run on, with --hf; a run has its own')
         model, cfg = load(run_dir, common['seed'])
     else:
         if common['seed'] is not None:
-            raise train.UserError(f'--seed={common["seed"]} picks one of a run\'s models, and a checkpoint has one only')
+            raise UserError(f'--seed={common["seed"]} picks one of a run\'s models, and a checkpoint has one only')
         model, cfg = load_llama(common['hf'], common['text'], needs_text=function is not norms)
         values = ({'n': LLAMA[function]} if LLAMA[function] else {}) | values
     out_dir = common['out_dir'] or cfg.out_dir
     rows, summary, figure = function(model, cfg.the_task, cfg, **values)
     show(rows, summary)
     path, png = os.path.join(out_dir, f'probe_{name}'), drawing(figure)
-    train.make_folder(out_dir)
-    train.write(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
+    checkpoint.make_folder(out_dir)
+    checkpoint.write(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
     if png is None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(path + '.png')                                                    # an older one shows something else
         print(f'(pip install matplotlib, and {path}.png is drawn as well)')
         return
-    train.write(path + '.png', png)
+    checkpoint.write(path + '.png', png)
     print(f'wrote {path}.json and drew {path}.png')
 
 
 def drawing(figure):
     """The PNG of a figure, None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return None
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
     png = io.BytesIO()
     fig = figure(plt)
     fig.savefig(png, format='png', dpi=110)
@@ -2721,16 +2712,15 @@ def drawing(figure):
     return png.getvalue()
 
 
-if __name__ == '__main__':
-    sys.stdout.reconfigure(errors='replace')
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)                                       # ... | head
+def within_memory(argv):
+    """main(), with what numpy and torch say of too little memory as one line."""
     try:
-        main(sys.argv[1:])
-    except (train.UserError, tasks.DataError, OSError) as error:
-        print(f'probe.py: {error}', file=sys.stderr)
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:                                        # numpy's and torch's way to say it
+        main(argv)
+    except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and 'allocate memory' not in str(error):
             raise
-        print('probe.py: not enough memory: take a smaller --length or --n', file=sys.stderr)
-        sys.exit(2)
+        raise UserError('not enough memory: take a smaller --length or --n') from None
+
+
+if __name__ == '__main__':
+    config.run(within_memory, tasks.DataError)

@@ -1,0 +1,260 @@
+"""The files of a run, and the state of its training in them.
+
+A run's folder holds config.json, ckpt.pt, log.jsonl (a line per logged point) and, once it has
+ended, lengths.json. ckpt.pt is a dictionary:
+
+    config    every key of train.Config
+    step      optimizer steps done
+    seeds     {seed: {model: state_dict, step: its step, evals: [{step, lengths}], failed: why}}
+    moments   AdamW's averages, stacked over the seeds: {number of the parameter: {name: [S, ...]}}
+    batches   where the data stand: the generators' states at the start of the epoch, and the place
+    rng       of each process, the state of torch's generators (dropout)
+    losses    [steps, S] since the last line of the log
+"""
+import contextlib
+import io
+import json
+import os
+
+import torch
+from tqdm import tqdm
+
+from engine import config
+from engine.config import UserError
+
+# --------------------------------------------------------------------------------------------------
+# writing and reading
+
+def write(path, data):
+    """Write bytes or text so that the file is always either the old one or the new one, whole."""
+    data = data.encode() if isinstance(data, str) else data
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(path + '.tmp')
+        reason = f'{error.strerror}; the last checkpoint is whole'
+        raise UserError(f'cannot write {path}: {reason}') from None
+
+
+def append(path, text):
+    """Append text to a file in one piece, even if several processes do."""
+    try:
+        with open(path, 'ab', buffering=0) as f:
+            f.write(text.encode())
+    except OSError as error:
+        raise UserError(f'cannot write {path}: {error.strerror}') from None
+
+
+def make_folder(path):
+    """Make a folder, if it is not there."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        reason = f'{error.strerror}; choose another --out_dir'
+        raise UserError(f'cannot make the folder {path}: {reason}') from None
+
+
+def read_json(path):
+    """The dictionary in a JSON file of a run."""
+    try:
+        with open(path) as f:
+            value = json.load(f)
+    except (OSError, ValueError) as error:
+        raise UserError(f'cannot read {path}: {error}') from None
+    if not isinstance(value, dict):
+        raise UserError(f'cannot read {path}: it does not hold a dictionary')
+    return value
+
+
+def read_lengths(path):
+    """{seed: {length: scores}} in a lengths.json."""
+    return {int(seed): {int(n): x for n, x in scores.items()}
+            for seed, scores in read_json(path).items()}
+
+
+def read(path, cls):
+    """The dictionary in a checkpoint; keys of `cls` that it does not have get their defaults."""
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        if {'config', 'seeds', 'step'} <= checkpoint.keys():
+            checkpoint['config'] = config.defaults(cls) | checkpoint['config']
+            return checkpoint
+    except FileNotFoundError:
+        fix = 'train the run first, or name it by --out_dir'
+        raise UserError(f'no checkpoint {path}; {fix}') from None
+    except Exception:                                      # cut off, or not a checkpoint at all
+        pass
+    raise UserError(f'{path} is not a whole checkpoint of train.py; delete it and train again')
+
+
+# --------------------------------------------------------------------------------------------------
+# what a checkpoint holds
+
+# what may differ when a run goes on
+FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval',
+        'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'top_evals', 'results', 'resume',
+        'eval_only', 'benchmark', 'prompt', 'new_tokens', 'temperature')
+
+
+def check_same(cfg, saved, path, keys=None):
+    """Refuse a checkpoint from a config that differs in one of the keys (None: all but FREE)."""
+    if keys is None:
+        keys = [key for key in config.keys(type(cfg)) if key not in FREE]
+    for key in [*keys, 'vocab_size']:                      # the last: the data have changed
+        now = getattr(cfg, key)
+        if saved[key] != now:
+            raise UserError(f'{path} was trained with {key}={saved[key]}, not {now}: '
+                            'use the same, or another --out_dir')
+
+
+def weights(checkpoint, seed, path):
+    """The state_dict of one seed's model."""
+    entries = checkpoint['seeds']
+    if 'model' not in entries.get(seed, {}):
+        there = [str(s) for s in entries if 'model' in entries[s]]
+        raise UserError(f'{path} has no model of seed {seed}; it has {", ".join(there) or "none"}')
+    return entries[seed]['model']
+
+
+def first_sound(checkpoint):
+    """The first seed that did not fail; the first of all if none is left."""
+    sound = [seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry]
+    return [*sound, *checkpoint['config']['seeds']][0]
+
+
+def failures(checkpoint):
+    """A line about each seed that failed."""
+    return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
+
+
+def finished(cfg):
+    """(checkpoint, {seed: {length: scores}}) of a run that has ended, or None twice."""
+    path = os.path.join(cfg.out_dir, 'ckpt.pt')
+    table = os.path.join(cfg.out_dir, 'lengths.json')
+    if not (os.path.exists(table) and os.path.exists(path)):
+        return None, None
+    state, scores = read(path, type(cfg)), read_lengths(table)
+    check_same(cfg, state['config'], path)
+    sound = [seed for seed in cfg.seeds if 'failed' not in state['seeds'][seed]]
+    wanted = set(cfg.eval_lengths)
+    for seed in sound:
+        there = scores.get(seed, {}).keys()
+        # other lengths of a corpus are other text
+        if not wanted <= there or (cfg.the_task.corpus and wanted != there):
+            return None, None
+    if state['step'] < cfg.max_steps:
+        return None, None
+    return state, {seed: {n: scores[seed][n] for n in cfg.eval_lengths} for seed in sound}
+
+
+# --------------------------------------------------------------------------------------------------
+# a run in progress
+
+class Diverged(UserError):
+    """The loss or a weight is no longer finite."""
+
+
+class Run:
+    """The checkpoint and the log of a run while it trains. Only the first process writes."""
+    def __init__(self, cfg, checkpoint, ranks):
+        self.cfg, self.checkpoint, self.ranks = cfg, checkpoint, ranks
+        if not checkpoint['step']:
+            checkpoint['seeds'] = {seed: {'evals': []} for seed in cfg.seeds}
+        self.entries = checkpoint['seeds']
+        self.alive = [seed for seed in cfg.seeds if 'failed' not in self.entries[seed]]
+        if not self.alive:
+            fix = 'train it into another --out_dir with a lower --lr'
+            raise Diverged(f'every seed of this run has failed; {fix}')
+        path = os.path.join(cfg.out_dir, 'log.jsonl')
+        self.log = open(path if ranks.rank == 0 else os.devnull, 'a', buffering=1)
+
+    def drop(self, step, what, finite):
+        """Drop the seeds of which finite[seed] is False; Diverged if none is left."""
+        for seed in [seed for seed in self.alive if not finite[seed]]:
+            self.alive.remove(seed)
+            entry = self.entries[seed]
+            kept = ', before its first checkpoint'
+            if 'step' in entry:
+                kept = f'; its checkpoint of step {entry["step"]} is kept'
+            entry['failed'] = f'seed {seed}: {what} became NaN or infinite at step {step}{kept}'
+            if not self.alive:
+                fix = 'A lower --lr or a longer --warmup_steps may help'
+                raise Diverged(f'{entry["failed"]}. {fix}')
+            tqdm.write(entry['failed'])
+
+    def log_losses(self, step, recent, lr, steps_per_s):
+        """A line for each seed: its mean loss over `recent`, [{seed: loss}] of the last steps.
+
+        Returns the last step's loss, averaged over seeds.
+        """
+        for seed in self.alive:
+            loss = sum(losses[seed] for losses in recent) / len(recent)
+            point = dict(step=step, seed=seed, loss=loss, lr=lr, steps_per_s=round(steps_per_s, 2))
+            self.log.write(json.dumps(point) + '\n')
+        return sum(recent[-1][seed] for seed in self.alive) / len(self.alive)
+
+    def log_scores(self, step, scores):
+        """A line for each seed: its {length: scores}, which go into the checkpoint as well."""
+        for seed in self.alive:
+            self.entries[seed]['evals'].append({'step': step, 'lengths': scores[seed]})
+            self.log.write(json.dumps(dict(step=step, seed=seed, eval=scores[seed])) + '\n')
+
+    def save(self, step, states, recent):
+        """Write ckpt.pt from the states of all processes, seeds.Group.state() of each.
+
+        The file does not depend on how many processes there are. A failed seed keeps its last
+        model. recent: [{seed: loss}], the losses that are not in the log yet.
+        """
+        self.checkpoint['step'] = step
+        for seed in self.alive:
+            self.entries[seed]['step'] = step
+        if self.ranks.rank:
+            return
+        parts = [state for state in states if 'models' in state]
+        for part in parts:
+            for seed in part['models'].keys() & set(self.alive):
+                self.entries[seed]['model'] = part['models'][seed]
+        moments = {}
+        for i, first in parts[0]['moments'].items():
+            moments[i] = dict(first)
+            for key, x in first.items():
+                if x.dim():
+                    moments[i][key] = torch.cat([part['moments'][i][key] for part in parts])
+        starts = [start for part in parts for start in part['batches']['starts']]
+        rows = [list(losses.values()) for losses in recent]
+        self.checkpoint.update(moments=moments, batches=parts[0]['batches'] | {'starts': starts},
+                               rng=[state['rng'] for state in states])
+        losses = torch.tensor(rows, dtype=torch.float64).view(-1, len(self.cfg.seeds))
+        buffer = io.BytesIO()
+        torch.save(self.checkpoint | {'losses': losses}, buffer)
+        write(os.path.join(self.cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def begin(cfg, checkpoint):
+    """Prepare a run's folder: nothing stays in it that the checkpoint at hand has not seen."""
+    make_folder(cfg.out_dir)
+    if cfg.results:
+        append(cfg.results, '')                            # fails now rather than after training
+    old = ['lengths.json'] if checkpoint['step'] else ['lengths.json', 'ckpt.pt']
+    for name in old:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(cfg.out_dir, name))
+    write(os.path.join(cfg.out_dir, 'config.json'), json.dumps(checkpoint['config'], indent=1))
+    truncate_log(os.path.join(cfg.out_dir, 'log.jsonl'), checkpoint['step'])
+
+
+def truncate_log(path, step):
+    """Drop the lines of a log after a step: a resumed run writes them again."""
+    lines = []
+    if step and os.path.exists(path):
+        with open(path) as f:
+            for line in f:
+                with contextlib.suppress(ValueError):      # a line cut off by a kill
+                    if json.loads(line)['step'] <= step:
+                        lines.append(line)
+    write(path, ''.join(lines))

@@ -1,0 +1,131 @@
+"""From a command line to runs: reading it, one run, a sweep.
+
+`cls` is train.Config, and `train(cfg, device, state, stop, ranks)` the training loop. by_seed:
+{seed: {length: scores}}.
+"""
+import itertools
+import json
+import os
+from dataclasses import asdict
+
+import torch
+
+from engine import checkpoint, config, report, seeds
+from engine.checkpoint import Diverged
+from engine.config import UserError
+
+
+def default_out_dir(values):
+    """out/TASK_PE, without those that a sweep varies."""
+    names = [config.slug(values[key]) for key in ('task', 'pe')
+             if not isinstance(values[key], config.Sweep)]
+    return 'out/' + ('_'.join(names) or 'sweep')
+
+
+def read_config(cls, argv):
+    """Files and flags -> the value of every key, a Sweep where a comma list was given.
+
+    With --eval_only or --resume the run's own configuration is the base, and flags come on top.
+    """
+    # in lists, and in these keys, a comma belongs to the value
+    swept = [key for key, field in config.keys(cls).items()
+             if field.type is not list and key not in ('out_dir', 'results', 'data', 'prompt')]
+    flags, paths = config.parse(cls, argv, swept)
+    values = config.defaults(cls)
+    for path in paths:
+        values = config.read_file(cls, path, values, swept=swept)
+    values |= flags
+    sweeps = any(isinstance(value, config.Sweep) for value in values.values())
+    if values['prompt'] and not values['eval_only']:
+        raise UserError('--prompt needs a trained model: add --eval_only and --out_dir=RUN')
+    if values['eval_only'] and sweeps:
+        raise UserError('--eval_only takes one run: name its folder by --out_dir')
+    if (values['eval_only'] or values['resume']) and not sweeps:
+        folder, resume = values['out_dir'] or default_out_dir(values), values['resume']
+        path = os.path.join(folder, 'config.json')
+        if not os.path.exists(path):
+            what = 'evaluate' if values['eval_only'] else 'resume'
+            raise UserError(f'no run to {what}: {path} does not exist; name the run by --out_dir')
+        saved = checkpoint.read_json(path)
+        values |= {key: value for key, value in saved.items() if key in values}
+        values |= {'resume': resume, 'out_dir': folder} | flags
+    values['out_dir'] = values['out_dir'] or default_out_dir(values)
+    return values
+
+
+def read_points(cls, values):
+    """[(label, config)] of the points of a sweep, or of the one run, and the keys it varies."""
+    swept = [key for key, value in values.items() if isinstance(value, config.Sweep)]
+    points = []
+    for point in itertools.product(*(values[key] for key in swept)):
+        here = values | dict(zip(swept, point))
+        if swept:
+            name = ','.join(f'{key}={config.slug(str(x))}' for key, x in zip(swept, point))
+            here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
+        points.append((' '.join(map(str, point)), config.make(cls, here)))
+    if len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) > 1:
+        raise UserError('a sweep makes one table, and these tasks differ in their eval_lengths or '
+                        'in what is scored; run them one by one')
+    return points, swept
+
+
+def run(cfg, train, stop, command, ranks):
+    """Train one configuration: (checkpoint, by_seed); by_seed is None if it was stopped."""
+    device = seeds.pick_device(cfg)
+    seeds.check_parallel(cfg, ranks)
+    path = os.path.join(cfg.out_dir, 'ckpt.pt')
+    state = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
+    if cfg.resume and os.path.exists(path):
+        state = checkpoint.read(path, type(cfg))
+        checkpoint.check_same(cfg, state['config'], path)
+        state['config'] = asdict(cfg)
+        if state['batches']['starts'][0].shape != torch.Generator(device).get_state().shape:
+            other = 'cuda' if device.type == 'cpu' else 'cpu'
+            raise UserError(f'{path} was trained on another kind of device, which draws other '
+                            f'random numbers: go on with --device={other}')
+    ranks.all_gather(None)                                 # all have read before the first writes
+    if ranks.rank == 0:
+        checkpoint.begin(cfg, state)
+    try:
+        by_seed = train(cfg, device, state, stop, ranks)
+    except Diverged:
+        if ranks.rank == 0 and cfg.results:
+            report.append_result(cfg, {}, state, command, device)
+        raise
+    if by_seed and ranks.rank == 0:
+        checkpoint.write(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+        if cfg.results:
+            report.append_result(cfg, by_seed, state, command, device)
+    return state, by_seed
+
+
+def sweep(points, train, stop, command):
+    """Run each (label, config): {label: by_seed}, None if stopped; and a line per failure."""
+    done, failed = {}, []
+    for label, cfg in points:
+        print(f'--- {label} ({cfg.out_dir})')
+        state, by_seed = checkpoint.finished(cfg)
+        if by_seed:
+            print('finished earlier; delete the folder to train it again')
+        else:
+            try:
+                state, by_seed = run(cfg, train, stop, command, seeds.Ranks())
+            except Diverged as error:
+                failed.append(f'{label}: {error}')
+                continue
+        if by_seed is None:
+            return None, failed
+        failed += [f'{label} {line}' for line in checkpoint.failures(state)]
+        done[label] = by_seed
+        print(report.brief(cfg, report.mean_scores(by_seed)))
+        if len(by_seed) > 1:
+            print(report.over_seeds(cfg, by_seed))
+    return done, failed
+
+
+def gather(ranks, points, done, failed):
+    """Put together what the processes of a sweep did, in the order of its points."""
+    parts = ranks.all_gather((done, failed))
+    found = {label: by_seed for part, _ in parts for label, by_seed in part.items()}
+    lines = [line for _, part in parts for line in part]
+    return {label: found[label] for label, _ in points if label in found}, lines
