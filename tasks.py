@@ -296,8 +296,8 @@ class Classification(Task):
 
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
-    class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform, below the length and
-    below span: a model trained at length 128 has seen every class, whatever the length of the test.
+    class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
+    span: a model trained at length 128 has seen every class, whatever the length of the test.
     distance:span=16 is for training at 16.
     >>> example('distance', 9)
     'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
