@@ -817,9 +817,10 @@ def main(argv):
     if rest == ['lengths'] and isinstance(task, Pairs):
         return show_lengths(task)
     if len(rest) > 1 or rest and not rest[0].isdigit():
-        choices = 'a length' + ' or the word lengths' * isinstance(task, Pairs)
-        raise ValueError(f'python tasks.py {name} takes {choices}, not {" ".join(rest)}')
-    length = int(rest[0]) if rest else 64 if task.corpus else max(5, task.min_length)
+        raise ValueError(f'{name} takes a length, or if it is a data set, the word lengths; '
+                         f'not {" ".join(rest)}')
+    default = 64 if task.corpus else max(5, task.min_length)
+    length = int(rest[0]) if rest else default
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
