@@ -51,8 +51,8 @@ class CFQ(Pairs):
             for part, key in zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs')):
                 found[part] = [self.text(entries[i]) for i in splits[key]]
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise DataError(f'{self.data} is not CFQ: {type(error).__name__} {error} in '
-                            f'dataset.json or splits/{self.split}.json; it should be {self.needs}') from None
+            what = f'{type(error).__name__} {error} in dataset.json or splits/{self.split}.json'
+            raise DataError(f'{self.data} is not CFQ: {what}; it should be {self.needs}') from None
         return found
 
     def texts(self, part):
