@@ -1,5 +1,6 @@
-"""Readers of files: CFQ, text, tokens, chorales, MIDI and FASTA, as tasks that `--data=PATH` names; and Python's standard library as text."""
+"""Tasks that read files, those of --data=PATH; and the source of Python's standard library."""
 import functools
+import itertools
 import json
 import os
 import re
@@ -13,84 +14,109 @@ from tasks import PAD, PARTS, DataError, Pairs, Task, supervise
 
 
 class CFQ(Pairs):
-    """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query, entities replaced by M0, M1, ... as in its authors'
-    baselines. `length`: words of the query. The random split, or cfq:mcd=1, 2 or 3.
-
-    >>> CFQ.text({'questionPatternModEntities': "Did M0 's writer write M1",
-    ...           'sparqlPatternModEntities': 'SELECT count(*) WHERE {\\nM0 ns:film.x ?x0 .\\n?x0 a ns:m.05\\n}'})
-    (15, "BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . ?x0 a m_05 } EoS")
+    """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
+    Entities are M0, M1, ... as in its authors' baselines. The random split, or cfq:mcd=1, 2 or 3.
+    `length`: words of the query.
+    >>> print(CFQ.text({
+    ...     'questionPatternModEntities': "Did M0 's writer write M1", 'sparqlPatternModEntities':
+    ...     'SELECT count(*) WHERE {\\nM0 ns:film.x ?x0 .\\n?x0 a ns:m.05\\n}'})[1])
+    BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . ?x0 a m_05 } EoS
     """
     own_vocab = True
-    needs = 'the folder that cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset) unpacks to, with dataset.json and splits/'
+    needs = ('the folder that cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset) unpacks to, '
+             'with dataset.json and splits/')
 
     def __init__(self, mcd=0):
         if mcd > 3:
             raise ValueError(f'cfq has the splits mcd=1, 2 and 3, and a random one; not mcd={mcd}')
-        self.mcd = mcd
+        self.split = f'mcd{mcd}' if mcd else 'random_split'
 
     @staticmethod
     def text(entry):
-        """(length, text) of an entry of dataset.json: punctuation in questions and count(*) cut into words, prefixes of names dropped."""
-        question = re.sub(f'([{re.escape(string.punctuation)}])', r' \1 ', entry['questionPatternModEntities'])
-        query = entry['sparqlPatternModEntities'].replace('count(*)', 'count ( * )').replace('\\n', ' ').split()
+        """(length, text) of an entry of dataset.json. Punctuation in questions and in count(*)
+        becomes words; names lose their prefixes."""
+        punctuation = f'([{re.escape(string.punctuation)}])'
+        question = re.sub(punctuation, r' \1 ', entry['questionPatternModEntities']).split()
+        query = entry['sparqlPatternModEntities'].replace('count(*)', 'count ( * )')
+        query = query.replace('\\n', ' ').split()
         query = [re.sub(r'^m\.', 'm_', word.removeprefix('ns:')) for word in query]
-        return len(query), f'BoS {" ".join(question.split())} EoI {" ".join(query)} EoS'
+        return len(query), f'BoS {" ".join(question)} EoI {" ".join(query)} EoS'
 
     @functools.cached_property
     def parts(self):
-        name = f'mcd{self.mcd}' if self.mcd else 'random_split'
-        split, entries = (read_json(os.path.join(self.data, *path), self.needs) for path in (('splits', name + '.json'), ('dataset.json',)))
+        splits = read_json(os.path.join(self.data, 'splits', f'{self.split}.json'), self.needs)
+        entries = read_json(os.path.join(self.data, 'dataset.json'), self.needs)
+        found = {}
         try:
-            entries = dict(enumerate(entries))
-            return {part: [self.text(entries[i]) for i in split[key]] for part, key in zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs'))}
-        except (AttributeError, KeyError, TypeError) as error:
-            raise DataError(f'{self.data} is not CFQ: {type(error).__name__} {error} in dataset.json or splits/{name}.json; it should be {self.needs}') from None
+            for part, key in zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs')):
+                found[part] = [self.text(entries[i]) for i in splits[key]]
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            what = f'{type(error).__name__} {error} in dataset.json or splits/{self.split}.json'
+            raise DataError(f'{self.data} is not CFQ: {what}; it should be {self.needs}') from None
+        return found
 
     def texts(self, part):
         return self.parts[part]
 
 
 def read_json(path, needs):
-    """What a JSON file holds."""
+    """The content of a JSON file. DataError, with what --data should be, if it cannot be read."""
     try:
         with open(path, encoding='utf-8') as f:
             return json.load(f)
     except (OSError, ValueError) as error:
-        raise DataError(f'cannot read {path}: {getattr(error, "strerror", None) or "not JSON"}; --data should be {needs}') from None
+        reason = getattr(error, 'strerror', None) or 'not JSON'
+        raise DataError(f'cannot read {path}: {reason}; --data should be {needs}') from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# corpora: predict the next token, in contexts of `length` tokens
+# --------------------------------------------------------------------------------------------------
+# corpora: predict the next token in contexts of `length` tokens
+
+PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val', dev='val')
+SHARES = {'train': (0, 0.9), 'val': (0.9, 0.95), 'test': (0.95, 1)}
+
 
 class Corpus(Task):
-    """Documents, one-dimensional arrays (mapped from disk where they are large) of symbols; token = symbol + first. A subclass gives read(), [(part,
-    document)]. Files or folders named train, val (valid, validation, dev) or test are that part; if nothing is so named, 90, 5 and 5 %
-    of the documents are, in an order drawn once, or of each document where there are fewer than 20.
-    """
-    corpus, min_length, first, stride = True, 2, 1, 1           # stride: training contexts begin at its multiples
+    """Documents in parts. A subclass gives read(), [(part, document)]: a document is an array of
+    symbols, mapped from disk where it is large, and token = symbol + first.
+    Files and folders with a name in PART_NAMES belong to that part. If there are none, parts are
+    SHARES of all documents, in a random order drawn once, or of each if there are fewer than 20."""
+    corpus = True
+    fixed = True
+    min_length = 2
     separator = ''
+    first = 1   # the token of symbol 0
+    stride = 1  # contexts begin at multiples of it
+
+    @property
+    def n_symbols(self):
+        return len(self.vocab) - self.first
 
     @functools.cached_property
     def parts(self):
         """{part: [documents]}."""
         documents = [(part, document) for part, document in self.read() if len(document) > 1]
         if not documents:
-            raise DataError(f'there is nothing to read in {self.data or "the standard library"}: it should be {self.needs}')
-        named = {part: [document for p, document in documents if (p or 'train') == part] for part in PARTS}
+            where = self.data or 'the standard library'
+            raise DataError(f'there is nothing to read in {where}: it should be {self.needs}')
         if any(part for part, _ in documents):
-            return named | {'val': named['val'] or named['test'], 'test': named['test'] or named['val']}
-        documents, cuts = [document for _, document in documents], ((0, 0.9), (0.9, 0.95), (0.95, 1))
-        piece = lambda x, low, high: x[int(low * len(x)):int(high * len(x))]
+            named = {p: [x for part, x in documents if (part or 'train') == p] for p in PARTS}
+            named['val'] = named['val'] or named['test']
+            named['test'] = named['test'] or named['val']
+            return named
+        documents = [document for _, document in documents]
         if len(documents) < 20:
-            return {part: [piece(document, *cut) for document in documents] for part, cut in zip(PARTS, cuts)}
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).tolist()
-        return {part: [documents[i] for i in piece(order, *cut)] for part, cut in zip(PARTS, cuts)}
+            return {part: [share(document, part) for document in documents] for part in PARTS}
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))
+        documents = [documents[i] for i in order]
+        return {part: share(documents, part) for part in PARTS}
 
     def of_part(self, part):
-        """The documents of a part with something to predict in them."""
+        """The documents of a part that have something to predict. DataError if there are none."""
         documents = [document for document in self.parts[part] if len(document) > 1]
         if not documents:
-            raise DataError(f'{self.data or "the corpus"} has nothing for {part}: name a file or folder in it {part}, or give more of it')
+            raise DataError(f'{self.data or "the corpus"} has nothing for {part}: '
+                            f'name a file or folder in it {part}, or give more of it')
         return documents
 
     def lay_out(self, pieces, length):
@@ -98,40 +124,55 @@ class Corpus(Task):
         tokens = np.zeros((len(pieces), length), dtype=np.int64)
         for row, piece in zip(tokens, pieces):
             row[:len(piece)] = piece
-            if row.min() < 0 or row.max() >= len(self.vocab) - self.first:
-                raise DataError(f'{self.data} holds the symbol {row.min() if row.min() < 0 else row.max()}; the vocabulary has 0 to {len(self.vocab) - 1 - self.first}')
+            wrong = row[(row < 0) | (row >= self.n_symbols)]
+            if len(wrong):
+                raise DataError(f'{self.data} holds the symbol {wrong[0]}; '
+                                f'the vocabulary has 0 to {self.n_symbols - 1}')
             row[:len(piece)] += self.first
         tokens = torch.from_numpy(tokens)
         return tokens, supervise(tokens, 1)
 
     def problems(self, n, length, draw):
-        """Contexts of the training part: a token anywhere in it says which document, the place therein is uniform; a shorter document is taken whole."""
+        """Training contexts: sample a document in proportion to its length, then a uniform start.
+        A shorter document is taken whole."""
         documents = self.of_part('train')
         ends = np.cumsum([len(document) for document in documents])
-        which = np.searchsorted(ends, draw.integers(int(ends[-1]), n).cpu().numpy(), side='right')
-        places = torch.tensor([max(0, len(documents[i]) - length) // self.stride + 1 for i in which], device=draw.device)
-        starts = (draw.integers(places, n) * self.stride).tolist()
-        tokens, targets = self.lay_out([documents[i][start:start + length] for i, start in zip(which, starts)], length)
-        return self.augment(tokens, targets, draw)
-
-    def augment(self, tokens, targets, draw):
+        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()
+        chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
+        places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
+        starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
+        pieces = [document[i:i + length] for document, i in zip(chosen, starts.tolist())]
+        tokens, targets = self.lay_out(pieces, length)
         return tokens.to(draw.device), targets.to(draw.device)
 
+    def step(self, length):
+        """Predictions in a whole context: the next context starts so much later."""
+        return (length - 1) // self.stride * self.stride
+
     def held_out(self, split, n, lengths, generator):
-        """The same text for every length: n stretches of max(lengths) tokens, drawn from the held-out documents (shorter ones only if there are no more of
-        that size), each cut into contexts of `length` tokens that overlap by one, so that every token but a stretch's first is predicted once. The
-        last context may be short: lengths compare best where they cut the longest into about equal parts. Where contexts begin at multiples
-        of the stride, they are up to a stride shorter.
+        """The same text for every length: n stretches, each cut into contexts of `length` tokens.
+
+        A stretch has max(lengths) tokens of a held-out document; shorter ones are taken only if
+        there are too few. Contexts overlap by one token, so that every token but a stretch's first
+        is predicted once. The last context may be short: lengths compare best if they divide the
+        longest into about equal parts. With a stride, contexts are up to a stride shorter.
         """
-        documents, step = self.of_part('val' if split == 'eval' else 'test'), lambda length: (length - 1) // self.stride * self.stride
-        longest = step(max(lengths))                                                    # predictions in a whole stretch
-        starts = [np.arange(0, len(document) - 1, longest) for document in documents]
-        which, starts = np.repeat(np.arange(len(documents)), list(map(len, starts))), np.concatenate(starts)
+        documents = self.of_part('val' if split == 'eval' else 'test')
+        sizes = np.array([len(document) for document in documents])
+        longest = self.step(max(lengths))
+        starts = [np.arange(0, size - 1, longest) for size in sizes]
+        which = np.repeat(np.arange(len(documents)), [len(x) for x in starts])
+        starts = np.concatenate(starts)
         order = torch.randperm(len(starts), generator=generator(max(lengths))).numpy()
-        short = np.array([len(document) for document in documents])[which[order]] - starts[order] <= longest
-        chosen = order[np.argsort(short, kind='stable')][:n]
+        short = (sizes[which] - starts <= longest)[order]
+        chosen = order[np.argsort(short, kind='stable')][:n]  # whole stretches first
         stretches = [documents[which[k]][starts[k]:starts[k] + longest + 1] for k in chosen]
-        return {length: self.lay_out([s[i:i + step(length) + 1] for s in stretches for i in range(0, len(s) - 1, step(length))], length) for length in lengths}
+        found = {}
+        for length in lengths:
+            step = self.step(length)
+            pieces = [x[i:i + step + 1] for x in stretches for i in range(0, len(x) - 1, step)]
+            found[length] = self.lay_out(pieces, length)
+        return found
 
     def existing(self, lengths, part):
         return [n for n in lengths if n >= self.min_length]
@@ -140,43 +181,56 @@ class Corpus(Task):
         return max(lengths)
 
 
-def files_in(data, needs, endings=None):
-    """[(part, path)] of a file, or of all files below a folder with one of the endings, hidden ones aside; the part that a name says, or None."""
+def share(x, part):
+    """A part's share of a sequence."""
+    low, high = SHARES[part]
+    return x[int(low * len(x)):int(high * len(x))]
+
+
+def files_in(data, needs, endings=''):
+    """[(part, path)] of a file, or of all files below a folder with one of the endings, but hidden
+    ones. part: what a name in the path says, or None."""
     def refuse(error):
-        raise error                                                                     # a folder that may not be read
+        raise error  # a folder that may not be read
 
     if os.path.isfile(data):
         return [(None, data)]
-    found, alias = [], {'valid': 'val', 'validation': 'val', 'dev': 'val'} | {part: part for part in PARTS}
-    for folder, folders, names in os.walk(data, onerror=refuse if os.path.isdir(data) else None):
+    if not os.path.isdir(data):
+        raise DataError(f'--data={data} does not exist; it should be {needs}')
+    found = []
+    for folder, folders, names in os.walk(data, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith('.'))
         for name in sorted(names):
-            path = os.path.join(folder, name)
-            words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
-            if not name.startswith('.') and (endings is None or name.lower().endswith(endings)):
-                found.append((next((alias[word] for word in words if word in alias), None), path))
+            if name.lower().endswith(endings) and not name.startswith('.'):
+                path = os.path.join(folder, name)
+                words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
+                parts = [PART_NAMES[word] for word in words if word in PART_NAMES]
+                found.append((parts[0] if parts else None, path))
     if not found:
-        raise DataError(f'--data={data} ' + ('has no such files' if os.path.isdir(data) else 'does not exist') + f'; it should be {needs}')
+        raise DataError(f'--data={data} has no such files; it should be {needs}')
     return found
 
 
 def mapped(path, dtype):
-    """A file as an array; from a megabyte on it stays on disk."""
+    """A file as an array. A file of more than a megabyte stays on disk."""
     size = os.path.getsize(path)
-    return np.memmap(path, dtype, 'r', shape=size // np.dtype(dtype).itemsize) if size > 2 ** 20 else np.fromfile(path, dtype)
+    if size <= 2 ** 20:
+        return np.fromfile(path, dtype)
+    return np.memmap(path, dtype, 'r', shape=size // np.dtype(dtype).itemsize)
 
 
 def read_text(path):
-    """A text file, which must be UTF-8."""
+    """The content of a text file. DataError if it is not UTF-8."""
     try:
         with open(path, encoding='utf-8', newline='') as f:
             return f.read()
     except UnicodeDecodeError as error:
-        raise DataError(f'{path} is not UTF-8 text (byte {error.start}); --task=text reads any file, as bytes') from None
+        raise DataError(f'{path} is not UTF-8 text (byte {error.start}); '
+                        '--task=text reads any file, as bytes') from None
 
 
 class Text(Corpus):
-    """Any files as bytes: a token for each of the 256, and the padding. `length`: bytes in a context. A file is a document."""
+    """Files as bytes, a document each. `length`: bytes in a context."""
     needs = 'a file, or a folder of files'
     vocab = ['<pad>', *map(chr, range(256))]
 
@@ -191,23 +245,26 @@ class Text(Corpus):
 
 
 class StandardLibrary(Text):
-    """The source of Python's standard library, which every machine has, as bytes; tests and installed packages left out. `length`: bytes in a context.
-
+    """The source of Python's standard library as bytes, without tests and installed packages.
+    `length`: bytes in a context.
     >>> make('stdlib').decode(make('stdlib').encode('def f(x):'))
     'def f(x):'
     """
     needs = ''
+    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
 
     def read(self):
-        documents, root = [], sysconfig.get_path('stdlib')
-        for folder, folders, names in os.walk(root):
-            folders[:] = sorted({*folders} - {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'})
-            documents += [(None, mapped(os.path.join(folder, name), np.uint8)) for name in sorted(names) if name.endswith('.py')]
+        documents = []
+        for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
+            folders[:] = sorted(set(folders) - self.skip)
+            for name in sorted(names):
+                if name.endswith('.py'):
+                    documents.append((None, mapped(os.path.join(folder, name), np.uint8)))
         return documents
 
 
 class TextCharacters(Corpus):
-    """Text files character by character; the vocabulary is what occurs in them. They are read whole. `length`: characters in a context."""
+    """Text files by characters, those that occur in them. `length`: characters in a context."""
     own_vocab = True
     needs = 'a text file (UTF-8), or a folder of them'
 
@@ -220,19 +277,22 @@ class TextCharacters(Corpus):
         return ['<pad>', *sorted(set().union(*(text for _, text in self.texts)))]
 
     def read(self):
-        index = np.zeros(max(map(ord, self.vocab[1:]), default=0) + 1, dtype=np.uint16)
-        for i, character in enumerate(self.vocab[1:]):
-            index[ord(character)] = i
-        return [(part, index[np.frombuffer(text.encode('utf-32-le'), dtype=np.uint32)]) for part, text in self.texts]
+        characters = [ord(character) for character in self.vocab[1:]]
+        documents = []
+        for part, text in self.texts:
+            codes = np.frombuffer(text.encode('utf-32-le'), dtype=np.uint32)
+            documents.append((part, np.searchsorted(characters, codes).astype(np.uint16)))
+        return documents
 
 
 class Tokens(Corpus):
-    """Files of tokens, .bin (uint16) or .npy, mapped from disk, in numbers below `size`: tokens:size=1000. `length`: tokens in a context.
-
+    """Files of tokens below `size`, as in tokens:size=1000. `length`: tokens in a context.
     >>> make('tokens:size=100', 'FILE').decode(torch.tensor([1, 100]))
     '0 99'
     """
-    needs, endings, separator = 'a .bin (uint16) or .npy file of tokens, or a folder of them', ('.bin', '.npy'), ' '
+    needs = 'a .bin (uint16) or .npy file of tokens, or a folder of them'
+    endings = ('.bin', '.npy')
+    separator = ' '
 
     def __init__(self, size=50257):
         self.size = size
@@ -242,12 +302,13 @@ class Tokens(Corpus):
         return ['<pad>', *map(str, range(self.size))]
 
     def read(self):
-        return [(part, self.read_file(path)) for part, path in files_in(self.data, self.needs, self.endings)]
+        paths = files_in(self.data, self.needs, self.endings)
+        return [(part, self.read_file(path)) for part, path in paths]
 
     def read_file(self, path):
         if path.lower().endswith('.bin'):
             if os.path.getsize(path) % 2:
-                raise DataError(f'{path} has an odd number of bytes: it does not hold uint16 tokens')
+                raise DataError(f'{path} has an odd number of bytes: it holds no uint16 tokens')
             return mapped(path, np.uint16)
         try:
             array = np.load(path, mmap_mode='r')
@@ -256,18 +317,27 @@ class Tokens(Corpus):
         if not isinstance(array, np.ndarray):
             raise DataError(f'{path} is not {self.needs}')
         if array.ndim != 1 or array.dtype.kind not in 'ui':
-            raise DataError(f'{path} should be one row of whole numbers; it is {array.dtype} of shape {array.shape}')
+            raise DataError(f'{path} should be one row of whole numbers; '
+                            f'it is {array.dtype} of shape {array.shape}')
         return array
 
 
 class GPT2(Tokens):
-    """GPT-2's byte pairs: token files (nanoGPT's prepare.py writes train.bin and val.bin of OpenWebText), or text, cut up by `tiktoken`, which also shows
-    what they mean. 50,257 tokens and the padding. `length`: tokens in a context.
-    """
-    needs, endings = 'a .bin (uint16), .npy or .txt file, or a folder of them', ('.bin', '.npy', '.txt')
+    """GPT-2's byte pairs: files of tokens, as nanoGPT's prepare.py writes for OpenWebText, or text.
+    The padding and 50,257 byte pairs, filled up to a multiple of 64, 50,304, for an aligned output
+    matrix; no data hold the unused tokens, and decode() skips them. To read or print text, it needs
+    `tiktoken`. `length`: tokens in a context."""
+    needs = 'a .bin (uint16), .npy or .txt file, or a folder of them'
+    endings = ('.bin', '.npy', '.txt')
+    n_symbols = 50257
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.n_symbols)
+
+    @functools.cached_property
+    def vocab(self):
+        vocab = ['<pad>', *map(str, range(self.size))]
+        return vocab + [f'<unused{i}>' for i in range(-len(vocab) % 64)]
 
     @functools.cached_property
     def byte_pairs(self):
@@ -275,43 +345,51 @@ class GPT2(Tokens):
             import tiktoken
             return tiktoken.get_encoding('gpt2')
         except ImportError:
-            raise DataError('GPT-2\'s byte pairs need tiktoken: pip install tiktoken') from None
-        except Exception as error:                                                      # whatever its download fails with
-            raise DataError(f'tiktoken cannot fetch GPT-2\'s vocabulary ({type(error).__name__}); let it do so once where there is a network') from None
+            raise DataError("GPT-2's byte pairs need tiktoken: pip install tiktoken") from None
+        except Exception as error:  # whatever its download fails with
+            raise DataError(f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); "
+                            'let it do so once where there is a network') from None
 
     def read_file(self, path):
-        return np.array(self.byte_pairs.encode_ordinary(read_text(path)), dtype=np.uint16) if path.lower().endswith('.txt') else super().read_file(path)
+        if not path.lower().endswith('.txt'):
+            return super().read_file(path)
+        return np.array(self.byte_pairs.encode_ordinary(read_text(path)), dtype=np.uint16)
 
     def decode(self, row):
-        return self.byte_pairs.decode([i - 1 for i in row.tolist() if i != PAD])
+        return self.byte_pairs.decode([i - 1 for i in row.tolist() if 1 <= i <= self.n_symbols])
 
     def encode(self, text):
         return torch.tensor(self.byte_pairs.encode_ordinary(text), dtype=torch.int64) + 1
 
 
 class JSB(Corpus):
-    """Bach's chorales (PoPE A.1): four voices at every 16th note, one after the other, then the next 16th. 90 symbols: the padding, silence, and the
-    88 pitches of a piano, 21 to 108. `length`: tokens in a context, which begins with the first voice. 229 chorales for training, 76 and 77 held out.
-
+    """Bach's chorales (PoPE A.1): the pitches of four voices, then those of the next 16th note.
+    90 symbols: padding, silence, and the 88 pitches of a piano, 21 to 108. `length`: tokens in a
+    context, which begins with the first voice. 229 chorales for training, 76 and 77 held out.
     >>> JSB().decode(JSB().encode('74 70 65 58 - 70 65 58'))
     '74 70 65 58 - 70 65 58'
     """
     needs = 'Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)'
     vocab = ['<pad>', '-', *map(str, range(21, 109))]
-    separator, stride, min_length = ' ', 4, 5
+    separator = ' '
+    stride = 4
+    min_length = 5
 
     def read(self):
-        chorales, documents = read_json(self.data, self.needs), []
+        chorales = read_json(self.data, self.needs)
+        documents = []
         try:
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
-                for chorale in chorales[name]:
-                    pitches = np.array(chorale)
-                    if pitches.dtype.kind != 'i' or pitches.shape != (len(chorale), 4) or not ((pitches == -1) | (pitches > 20) & (pitches < 109)).all():
-                        raise DataError(f'{self.data}: a chorale of {name} is not rows of four pitches, each -1 or 21 to 108; --data should be {self.needs}')
-                    documents.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
+                documents += [(part, np.array(chorale)) for chorale in chorales[name]]
         except (KeyError, TypeError, ValueError) as error:
-            raise error if isinstance(error, DataError) else DataError(f'{self.data} is not {self.needs}: {type(error).__name__} {error}') from None
-        return documents
+            raise DataError(f'{self.data} is not {self.needs}: '
+                            f'{type(error).__name__} {error}') from None
+        for part, pitches in documents:
+            played = (pitches == -1) | (pitches > 20) & (pitches < 109)
+            if pitches.dtype.kind != 'i' or pitches.shape[1:] != (4,) or not played.all():
+                raise DataError(f'{self.data}: a chorale of {part} is not rows of four pitches, '
+                                f'each -1 or 21 to 108; --data should be {self.needs}')
+        return [(part, np.where(x < 0, 0, x - 20).ravel()) for part, x in documents]
 
     def chorale(self, row):
         """The pitches [frames, 4] of a row of tokens, -1 for silence."""
@@ -320,11 +398,13 @@ class JSB(Corpus):
 
 
 class MIDI(Corpus):
-    """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, from BOS to EOS, a .mid file each; in training transposed by -3 to 3 semitones.
-    With PAD, MASK, chords and tempi the vocabulary has 328, as in PoPE A.1, which does not say what they are. `length`: tokens in a context.
-    """
+    """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, a .mid file each.
+    In training each context is transposed by -3 to 3 semitones. With PAD, MASK, chords and tempi
+    the vocabulary has 328 tokens, as in PoPE A.1, which does not list them. `length`: tokens in a
+    context."""
     needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
-    first, separator = 0, ' '
+    first = 0
+    separator = ' '
 
     @functools.cached_property
     def remi(self):
@@ -332,84 +412,97 @@ class MIDI(Corpus):
             import miditok
         except ImportError:
             raise DataError('MIDI files need miditok: pip install miditok') from None
-        return miditok.REMI(miditok.TokenizerConfig(pitch_range=(21, 108), drums_pitch_range=(27, 87), special_tokens=['PAD', 'BOS', 'EOS', 'MASK'], use_chords=True,
-                                                    use_tempos=True, use_time_signatures=False, num_tempos=32, one_token_stream_for_programs=True))
+        return miditok.REMI(miditok.TokenizerConfig(
+            pitch_range=(21, 108), drums_pitch_range=(27, 87), use_chords=True, use_tempos=True,
+            num_tempos=32, use_time_signatures=False, one_token_stream_for_programs=True,
+            special_tokens=['PAD', 'BOS', 'EOS', 'MASK']))
 
     @functools.cached_property
     def vocab(self):
         return sorted(self.remi.vocab, key=self.remi.vocab.get)
 
     def read(self):
-        documents, remi = [], self.remi
+        bos, eos = self.remi['BOS_None'], self.remi['EOS_None']
+        documents = []
         for part, path in files_in(self.data, self.needs, ('.mid', '.midi')):
             try:
-                tokens = remi(path)
+                tracks = self.remi(path)
             except Exception as error:
-                raise DataError(f'{path} is no MIDI file that miditok reads: {type(error).__name__} {error}') from None
-            for track in tokens if isinstance(tokens, list) else [tokens]:
-                documents.append((part, np.array([remi['BOS_None'], *track.ids, remi['EOS_None']], dtype=np.uint16)))
+                raise DataError(f'{path} is no MIDI file that miditok reads: '
+                                f'{type(error).__name__} {error}') from None
+            for track in tracks if isinstance(tracks, list) else [tracks]:
+                documents.append((part, np.array([bos, *track.ids, eos], dtype=np.uint16)))
         return documents
 
-    def augment(self, tokens, targets, draw):
-        """Every context moved by a number of semitones of its own; a pitch that leaves the piano comes back by an octave."""
-        tokens = self.transposed[draw.integers(7, len(tokens), 1).cpu(), tokens]
-        return super().augment(tokens, supervise(tokens, 1), draw)
+    def problems(self, n, length, draw):
+        tokens, _ = super().problems(n, length, draw)
+        shift = draw.integers(7, n, 1)  # of each context, as a row of `transposed`
+        tokens = self.transposed.to(tokens.device)[shift, tokens]
+        return tokens, supervise(tokens, 1)
 
     @functools.cached_property
     def transposed(self):
-        """[7, vocabulary]: the token that each becomes."""
-        index, table = {name: i for i, name in enumerate(self.vocab)}, torch.arange(len(self.vocab)).repeat(7, 1)
-        for name in (name for name in self.vocab if name.startswith('Pitch_')):
-            for row, shift in zip(table, range(-3, 4)):
-                pitch = int(name[6:]) + shift
-                row[index[name]] = next(index[f'Pitch_{p}'] for p in (pitch, pitch - 12, pitch + 12) if f'Pitch_{p}' in index)
+        """[7, vocabulary]: what each token becomes, -3 to 3 semitones up. A pitch that leaves the
+        piano comes back by an octave."""
+        table = torch.arange(len(self.vocab)).repeat(7, 1)
+        names = [name for name in self.vocab if name.startswith('Pitch_')]
+        pitches = {int(name.removeprefix('Pitch_')): self.vocab.index(name) for name in names}
+        for row, shift in zip(table, range(-3, 4)):
+            for pitch, i in pitches.items():
+                moved = pitch + shift
+                row[i] = next(pitches[p] for p in (moved, moved - 12, moved + 12) if p in pitches)
         return table
 
 
 class Genome(Corpus):
-    """FASTA files in 6-mers that do not overlap, as the Nucleotide Transformer cuts them: from the left of every stretch without N; what is left over, and
-    each N, is a token by itself; other letters count as N, and case is ignored. 4,107 tokens: 6 special ones, A C G T N, 4,096 6-mers.
-    `length`: tokens in a context. A record is a document.
-
+    """FASTA files in 6-mers as the Nucleotide Transformer cuts them; a record is a document.
+    6-mers do not overlap, and start at the left of every stretch without N. Each letter left over
+    and each N is a token; other letters count as N, and case is ignored. 4,107 tokens: 6 special
+    ones, A C G T N, 4,096 6-mers. `length`: tokens in a context.
     >>> Genome().decode(Genome().tokens(b'acgtacgtNNACGTTTA'))
     'ACGTAC G T N N ACGTTT A'
     """
     needs = 'a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them'
     special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
-    vocab = special + [''.join('ACGT'[i >> 2 * k & 3] for k in range(5, -1, -1)) for i in range(4096)]
-    separator, first = ' ', 0
+    vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
+    separator = ' '
+    first = 0
     letters = np.full(256, 4, dtype=np.uint8)
     letters[list(b'ACGTacgt')] = [0, 1, 2, 3] * 2
 
     def tokens(self, sequence):
         """The tokens of a sequence of bytes."""
-        code, base = self.letters[np.frombuffer(sequence, dtype=np.uint8)], self.special.index('A')
-        known = code < 4
-        edges = np.flatnonzero(np.diff(known, prepend=~known[:1])) if len(code) else []     # where stretches with and without N begin
+        code = self.letters[np.frombuffer(sequence, dtype=np.uint8)]
+        edges = np.flatnonzero(np.diff(code < 4)) + 1  # of the stretches without N
         parts = []
-        for stretch in np.split(code, edges[1:]):
-            whole = len(stretch) // 6 * 6 if len(stretch) and stretch[0] < 4 else 0
+        for stretch in np.split(code, edges):
+            whole = len(stretch) // 6 * 6 if (stretch < 4).all() else 0
             kmers = stretch[:whole].reshape(-1, 6) @ (4 ** np.arange(5, -1, -1))
-            parts += [kmers + len(self.special), stretch[whole:].astype(np.int64) + base]
-        return torch.from_numpy(np.concatenate([*parts, np.zeros(0, dtype=np.int64)]))
+            parts.append(kmers + len(self.special))
+            parts.append(stretch[whole:].astype(np.int64) + self.special.index('A'))
+        return torch.from_numpy(np.concatenate(parts))
 
     def read(self):
-        return [(part, self.tokens(sequence).numpy().astype(np.uint16)) for part, path in files_in(self.data, self.needs, ('.fa', '.fasta', '.fna'))
-                for sequence in self.records(path)]
+        documents = []
+        for part, path in files_in(self.data, self.needs, ('.fa', '.fasta', '.fna')):
+            for sequence in self.records(path):
+                documents.append((part, self.tokens(sequence).numpy().astype(np.uint16)))
+        return documents
 
     def records(self, path):
-        """The sequences in a FASTA file."""
+        """Yield the sequences in a FASTA file."""
         lines = []
         with open(path, 'rb') as f:
             filled = filter(None, map(bytes.strip, f))
             if not next(filled, b'>').startswith(b'>'):
-                raise DataError(f'{path} is no FASTA file, whose first line begins with ">"; --data should be {self.needs}')
+                raise DataError(f'{path} is no FASTA file, whose first line begins with ">"; '
+                                f'--data should be {self.needs}')
             for line in filled:
                 if line.startswith(b'>'):
                     yield b''.join(lines)
                     lines = []
                 elif not line.translate(None, b'-*').isalpha() and line.strip(b'-*'):
-                    raise DataError(f'{path} has the line {line[:20]!r}, which is no sequence of letters')
+                    raise DataError(f'{path} has the line {line[:20]!r}, which is no sequence')
                 else:
                     lines.append(line)
         yield b''.join(lines)
@@ -418,7 +511,6 @@ class Genome(Corpus):
         return self.tokens(text.replace(' ', '').encode())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-READERS = {'stdlib': StandardLibrary(), 'cfq': CFQ(), 'text': Text(), 'characters': TextCharacters(), 'tokens': Tokens(), 'openwebtext': GPT2(),
+READERS = {'stdlib': StandardLibrary(), 'cfq': CFQ(), 'text': Text(),
+           'characters': TextCharacters(), 'tokens': Tokens(), 'openwebtext': GPT2(),
            'jsb': JSB(), 'maestro': MIDI(), 'genome': Genome()}
