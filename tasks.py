@@ -3,7 +3,6 @@
     python tasks.py                         lists the tasks
     python tasks.py parity 5                prints examples of parity at length 5
     python tasks.py jsb 64 --data=Jsb16thSeparated.json
-    python tasks.py scan_cot lengths        prints how long the problems of a data set are
 
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
 `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, a row of tokens as text.
@@ -16,9 +15,7 @@ import functools
 import inspect
 import math
 import re
-import signal
 import string
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -782,28 +779,8 @@ class Arguments:
     data: str = ''  # the file or folder that the task reads, if it reads any
 
 
-def show_lengths(task):
-    """Print histograms of the number of tokens in a data set (as PRISM Figures 21 to 23)."""
-    for part in ('train', 'test'):
-        total, answer = [], []
-        for tokens, targets in task.rows[part].values():
-            total += (tokens != PAD).sum(dim=1).tolist()
-            answer += (targets != -100).sum(dim=1).tolist()
-        prompt = [a - b - 1 for a, b in zip(total, answer)]
-        mark = task.marks[0]
-        for what, sizes in ('in all', total), (f'after {mark}', answer), (f'before {mark}', prompt):
-            low, high = min(sizes), max(sizes)
-            step = math.ceil((high + 1 - low) / 16)
-            counts = collections.Counter((size - low) // step for size in sizes)
-            print(f'\n{part}, {len(sizes)} problems: tokens {what}, from {low} to {high}')
-            for i in range(max(counts) + 1):
-                bar = '#' * math.ceil(60 * counts[i] / max(counts.values()))
-                first = low + i * step
-                print(f'{first:5} - {first + step - 1:<5} {counts[i]:6} {bar}')
-
-
 def main(argv):
-    """List the tasks, or print examples of one, or the lengths in a data set."""
+    """List the tasks, or print examples of one."""
     from engine.config import check_name, parse
     wants_help = {'-h', '--help'} & set(argv)
     flags, words = parse(Arguments, [] if wants_help else argv)
@@ -814,11 +791,8 @@ def main(argv):
     name, *rest = words
     check_name('task', name.partition(':')[0], known())
     task = make(name, **flags)
-    if rest == ['lengths'] and isinstance(task, Pairs):
-        return show_lengths(task)
     if len(rest) > 1 or rest and not rest[0].isdigit():
-        raise ValueError(f'{name} takes a length, or if it is a data set, the word lengths; '
-                         f'not {" ".join(rest)}')
+        raise ValueError(f'python tasks.py {name} takes a length, not {" ".join(rest)}')
     default = 64 if task.corpus else max(5, task.min_length)
     length = int(rest[0]) if rest else default
     tokens, targets = task.sample(5, length)
@@ -830,12 +804,6 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    from engine.config import UserError
+    from engine import config
     from tasks import main  # engine/data.py imports this file by its name: run that copy
-    sys.stdout.reconfigure(errors='replace')
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ... | head
-    try:
-        main(sys.argv[1:])
-    except (OSError, ValueError, UserError) as error:
-        print(f'tasks.py: {error}', file=sys.stderr)
-        sys.exit(2)
+    config.run(main, ValueError)

@@ -50,7 +50,7 @@ class Config(ModelConfig):
     n_train: int = 0
     n_eval: int = 128              # validation problems per length, seen during training
     n_test: int = 1024             # test problems per length, disjoint from the validation ones
-    top_evals: int = 0             # if k > 0, report the per-length mean of the top k evaluations too
+    top_evals: int = 0             # k > 0: report the per-length mean of the top k evaluations, too
     # optimization: AdamW, linear warm-up, decay
     seeds: list = (0,)             # a model per seed, all trained together
     batch_size: int = 64           # sequences per step
@@ -247,7 +247,7 @@ class Batches:
 
 
 def held_out(cfg, task, split, device):
-    """{length: (tokens, targets)} of split 'eval' or 'test', the same for all seeds and encodings."""
+    """{length: (tokens, targets)} of split eval or test, the same for every seed and encoding."""
     n = cfg.n_eval if split == 'eval' else cfg.n_test
     problems = task.held_out(split, n, cfg.eval_lengths, lambda n: generator('cpu', split, n))
     return {n: (tokens.to(device), targets.to(device)) for n, (tokens, targets) in problems.items()}

@@ -150,8 +150,8 @@ def strips(cfg, rows):
                f'{holds or "none":>8}')
     if every > 1:
         yield f'\n(every {every}th length is shown)'
-    yield (f'\n{shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained on; '
-           'holds to: the last length before one below 95 %')
+    yield (f'\n{shades[0]} below 12.5 %, {shades[-1]} all right; {bar} ends the lengths trained '
+           'on; holds to: the last length before one below 95 %')
 
 
 def evenly(items, count):

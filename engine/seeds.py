@@ -35,7 +35,7 @@ class Stack:
     """
     def __init__(self, cfg, models, device, compiled):
         self.cfg, self.models = cfg, models
-        # on a CPU one pass for all seeds saves calls, not arithmetic, and a large one leaves the cache
+        # on a CPU one pass for all saves calls, not arithmetic, and a large one leaves the cache
         work = cfg.batch_size * cfg.train_len * cfg.d_model
         self.together = device.type == 'cuda' or work <= 2 ** 17
         self.params, self.buffers = torch.func.stack_module_state(models)
@@ -192,7 +192,7 @@ class Group:
 # devices
 
 def pick_device(cfg):
-    """The torch.device that cfg.device names, made the current one; UserError if it is missing."""
+    """The torch.device that cfg.device names, made the current one; UserError if missing."""
     if not re.fullmatch(r'auto|cpu|cuda(:\d+)?', cfg.device):
         raise UserError(f'device must be auto, cpu, cuda or cuda:N, not {cfg.device!r}')
     if cfg.device == 'cpu' or cfg.device == 'auto' and not torch.cuda.is_available():
@@ -202,7 +202,7 @@ def pick_device(cfg):
     if ':' in cfg.device:
         number = int(cfg.device[5:])
     elif count:
-        number = torch.cuda.current_device()               # each of torchrun's processes has its own
+        number = torch.cuda.current_device()  # each of torchrun's processes has its own
     if number >= count:
         raise UserError(f'--device={cfg.device}: this machine has {count} CUDA devices; '
                         'use --device=cpu')
