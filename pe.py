@@ -12,12 +12,9 @@ and probed like the rest.
     python pe.py                 prints the zoo: equation, parameters, hooks that each one changes
     python pe.py zoo.png         draws it
 """
-import contextlib
 import copy
-import inspect
 import math
 import sys
-import textwrap
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
@@ -30,17 +27,13 @@ import kernels
 
 @dataclass
 class PEConfig:
-    """What an encoding may read; model.ModelConfig adds the rest. ValueError says what is wrong.
-
-    Derived: heads and head_dim, the number and the width of the real attention heads.
-    """
+    """What an encoding may read; model.ModelConfig adds the rest. Derived: heads and head_dim, the
+    number and the width of the real attention heads. ValueError says what is wrong."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
     rope_heads: int = None         # encode the first k heads only, the others are NoPE; None: all
-    # mha | mla (keys and values from a compressed vector; half of each head is NoPE)
-    attention: Literal['mha', 'mla'] = 'mha'
+    attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, half of a head NoPE
     d_model: int = 64              # width of the residual stream
-    # attention heads; mla makes n_head / 2 real heads, each a NoPE half and an encoded half
-    n_head: int = 1
+    n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
     train_len: int = 128           # longest total length in training (train.py sets it)
     eval_len: int = 0              # longest total length in evaluation, for vipe_s='global' (same)
     max_len: int = 1024            # learned, random: rows of the table; later positions: last row
@@ -69,34 +62,26 @@ class PEConfig:
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
     prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
-    # prism: size of the GRU's input; larger learns faster, but sooner mistakes symbols for places
-    prism_input: float = 0.5
-    # prism: the GRU's W_h is free | orthogonal (by parametrization) | penalty (1e-3 |W'W - 1|^2)
-    # | norm (learned)
+    prism_input: float = 0.5       # prism: scale of the GRU's input; larger learns symbols sooner
+    # prism: W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
     prism_recurrent: Literal['free', 'orthogonal', 'penalty', 'norm'] = 'free'
     prism_reset: bool = True       # prism: cursors can return to 0; False: that gate stays shut
-    # prism: mean of the offsets' sinusoids (Algorithm 2); False: sinusoid of the mean offset
-    prism_superpose: bool = True
+    prism_superpose: bool = True   # prism: mean of sinusoids; False: sinusoid of the mean offset
     prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
-    # prism: one in five query cursors can jump to a past token; its key cursor is fixed | trained;
-    # none: no jumps
+    # prism: copy gate of every fifth query cursor: none, or with its key cursor fixed | trained
     prism_copy: Literal['none', 'fixed', 'trained'] = 'none'
     prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
-    # prism: encodings as they are (none), or with Algorithm 3's scale, one for all (scale) | each
-    # token's to length sqrt(d_pe) (unit)
+    # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
-    # prism: peak learning rate of alpha, the weights of the cursors (betas 0.8, 0.92)
-    prism_alpha_lr: float = 0.03
-    # pope, vipe, alibi, t5 and prism's scan by kernels.py: auto (on CUDA where it pays) | triton
-    # (always) | reference (never)
+    prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
+    # kernels.py for pope, vipe, alibi, t5, prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
         check_choices(self)
         for key in ('d_model', 'n_head', 'n_layer', 'train_len', 'max_len', 't5_buckets',
                     't5_max_distance', 'fire_width', 'yarn_beta_fast', 'yarn_beta_slow',
-                    'prism_cursors', 'prism_d_pe', 'prism_hidden', 'prism_input',
-                    'prism_alpha_lr'):
+                    'prism_cursors', 'prism_d_pe', 'prism_hidden', 'prism_input', 'prism_alpha_lr'):
             if getattr(self, key) <= 0:
                 raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
         for key in ('eval_len', 'max_shift', 'vipe_d_p'):
@@ -104,13 +89,13 @@ class PEConfig:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
         if self.rope_base <= 1:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
-        self.prism_layers = list(self.prism_layers)
-        if not increasing_from_1(self.prism_layers, self.n_layer):
+        layers = self.prism_layers = list(self.prism_layers)
+        numbers = layers[:1] == [1] and all(type(x) is int for x in layers)
+        if not numbers or layers != sorted(set(layers)) or layers[-1] > self.n_layer:
             raise ValueError(f'prism_layers must be layers in order, from 1 to n_layer='
-                             f'{self.n_layer}, the first of them 1; it is {self.prism_layers}')
+                             f'{self.n_layer}, the first of them 1; it is {layers}')
         if self.kernel == 'triton' and kernels.triton is None:
-            raise ValueError('kernel=triton needs Triton, which is for Linux: '
-                             'pip install triton, or take kernel=auto')
+            raise ValueError('kernel=triton needs Triton, for Linux: pip install triton; or auto')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         if self.attention == 'mla' and self.n_head % 2:
@@ -131,21 +116,12 @@ def check_choices(cfg):
             raise ValueError(f'{f.name} must be one of {known}, not {value!r}')
 
 
-def increasing_from_1(layers, last):
-    """Whether layers is 1 < .. <= last, all of them int."""
-    return (all(type(x) is int for x in layers) and layers[:1] == [1] and layers[-1] <= last
-            and layers == sorted(set(layers)))
-
-
 # --------------------------------------------------------------------------------------------------
 # the hooks
 
 class Encoding(nn.Module):
     """No encoding at all, and the base of every other: override the hooks that you need.
-
-    Shapes: x [B, T, C]; q, k, v [B, H, T, D]; pos [T], integers from 0. `state` is what state()
-    returned for the sequence.
-    """
+    x [B, T, C]; q, k, v [B, H, T, D]; pos [T], integers from 0; state: what state() returned."""
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
     fp32 = False              # True: attention must not run in half precision
@@ -161,8 +137,8 @@ class Encoding(nn.Module):
         self.cfg = cfg
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        if type(self).bias is not Encoding.bias:
-            self.fusable = False             # kernels.attention takes a bias by distance only
+        if self.widens or type(self).bias is not Encoding.bias:
+            self.fusable = False             # a kernel takes one width, and a bias by distance
 
     def for_layer(self):
         """The instance for a further layer. The first layer's also runs embed and state."""
@@ -170,34 +146,24 @@ class Encoding(nn.Module):
 
     def embed(self, x, pos):                    # -> [B, T, C], before layer 1
         return x
-
     def state(self, x, pos, total_len=None):    # -> anything, once per sequence; total_len: its
         return None                             # final length, if known
-
     def restate(self, x, pos, state):           # -> the state from this layer on; x: its input
         return state
-
     def penalty(self):                          # -> added to the training loss
         return 0.0
-
     def qk(self, q, k, pos, state=None):        # -> q', k' [B, H, T, any]
         return q, k
-
     def rescale(self, q, k, pos, state=None):   # -> None, or (row, col) [.., T, 1]: logits times
         return None                             # row_t col_s
-
     def phases(self):                           # -> None, or delta [H, D] where qk() is PoPE's
         return None
-
     def bias(self, pos, state=None):            # -> None, or [H, T, T] added to the logits
         return self.by_distance(distance(pos))
-
     def by_distance(self, d):                   # -> None, or the bias [H, ..] of t - s in d [..]
         return None
-
     def value(self, v, pos, state=None):        # -> [B, H, T, any], before the average
         return v
-
     def out(self, y, pos, state=None):          # -> [B, H, T, out_dim], after it
         return y
 
@@ -224,27 +190,23 @@ class Encoding(nn.Module):
         return self.out(self.expected_distance(y, pos), pos, state)
 
     def attend(self, q, k, v, pos, state=None):
-        """mix(softmax(logits), v) without keeping the logits.
-
-        The kernels assume that pos counts up by 1; a probe that moves positions sets
-        kernel='reference'.
-        """
+        """mix(softmax(logits), v) without keeping the logits. The kernels assume that pos counts
+        up by 1; a probe that moves positions sets kernel='reference'."""
         if self.fusable and self.gains and kernels_serve(self.cfg, q):
-            with in_full_precision(q):
+            with torch.autocast(q.device.type, enabled=False):
                 y = self.attend_by_kernels(q, k, self.value(v, pos, state), pos, state)
                 return self.out(y, pos, state)
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
-            with in_full_precision(q):
+            with torch.autocast(q.device.type, enabled=False):
                 return self.attend(q.float(), k.float(), v.float(), pos, state)
         v = self.append_position(self.value(v, pos, state), pos)
         q, k = self.scaled_qk(q, k, pos, state)
-        bias = self.bias(pos, state)
-        mask = None
-        if bias is not None:
-            mask = (bias + causal(bias)).to(q.dtype).contiguous()[None]  # (1, H, T, T)
+        mask = self.bias(pos, state)
+        if mask is not None:
+            mask = (mask + causal(mask)).to(q.dtype).contiguous()[None]  # (1, H, T, T)
         width = v.shape[-1]
         q, k, v = pad_to_one_width(q, k, v)  # fused attention wants one width
-        y = fused_attention(q, k, v, mask, self.scale)[..., :width]
+        y = kernels.fused_attention(q, k, v, mask, self.scale)[..., :width]
         return self.out(self.expected_distance(y, pos), pos, state)
 
     def attend_by_kernels(self, q, k, v, pos, state):
@@ -257,8 +219,8 @@ class Encoding(nn.Module):
             row, col = (f.squeeze(-1) for f in factors)
             call |= dict(row=row.expand(1, *q.shape[1:3]), col=col.expand(q.shape[:3]))
         if delta is not None:
-            call |= dict(delta=delta[None], base=self.cfg.rope_base,
-                         softplus=self.cfg.pope_softplus)
+            cfg = self.cfg
+            call |= dict(delta=delta[None], base=cfg.rope_base, softplus=cfg.pope_softplus)
         else:
             q, k = self.qk(q, k, pos, state)
         y, e = kernels.attention(q, k, v, **call)
@@ -266,60 +228,20 @@ class Encoding(nn.Module):
 
     def append_position(self, v, pos):
         """v, with the key's position as one more channel if out() needs the expected distance."""
-        if not self.distance:
-            return v
-        return torch.cat([v, pos.to(v.dtype)[:, None].expand(*v.shape[:-1], 1)], dim=-1)
+        s = pos.to(v.dtype)[:, None].expand(*v.shape[:-1], 1)
+        return torch.cat([v, s], dim=-1) if self.distance else v
 
     def expected_distance(self, y, pos):
-        """y, its last channel turned from sum_s alpha_ts s into t - sum_s alpha_ts s."""
-        if not self.distance:
-            return y
-        return torch.cat([y[..., :-1], pos.to(y.dtype)[:, None] - y[..., -1:]], dim=-1)
-
-
-def in_full_precision(x):
-    """A context without autocast on x's device."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+        """y, that channel turned from sum_s alpha_ts s into sum_s alpha_ts (t - s)."""
+        t = pos.to(y.dtype)[:, None]
+        return torch.cat([y[..., :-1], t - y[..., -1:]], dim=-1) if self.distance else y
 
 
 def kernels_serve(cfg, q):
     """Whether kernels.py computes attention: cfg.kernel decides; auto: where memory counts."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    pays = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
-    return cfg.kernel == 'triton' or cfg.kernel == 'auto' and pays and kernels.triton is not None
-
-
-def fused_attention(q, k, v, mask, scale):
-    """Causal attention [B, H, T, D] by PyTorch's fused kernels; mask [1, H, T, T] is added."""
-    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
-        return seeds_attention(q, k, v, mask, scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                          scale=scale)
-
-
-@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
-def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-                    scale: float) -> torch.Tensor:
-    """fused_attention under vmap, which has no rule for it: fold_seeds is the rule."""
-    raise NotImplementedError('seeds_attention exists for its vmap rule only')
-
-
-@seeds_attention.register_vmap
-def fold_seeds(info, in_dims, q, k, v, mask, scale):
-    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
-    S = info.batch_size
-    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
-               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
-    if mask is None or in_dims[3] is None:  # one mask: seeds into the batch
-        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
-        return y.unflatten(0, (S, -1)), 0
-    H = q.shape[2]  # a mask per seed: into the heads
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
-    mask = mask.movedim(in_dims[3], 1).flatten(1, 2)  # (1, S H, T, T)
-    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
+    pays = (q.is_cuda and kernels.triton is not None and q.shape[2] >= 512 and q.shape[3] <= 128
+            and q.dtype in (torch.bfloat16, torch.float16))
+    return cfg.kernel == 'triton' or (cfg.kernel == 'auto' and pays)
 
 
 def causal(like):
@@ -329,10 +251,7 @@ def causal(like):
 
 
 def pad_to_one_width(*xs):
-    """Zeros behind the last features of all but the widest.
-
-    They change neither a dot product nor the first features of an average.
-    """
+    """Zeros behind the last features: no dot product changes, and no other channel of y."""
     width = max(x.shape[-1] for x in xs)
     if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
         width += -width % 8  # the fused CUDA kernels want that
@@ -340,19 +259,13 @@ def pad_to_one_width(*xs):
 
 
 def frequencies(n, base, like):
-    """theta_c = base^(-c/n), c = 0..n-1 [n], in float32, or float64 if `like` is.
-
-    Angles in half precision would be noise.
-    """
+    """theta_c = base^(-c/n), c = 0..n-1 [n]; never in half precision, where angles are noise."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
 
 
 def sinusoids(pos, width, base, like):
-    """f(z)[2c] = sin(z theta_c), f(z)[2c+1] = cos(z theta_c), theta_c = base^(-2c/width).
-
-    For every z in pos [..]: [.., width].
-    """
+    """f(z) [.., width] of z in pos [..]: f(z)[2c], f(z)[2c+1] = sin, cos(z base^(-2c/width))."""
     angle = pos[..., None] * frequencies(width // 2, base, like)
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
@@ -384,21 +297,14 @@ def check_even(n, name, what):
 # added to the embeddings
 
 class NoPE(Encoding):
-    """No encoding: logit_ts = <q_t, k_s> / sqrt(d) (Haviv et al. 2022).
-
-    Order is seen through the causal mask alone.
-    """
+    """No encoding (Haviv et al. 2022): logit_ts = <q_t, k_s> / sqrt(d); the causal mask orders."""
     shift_invariant = True
     drawable = False
 
 
 class APE(Encoding):
     """Sinusoids (Vaswani et al. 2017): x_t += p_t,
-    p_t[2c] = sin(t theta_c), p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C).
-
-    Added once, to the embeddings; no parameters; defined at every position, trained only at those
-    seen.
-    """
+    p_t[2c] = sin(t theta_c), p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C). No parameters."""
     shared = True
 
     def __init__(self, cfg):
@@ -413,9 +319,8 @@ class ShiftedAPE(APE):
     """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m),
     m ~ U{0..max_shift} per sequence in training, 0 in evaluation.
 
-    Positions up to max_shift beyond the training length are trained, their large distances never.
-    The shifts are a Weyl sequence (multiples of 2^64 over the golden ratio from a random start),
-    so they follow from the model's own state.
+    Positions up to max_shift beyond the training length are trained, large distances never. The
+    shifts are a Weyl sequence (multiples of 2^64 over the golden ratio) of the model's own state.
     """
     drawable = False  # in evaluation it is ape
 
@@ -434,10 +339,8 @@ class ShiftedAPE(APE):
 
 
 class Learned(Encoding):
-    """A learned vector per position (GPT-2; "Base" in ViPE): x_t += P[t], P [max_len, C] learned.
-
-    P starts at N(0, 0.02^2). Positions from max_len on use the last row.
-    """
+    """A learned vector per position (GPT-2; "Base" in ViPE): x_t += P[min(t, max_len - 1)],
+    P [max_len, C] learned, from N(0, 0.02^2)."""
     shared = True
 
     def __init__(self, cfg):
@@ -449,11 +352,8 @@ class Learned(Encoding):
 
 
 class Random(Encoding):
-    """A fixed random vector per position (the Toeplitz study's "random"): x_t += P[t],
-    entries N(0, 1/2), the norm of a sinusoid.
-
-    That they are fixed, and that large, is ours. Positions from max_len on use the last row.
-    """
+    """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
+    entries N(0, 1/2), the norm of a sinusoid. That P is fixed, and that large, is ours."""
     shared = True
 
     def __init__(self, cfg):
@@ -469,10 +369,7 @@ class Random(Encoding):
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
-    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d).
-
-    Changes q and k; no parameters. D must be even.
-    """
+    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
     shift_invariant = True
 
     def __init__(self, cfg):
@@ -488,10 +385,9 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len) for the sequence at hand, so training is plain RoPE. The ramp w_c goes
-    from 0 for features that turn more than beta_fast times over train_len to 1 for those below
-    beta_slow turns, linearly in c (NTK-by-parts, as in the authors' code). No parameters. Not
-    prefix-consistent: give the model `total_len`.
+    s = max(1, T / train_len), so training is plain RoPE. The ramp w_c goes from 0 for features that
+    turn more than beta_fast times over train_len to 1 for those below beta_slow turns, linearly in
+    c (NTK-by-parts, as in the authors' code). Not prefix-consistent: give the model `total_len`.
     """
     def state(self, x, pos, total_len=None):
         return length_ratio(self.cfg, pos, total_len)
@@ -616,13 +512,12 @@ class FIRE(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))).
 
     f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are
-    learned; all per layer. The bias depends on t too, so PyTorch's attention gets it as an
-    [H, T, T] mask.
+    learned; all per layer. The bias depends on t too: it is PyTorch's attention mask [H, T, T].
     """
     def __init__(self, cfg):
         super().__init__(cfg)
-        width = cfg.fire_width
-        self.mlp = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, cfg.heads))
+        n = cfg.fire_width
+        self.mlp = nn.Sequential(nn.Linear(1, n), nn.ReLU(), nn.Linear(n, cfg.heads))
         self.c = nn.Parameter(torch.tensor(0.1))
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 
@@ -640,10 +535,7 @@ class FIRE(Encoding):
 # values
 
 class VRoPE(Encoding):
-    """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s.
-
-    v_s arrives rotated by its distance s - t. No parameters.
-    """
+    """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s. No parameters."""
     shift_invariant = True
 
     def __init__(self, cfg):
@@ -666,11 +558,10 @@ class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = g(s) log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    n counts from 1; s = max(1, T / train_len) for the sequence at hand. The code p_(n-i) is linear
-    in the distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
-    alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is
-    head_dim + d_p wide. Not prefix-consistent: give the model `total_len`. Every part has its
-    switch (vipe_*).
+    n counts from 1; s = max(1, T / train_len). The code p_(n-i) is linear in the distance, so its
+    average needs one extra value channel: E_alpha[n - i] = n - sum_i alpha_ni i. u, W_p, b_p are
+    per head and layer; u and b_p start at 0. The output is head_dim + d_p wide. Not
+    prefix-consistent: give the model `total_len`. Every part has its switch (vipe_*).
     """
     fp32 = True
     gains = True
@@ -722,8 +613,7 @@ class ViPE(Encoding):
 # positions that the content decides
 
 class Orthogonal(nn.Module):
-    """torch.nn.utils.parametrizations.orthogonal for W [n, k], n >= k, without cuSOLVER, which a
-    CUDA graph may not record.
+    """parametrizations.orthogonal for W [n, k], n >= k, without cuSOLVER: CUDA graphs refuse that.
 
     W = base H_1 .. H_k cut to k columns, H_i = 1 - 2 v_i v_i^T / |v_i|^2, v_i the i-th column of V:
     X below its diagonal, 1 on it. In one piece: H_1 .. H_k = 1 - V S^-1 V^T, S the upper triangle
@@ -748,13 +638,12 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms, in float32 or
     float64: superposed encodings [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
-    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None for no
-    sharpening; table [2P+1, d_pe] = f(-P..P); copy [B, C, T, T+1]: the k-th entry is the jump to
-    offset k, the last "no copy". Jumps past t, to later tokens, are not made and their mass is
-    lost. All mass starts at offset 0. A histogram holds the offsets that can be reached,
-    -(t+1)..t+1, so a token's encoding depends neither on P nor on what follows; it is superposed
-    after token t's gates, `chunk` tokens at a time. ValueError if shapes do not fit, or if a cursor
-    can leave the table (Algorithm 1 clamps at +-P).
+    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None: no sharpening;
+    table [2P+1, d_pe] = f(-P..P); copy [B, C, T, T+1]: entry k is the jump to offset k, the last
+    "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. The
+    encoding of token t superposes the histogram after its gates, over the offsets that it can
+    reach, -(t+1)..t+1: neither P nor later tokens matter. ValueError if shapes do not fit, or if a
+    cursor can leave the table (Algorithm 1 clamps at +-P).
     """
     kernels.check_scan(reset, step, gamma, table, copy)
     (B, C, T), P = reset.shape, len(table) // 2
@@ -784,8 +673,7 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
 
 
 class Cursors(nn.Module):
-    """A PRISM layer: a GRU reads the content x_t and opens gates that move cursors, each of them a
-    histogram over offsets.
+    """A PRISM layer: a GRU reads content and opens gates that move cursors, histograms of offsets.
 
     gates_t = W h_t, h_t = GRU(prism_input norm(x_t), h_(t-1)); p_reset = sigmoid,
     (p_incr, p_decr, p_keep) = softmax. cursor_scan moves the histograms (Algorithm 1) and
@@ -867,7 +755,7 @@ class Cursors(nn.Module):
         return reset, step, self.jumps(torch.cat([x, h], dim=-1))
 
     def jumps(self, x):
-        """p_copy: causal self-attention to the tokens up to this one; last entry: "no copy"."""
+        """p_copy: causal self-attention to the tokens up to this one; last entry: no copy."""
         q, k = (W(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)  # (B, C', T, D)
                 for W in (self.W_q, self.W_k))
         logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
@@ -876,10 +764,10 @@ class Cursors(nn.Module):
 
     def scan(self, x, table):
         """Encodings [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
-        pays = x.is_cuda and kernels.triton is not None and x.dtype != torch.float64
         kernel = self.cfg.kernel
-        by_kernel = kernel == 'triton' or kernel == 'auto' and pays
-        scan = kernels.cursor_scan if by_kernel else cursor_scan
+        pays = x.is_cuda and kernels.triton is not None and x.dtype != torch.float64
+        fused = kernel == 'triton' or (kernel == 'auto' and pays)
+        scan = kernels.cursor_scan if fused else cursor_scan
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.gates(x))
         gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
         e = scan(reset, step, gamma, table)
@@ -891,14 +779,12 @@ class Cursors(nn.Module):
         return e.slice_scatter(jumping, 1, 0, self.count, 5)
 
     def forward(self, x, pos):
-        """Superpositions g_q, g_k for every layer served: [2, layers, B, H, T, branches d_pe].
-
-        A branch is a cursor or the absolute position.
-        """
+        """Superpositions g_q, g_k for each layer served: [2, layers, B, H, T, branches d_pe]; a
+        branch is a cursor or the absolute position."""
         cfg, d_pe, (B, T, _) = self.cfg, self.cfg.prism_d_pe, x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)
-        with in_full_precision(x):
+        with torch.autocast(x.device.type, enabled=False):
             if cfg.prism_superpose:
                 e = self.scan(x, sinusoids(offsets, d_pe, cfg.rope_base, x))
             else:
@@ -922,13 +808,11 @@ class PRISM(Encoding):
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors);
-    queries and keys have cursors of their own. mu in [0, 1] and alpha are learned per head. The
-    content never sees a position. One GRU and T cheap steps for the sequence, before layer 1; the
-    factor 4 only with prism_norm='none'.
+    queries and keys have cursors of their own. mu in [0, 1] and alpha are learned per head. Content
+    never sees a position. One GRU and T cheap steps before layer 1. 4 only with prism_norm='none'.
     """
     shift_invariant = True
     widens = True
-    fusable = False  # the scan has a kernel of its own
     drawable = False  # equal content says nothing
 
     def __init__(self, cfg, layer=0):
@@ -939,8 +823,7 @@ class PRISM(Encoding):
         self.layer = layer - start  # counted from its PRISM layer on
         self.last_made = 0
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))  # mu = sigmoid(m)
-        branches = cfg.prism_cursors + cfg.prism_absolute
-        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, branches))
+        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > layer)
             self.cursors = Cursors(cfg, end - layer)
@@ -980,21 +863,22 @@ ENCODINGS = {
 # combining encodings
 
 class Sum(Encoding):
-    """'a+b': the hooks of a, then of b (out in reverse order).
-
-    Factors of the logits multiply and are computed from the raw q and k; biases add.
-    """
+    """'a+b': the hooks of a, then of b (out in reverse order). Factors of the logits are computed
+    from the raw q and k and multiply; biases add."""
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
         self.shift_invariant = all(p.shift_invariant for p in parts)
         self.fp32 = any(p.fp32 for p in parts)
-        self.widens = one_at_most(parts, 'widens')
-        self.distance = one_at_most(parts, 'distance')
+        self.widens = any(p.widens for p in parts)
+        self.distance = any(p.distance for p in parts)
+        for flag, does in (('widens', 'widens q and k'), ('distance', 'reads the mean distance')):
+            clash = [type(p).__name__ for p in parts if getattr(p, flag)]
+            if len(clash) > 1:
+                raise ValueError(f'{" and ".join(clash)} cannot be added: each {does}')
         turning = [p for p in parts if type(p).qk is not Encoding.qk]
-        with_phases = [p for p in turning if p.phases() is not None]
-        clash = len(turning) > 1 and with_phases  # kernels.attention does one qk()
-        self.fusable = all(p.fusable for p in parts) and not clash
+        mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
+        self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()
         self.gains = any(p.gains for p in parts)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
 
@@ -1002,8 +886,7 @@ class Sum(Encoding):
         return type(self)(self.cfg, *(p.for_layer() for p in self.parts))
 
     def with_states(self, state):
-        """[(part, its state)]."""
-        return list(zip(self.parts, state if state is not None else [None] * len(self.parts)))
+        return list(zip(self.parts, [None] * len(self.parts) if state is None else state))
 
     def embed(self, x, pos):
         for p in self.parts:
@@ -1055,15 +938,6 @@ class Sum(Encoding):
         return y
 
 
-def one_at_most(parts, flag):
-    """Whether a part has the flag; ValueError if two have."""
-    names = [type(p).__name__ for p in parts if getattr(p, flag)]
-    if len(names) > 1:
-        why = {'widens': 'appends features to q and k', 'distance': 'reads the expected distance'}
-        raise ValueError(f'{names[0]} and {names[1]} cannot be added: each {why[flag]}')
-    return len(names) == 1
-
-
 def added(biases):
     """The sum of those that are not None, None if there is none."""
     biases = [b for b in biases if b is not None]
@@ -1071,10 +945,8 @@ def added(biases):
 
 
 class FirstHeads(Sum):
-    """rope_heads = k: the part (its cfg has heads = k) acts on the first k heads.
-
-    The other heads, padded with zeros to its width, are NoPE.
-    """
+    """rope_heads = k: the part (its cfg has heads = k) acts on the first k heads; the others,
+    padded with zeros to its width, are NoPE."""
     def __init__(self, cfg, part):
         super().__init__(cfg, part)
         self.k = part.cfg.heads
@@ -1109,11 +981,9 @@ class FirstHeads(Sum):
 
 
 class SecondHalf(Sum):
-    """mla: the part sees the second half of every query and key (its cfg has head_dim = D/2).
-
-    The first half is NoPE (the Toeplitz study, eq. 3). Values are not cut: vrope turns their first
-    half; vipe's code is D/2 wide, prism's score of positions 1/sqrt(2) of its equation.
-    """
+    """mla: the part (its cfg has head_dim = D/2) sees the second half of every query and key; the
+    first is NoPE (the Toeplitz study, eq. 3). Values are not cut: vrope turns their first half;
+    vipe's code is D/2 wide, prism's score of positions 1/sqrt(2) of its equation."""
     def __init__(self, cfg, part):
         super().__init__(cfg, part)
         self.fusable = False
@@ -1128,10 +998,8 @@ class SecondHalf(Sum):
 
 
 def build(cfg):
-    """The encoding that cfg.pe names, on the heads and halves of cfg.rope_heads and cfg.attention.
-
-    ValueError says what is wrong.
-    """
+    """The encoding that cfg.pe names, on the heads and halves that cfg.rope_heads and cfg.attention
+    give it. ValueError says what is wrong."""
     names = cfg.pe.split('+')
     for name in names:
         if name not in ENCODINGS:
@@ -1167,41 +1035,32 @@ def zoo():
     """Print each encoding: equation, parameters in a layer of 4 heads of 16, and changed hooks."""
     for name, cls in ENCODINGS.items():
         enc = cls(PEConfig(pe=name, n_head=4))
-        equation = inspect.cleandoc(cls.__doc__ or 'no docstring').split('\n\n')[0]
+        equation = ' '.join((cls.__doc__ or 'no docstring').split('\n\n')[0].split())
         params = [f'{n} {list(p.shape)}' for n, p in enc.named_parameters()]
         hooks = [hook for hook in HOOKS if changes(name, hook)]
-        print(name)
-        print(textwrap.indent(equation, '    '))
-        print(f'    parameters: {", ".join(params) or "none"}')
+        print(f'{name}\n    {equation}\n    parameters: {", ".join(params) or "none"}')
         print(f'    changes: {", ".join(hooks) or "none"}\n')
     print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
 
 
 @torch.no_grad()
 def picture(name, T):
-    """[T, T]: what an encoding does with the same content at every position.
-
-    The logits, or, where it acts on the average, how the value at s looks from t.
-    """
+    """[T, T]: what an encoding does with the same content at every position: the logits or, where
+    it acts on the average, how the value at s looks from t."""
     torch.manual_seed(1)
     cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
-    enc = build(cfg).eval()
+    enc, pos = build(cfg).eval(), torch.arange(T)
     for part in getattr(enc, 'parts', [enc]):
         for p in part.parameters() if part.starts_blank else ():
             nn.init.normal_(p)
-    pos = torch.arange(T)
-    # a position vector is seen best alone
-    content = 0.0 if all(changes(part, 'embed') for part in name.split('+')) else 1.0
-    x = torch.full((1, T, 32), content)
+    alone = all(changes(part, 'embed') for part in name.split('+'))  # only vectors of positions
+    x = torch.full((1, T, 32), 0.0 if alone else 1.0)
     state = enc.state(x, pos)
     heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)  # (1, 2, T, 16)
     if not changes(name, 'out'):
         return enc.logits(heads, heads, pos, state)[0, 0]
-    seen = []
-    for s in range(T):
-        weights = torch.zeros(1, 2, T, T)
-        weights[..., s] = 1  # all attention on s
-        seen.append(enc.mix(weights, heads, pos, state)[0, 0])  # (T, out_dim)
+    on = torch.eye(T).expand(1, 2, T, T, T)  # on[..., s, :]: all attention on s
+    seen = [enc.mix(on[..., s, :], heads, pos, state)[0, 0] for s in range(T)]  # T x (T, out_dim)
     channel = 16 if enc.out_dim > 16 else 0  # ViPE's code, if there is one
     return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
 
@@ -1209,14 +1068,13 @@ def picture(name, T):
 def draw(path, T=48):
     """Draw the drawable encodings side by side."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         sys.exit('pe.py: drawing needs matplotlib: pip install matplotlib')
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
     names = [name for name, cls in ENCODINGS.items() if cls.drawable] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
-    fig, axes = plt.subplots(rows, 4, figsize=(11, 2.87 * rows), layout='constrained')
+    fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
+    axes = fig.subplots(rows, 4)
     for ax, name in zip(axes.flat, names):
         m = picture(name, T)
         ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
