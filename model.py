@@ -56,18 +56,18 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
 
     def project(self, x):
-        return self.qkv(x).chunk(3, dim=-1)                     # 3 x (B, T, C)
+        return self.qkv(x).chunk(3, dim=-1)  # 3 x (B, T, C)
 
     def forward(self, x, pos, state):
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
-        q, k = self.tap_q(q), self.tap_k(k)                     # (B, H, T, D)
-        if self.tap_logits._forward_hooks:                      # a probe listens: materialize them
+        q, k = self.tap_q(q), self.tap_k(k)  # (B, H, T, D)
+        if self.tap_logits._forward_hooks:  # a probe listens: materialize them
             weights = self.tap_logits(self.pe.logits(q, k, pos, state)).softmax(dim=-1)
             y = self.pe.mix(weights, v, pos, state)
         else:
             y = self.pe.attend(q, k, v, pos, state)
-        y = self.tap_head_out(y)                                # (B, H, T, out_dim)
+        y = self.tap_head_out(y)  # (B, H, T, out_dim)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -107,12 +107,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only Transformer over tokens [B, T]; classes are tokens, predicted at the last one."""
+    """Decoder-only Transformer over tokens [B, T]. A class is a token predicted at the last one."""
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        first = encodings.build(cfg)                            # the one that runs embed and state
+        first = encodings.build(cfg)  # the one that runs embed and state
         layers = [first] + [first.for_layer() for _ in range(cfg.n_layer - 1)]
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
@@ -133,8 +133,8 @@ class Transformer(nn.Module):
                 nn.init.normal_(p, std=0.1)
             elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
-                variance = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)
-                nn.init.normal_(p, std=variance ** -0.5)
+                fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)
+                nn.init.normal_(p, std=fan_in ** -0.5)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
@@ -142,11 +142,11 @@ class Transformer(nn.Module):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
         loss: mean cross-entropy of the targets [B, T] that are not -100; in training, plus the
-        encoding's penalty. total_len: the known final length of a sequence of which tokens are the
-        beginning (ViPE and YaRN depend on it).
+        encoding's penalty. total_len: the final length, if it is known that tokens are only the
+        beginning of the sequence (ViPE and YaRN depend on it).
         """
         pos = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens)                              # (B, T, C)
+        x = self.embedding(tokens)  # (B, T, C)
         enc = self.blocks[0].attn.pe
         state = enc.state(x, pos, total_len)
         x = self.tap_resid(self.drop(enc.embed(x, pos)))
@@ -154,7 +154,7 @@ class Transformer(nn.Module):
             if i > 0:
                 state = block.attn.pe.restate(x, pos, state)
             x = block(x, pos, state)
-        logits = self.head(self.norm(x))                        # (B, T, V)
+        logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits, None
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -171,8 +171,8 @@ class Transformer(nn.Module):
         total_len = total_len or tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         for _ in range(n):
-            logits = self(tokens, total_len=total_len)[0][:, -1].float()    # (B, V)
-            logits[:, 0] = -torch.inf                           # padding is not a token
+            logits = self(tokens, total_len=total_len)[0][:, -1].float()  # (B, V)
+            logits[:, 0] = -torch.inf  # padding is not a token
             if temperature:
                 new = torch.multinomial((logits / temperature).softmax(dim=-1), 1)
             else:

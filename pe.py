@@ -14,7 +14,6 @@ and probed like the rest.
 """
 import copy
 import math
-import sys
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
@@ -62,7 +61,7 @@ class PEConfig:
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
     prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
-    prism_input: float = 0.5       # prism: scale of the GRU's input; larger learns symbols sooner
+    prism_input: float = 0.5       # prism: size of the GRU's input; larger learns symbols sooner
     # prism: W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
     prism_recurrent: Literal['free', 'orthogonal', 'penalty', 'norm'] = 'free'
     prism_reset: bool = True       # prism: cursors can return to 0; False: that gate stays shut
@@ -297,7 +296,7 @@ def check_even(n, name, what):
 # added to the embeddings
 
 class NoPE(Encoding):
-    """No encoding (Haviv et al. 2022): logit_ts = <q_t, k_s> / sqrt(d); the causal mask orders."""
+    """No encoding: logit_ts = <q_t, k_s> / sqrt(d), order by causality only (Haviv et al. 2022)."""
     shift_invariant = True
     drawable = False
 
@@ -353,7 +352,7 @@ class Learned(Encoding):
 
 class Random(Encoding):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
-    entries N(0, 1/2), the norm of a sinusoid. That P is fixed, and that large, is ours."""
+    P fixed, entries N(0, 1/2), which gives it the norm of a sinusoid (both ours)."""
     shared = True
 
     def __init__(self, cfg):
@@ -1070,7 +1069,7 @@ def draw(path, T=48):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit('pe.py: drawing needs matplotlib: pip install matplotlib')
+        raise ValueError('drawing needs matplotlib: pip install matplotlib') from None
     names = [name for name, cls in ENCODINGS.items() if cls.drawable] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
@@ -1082,17 +1081,20 @@ def draw(path, T=48):
         ax.set(xlabel='key position s', ylabel='query position t')
     for ax in axes.flat[len(names):]:
         ax.axis('off')
-    try:
-        fig.savefig(path, dpi=80)
-    except (OSError, ValueError) as error:
-        sys.exit(f'pe.py: cannot draw {path}: {error}')
+    fig.savefig(path, dpi=80)
     print(f'drew {path}')
 
 
-if __name__ == '__main__':
-    if len(sys.argv) > 1 and sys.argv[1].startswith('-'):
-        print(__doc__)
-    elif len(sys.argv) > 1:
-        draw(sys.argv[1])
-    else:
+def main(argv):
+    """Print the zoo, or draw it to the file named."""
+    if not argv:
         zoo()
+    elif argv[0].startswith('-'):
+        print(__doc__)
+    else:
+        draw(argv[0])
+
+
+if __name__ == '__main__':
+    from engine import config
+    config.run(main, ValueError)

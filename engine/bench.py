@@ -23,7 +23,7 @@ def kernel_main(doc, argv):
     if kernels.triton is None:
         sys.exit('kernels.py: needs Triton, which is for Linux: pip install triton')
     try:
-        files = [open(path, 'a') for path in paths]            # fails now, not after the benchmark
+        files = [open(path, 'a') for path in paths]  # fails now, not after the benchmark
     except OSError as error:
         print(f'kernels.py: cannot write {error.filename}: {error.strerror}', file=sys.stderr)
         sys.exit(2)
@@ -105,7 +105,7 @@ def kernel_check(device):
             reference = getattr(kernels, f'{name}_attention_reference')
             error = max(kernel_errors(function, reference, inputs))
             print(f'  {str(dtype)[6:]:9} {name}_attention  {error:.1e}')
-            if not error <= limit:                             # NaN is bad
+            if not error <= limit:  # NaN is bad
                 bad.append(f'{name} {dtype}')
     inputs = kernel_scan_inputs(2, 2, 50, 60, 12, device)
     error = max(kernel_errors(kernels.cursor_scan, pe.cursor_scan, inputs))
@@ -189,7 +189,7 @@ def kernel_benchmark(tokens=16384, width=2048):
             B, H = tokens // T, width // D
             q, k, v = (torch.randn(B, T, H, D, device='cuda', dtype=torch.bfloat16).transpose(1, 2)
                        .requires_grad_() for _ in range(3))
-            torch._dynamo.reset()                              # at 8 recompilations it gives up
+            torch._dynamo.reset()  # at 8 recompilations it gives up
             rows = [dict(T=T, D=D, **row) for row in kernel_compare(q, k, v)]
             print(f'\nT={T} D={D} B={B} H={H} bfloat16{"":18} forward ms   / sdpa   TFLOP/s    '
                   'both ms   / sdpa   TFLOP/s    peak MB')
@@ -235,7 +235,7 @@ def kernel_compare(q, k, v):
             for _ in range(3):
                 kernel_run(function, (q, k, v), dy)
             peaks[name] = kernel_peak_mb(function, (q, k, v), dy)
-        except Exception as error:                             # another library's failure: one line
+        except Exception as error:  # another library's failure: one line
             why = f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'[:100]
             skipped.append(dict(what=name, skipped=why))
             del contestants[name]
@@ -249,7 +249,7 @@ def kernel_compare(q, k, v):
         for name in contestants:
             times[name, backward] = sorted(r[name] for r in rounds)[7]
 
-    work = 2 * B * H * T * T * D / 1e9                         # TFLOP/s of a forward pass of 1 ms
+    work = 2 * B * H * T * T * D / 1e9  # TFLOP/s of a forward pass of 1 ms
     rows = []
     for name in contestants:
         forward, both = times[name, False], times[name, True]
@@ -286,7 +286,7 @@ def kernel_scan_benchmark(B=100, C=140, T=256, P=256, d_pe=32):
     gamma = torch.full((C,), 2.0, device='cuda')
     inputs = [x.requires_grad_() for x in (reset, step, gamma)]
     usual = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('high')                 # tf32 for the product with the table
+    torch.set_float32_matmul_precision('high')  # tf32 for the product with the table
     dy = torch.randn(B, C, T, d_pe, device='cuda')
     scans = {'cursor_scan': lambda *gates: kernels.cursor_scan(*gates, table),
              'pe.cursor_scan': lambda *gates: pe.cursor_scan(*gates, table)}
