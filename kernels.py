@@ -1,4 +1,4 @@
-"""Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan: Triton kernels beside their plain-torch references.
+"""Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan: Triton kernels beside their references (the scan's: pe.cursor_scan).
 
     python kernels.py               checks the kernels against the references in float64; with a GPU, prints the benchmark
     python kernels.py --results=results/kernels.jsonl        ... and adds it there, a line for each shape
@@ -38,7 +38,7 @@ EPS, CHUNK = 1e-8, 16                                              # of the shar
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# references: any dtype (cursor_scan_reference: float32 or float64, in which eps does not vanish), O(T^2) memory
+# references: any dtype, O(T^2) memory
 
 def attention_reference(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None):
     """The equations above, as they stand: (y [B, H, T, D], e [B, H, T]).
@@ -81,35 +81,6 @@ def bias_attention_reference(q, k, v, bias):
     return attention_reference(q, k, v, bias=bias[None])[0]
 
 
-def cursor_scan_reference(reset, step, gamma, table, copy=None, chunk=64):
-    """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on what it gives: superposed encodings [B, C, T, d_pe].
-
-    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None for no sharpening; table [2P+1, d_pe] = f(-P..P); copy
-    [B, C, T, T+1], the last entry "no copy", the k-th the jump to offset k; jumps past t, to tokens to come, are not made and their mass is lost. All mass
-    starts at offset 0; the histogram that is superposed at t is the one after token t's gates. Its support is what can be reached, -(t+1)..t+1, so that a
-    token's encoding depends neither on P nor on what follows. ValueError if shapes do not fit, or if that is more than the table has, instead of Algorithm
-    1's clamping at +-P.
-    """
-    check_scan(reset, step, gamma, table, copy)
-    (B, C, T), P = reset.shape, len(table) // 2
-    h, out = table.new_ones(B, C, 1), []                                                # offsets -t..t before token t
-    for t in range(T):
-        p_reset, (p_incr, p_decr, p_keep) = reset[:, :, t, None], step[:, :, t, :, None].unbind(dim=2)          # (B, C, 1) each
-        h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))    # (1), (2) a reset brings the mass to offset 0
-        wide = F.pad(h, (2, 2))                                                         # (2), (3) one step, from offsets one lower, one higher, the same
-        h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
-        if copy is not None:                                                            # (4) copy
-            h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :t + 1], (t + 1, 1))
-        if gamma is not None:                                                           # (5) sharpen: (h + eps)^gamma, normalized
-            h = (gamma[:, None] * (h + EPS).log()).softmax(dim=-1)
-        out.append(h)
-        if len(out) == chunk or t == T - 1:                                             # superpose: sum_d h[d] f(d)
-            out = torch.stack([F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in out], dim=2) @ table[P - t - 1:P + t + 2]
-            encodings = out if t < chunk else torch.cat([encodings, out], dim=2)
-            out = []
-    return encodings
-
-
 def check_scan(reset, step, gamma, table, copy):
     """ValueError if shapes do not fit, or if a cursor can leave the offsets of the table."""
     (B, C, T), P = reset.shape, len(table) // 2
@@ -120,6 +91,39 @@ def check_scan(reset, step, gamma, table, copy):
         raise ValueError(f'the table must be [2P+1, d_pe], not {[*table.shape]}')
     if P < T:
         raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets -{T}..{T} at least, not -{P}..{P}')
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch's fused attention, for what the kernels below do not compute
+
+def fused_attention(q, k, v, mask, scale):
+    """Causal attention [B, H, T, D] by PyTorch's fused kernels; mask [1, H, T, T] is added."""
+    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
+        return seeds_attention(q, k, v, mask, scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                          scale=scale)
+
+
+@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
+def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+                    scale: float) -> torch.Tensor:
+    """fused_attention under vmap, which has no rule for it: seeds_attention_rule is the rule."""
+    raise NotImplementedError('seeds_attention exists for its vmap rule only')
+
+
+@seeds_attention.register_vmap
+def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
+    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
+    S = info.batch_size
+    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
+               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
+    if mask is None or in_dims[3] is None:  # one mask: seeds into the batch
+        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
+        return y.unflatten(0, (S, -1)), 0
+    H = q.shape[2]  # a mask per seed: into the heads
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
+    mask = mask.movedim(in_dims[3], 1).flatten(1, 2)  # (1, S H, T, T)
+    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,13 +185,13 @@ def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, soft
 
 
 def cursor_scan(reset, step, gamma, table, copy=None):
-    """cursor_scan_reference by the kernels, in float32: [B, C, T, d_pe]. Neither the histograms [B, C, T, 2P+1] nor a loop over T outside the kernel exists.
+    """pe.cursor_scan by the kernels, in float32: [B, C, T, d_pe]. Neither the histograms [B, C, T, 2P+1] nor a loop over T outside the kernel exists.
 
     gamma may also be [G, C], G dividing B: a row for each seed of a run. Gradients for every input, that of the table by atomic additions.
     RuntimeError without Triton; ValueError if shapes do not fit or the support is too small for the sequence.
     """
     if triton is None:
-        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; kernels.cursor_scan_reference needs nothing')
+        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; pe.cursor_scan needs nothing')
     gamma = gamma[None] if gamma is not None and gamma.dim() == 1 else gamma
     check_scan(reset, step, gamma, table, copy)
     if gamma is not None and len(reset) % len(gamma):
@@ -622,7 +626,7 @@ def fold_seeds(op, shared=None):
     def rule(info, in_dims, *args):
         S = info.batch_size
         if shared is not None and (in_dims[shared] is not None or args[-1] is True):
-            raise NotImplementedError('the table of sinusoids must be one for all: take kernels.cursor_scan_reference')
+            raise NotImplementedError('the table of sinusoids must be one for all: take pe.cursor_scan')
         in_front = lambda x, dim: (x.movedim(dim, 0) if dim is not None else x.expand(S, *x.shape)).flatten(0, 1)
         seeded = [isinstance(x, torch.Tensor) and place != shared for place, x in enumerate(args)]
         folded = op(*(in_front(x, dim) if yes else x for yes, x, dim in zip(seeded, args, in_dims)))
@@ -934,197 +938,7 @@ scan_backward.register_vmap(fold_seeds(scan_backward, shared=4))
 # ---------------------------------------------------------------------------------------------------------------------
 # python kernels.py
 
-def random_call(name, B, H, T, D, dtype, device):
-    """Inputs of NAME_attention: q, k, v and its own, all of which want gradients; the same on every device."""
-    own = {'pope': lambda: -6 * torch.rand(H, D), 'vipe': lambda: 0.3 * torch.randn(H, D), 'bias': lambda: torch.randn(H, T)}[name]()
-    return *(torch.randn(B, H, T, D).to(device, dtype).requires_grad_() for _ in range(3)), own.to(device).requires_grad_()
-
-
-def random_scan(B, C, T, P, d_pe, device):
-    """Inputs of cursor_scan, all of which want gradients, the same on every device; copies come from tokens up to this one."""
-    later = torch.ones(T, T).triu(1).bool()
-    jumps = torch.cat([torch.randn(B, C, T, T).masked_fill(later, -math.inf), torch.ones(B, C, T, 1)], dim=-1).softmax(dim=-1)
-    found = torch.rand(B, C, T) * 0.3, (2 * torch.randn(B, C, T, 3)).softmax(dim=-1), 1.2 + torch.rand(C), torch.randn(2 * P + 1, d_pe), jumps
-    return tuple(x.to(device).requires_grad_() for x in found)
-
-
-def relative_errors(function, reference, inputs):
-    """||a - b|| / ||b|| of every output of the function and the gradient of every input, b from the reference in float64."""
-    double = [x.detach().double().requires_grad_() for x in inputs]
-    outputs = [x if isinstance(x, tuple) else (x,) for x in (function(*inputs), reference(*double))]
-    weights = [torch.randn_like(y.double()) for y in outputs[1]]
-    grads = [torch.autograd.grad([(y.double() * w).sum() for y, w in zip(ys, weights)], xs) for ys, xs in zip(outputs, (inputs, double))]
-    pairs = [*zip(outputs[0], outputs[1]), *zip(*grads)]
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
-
-
-def check(device):
-    """Print the largest relative error of every kernel at every precision; returns the names of those whose is beyond what rounding explains."""
-    torch.manual_seed(0)
-    print(f'relative error against the float64 reference, on {device}' + ('' if device == 'cuda' else ' (Triton\'s interpreter)'))
-    bad = []
-    for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 5e-2)):
-        for name in ('pope', 'vipe', 'bias'):
-            inputs = random_call(name, 2, 2, 150, 48, dtype, device)
-            errors = relative_errors(globals()[f'{name}_attention'], globals()[f'{name}_attention_reference'], inputs)
-            print(f'  {str(dtype)[6:]:9} {name}_attention  {max(errors):.1e}')
-            bad += [f'{name} {dtype}'] if not max(errors) <= limit else []
-    errors = relative_errors(cursor_scan, cursor_scan_reference, random_scan(2, 2, 50, 60, 12, device))
-    print(f'  float32   cursor_scan     {max(errors):.1e}')
-    bad += ['cursor_scan'] if not max(errors) <= 1e-4 else []
-    return bad
-
-
-def contestants(H, T, D, device):
-    """{name: function of q, k, v}: the kernels, and what one would use without them."""
-    delta, u, bias = (x.to(device).requires_grad_() for x in (-6 * torch.rand(H, D), torch.randn(H, D) * 0.1, torch.randn(H, T)))
-    sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=D ** -0.5)
-    t = torch.arange(T, device=device)
-    half, full = (t[:, None] * 1e4 ** (-torch.arange(n, device=device) / n) for n in (D // 2, D))
-
-    def rope(x):
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * half.cos() - b * half.sin(), a * half.sin() + b * half.cos()], dim=-1).to(x.dtype)
-
-    def wide(q, k, v):
-        q, k, late = F.softplus(q), F.softplus(k), full + delta[:, None]
-        q, k = torch.cat([q * full.cos(), q * full.sin()], dim=-1).to(v.dtype), torch.cat([k * late.cos(), k * late.sin()], dim=-1).to(v.dtype)
-        return sdpa(q, k, F.pad(v, (0, D)))[..., :D]
-    rope = torch.compile(rope, dynamic=False)
-    found = {'sdpa': sdpa, 'sdpa + rope': lambda q, k, v: sdpa(rope(q), rope(k), v), 'pope_attention': lambda q, k, v: pope_attention(q, k, v, delta),
-             'pope, 2D-wide sdpa': wide, 'vipe_attention': lambda q, k, v: vipe_attention(q, k, v, u)[0], 'bias_attention': lambda q, k, v: bias_attention(q, k, v, bias)}
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    flex, mask = torch.compile(flex_attention, dynamic=False), create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
-    found['bias, flex'] = lambda q, k, v: flex(q, k, v, score_mod=lambda x, b, h, i, j: x + bias[h, (i - j).clamp(min=0)], block_mask=mask)
-    log_n = (t + 1).float().log()
-
-    def flex_vipe(q, k, v):                                                             # without the expected distance, which it cannot give
-        col = 1 + (k.float() @ u[..., None])[..., 0]
-        return flex(q, k, v, score_mod=lambda x, b, h, i, j: x * log_n[i] * col[b, h, j], block_mask=mask)
-    found['vipe without distance, flex'] = flex_vipe
-    try:
-        from PoPE_pytorch import flash_attn_with_pope
-        found['pope, PoPE-pytorch'] = lambda q, k, v: flash_attn_with_pope(q, k, v, pos_emb=(full, delta), causal=True)
-    except ImportError:
-        pass
-    return found
-
-
-def benchmark(tokens=16384, width=2048):
-    """Yields [{T, D, what, forward_ms, both_ms, forward_tflops, both_tflops, peak_mb}] of a shape, on CUDA in bfloat16, B T = tokens, H D = width; every time the median of
-    rounds in which all contestants take turns. TFLOP/s count a causal attention's 2 B H T^2 D forward and 2.5 times that backward (PoPE 1.5 and 1.6 times as many).
-    """
-    for D in (64, 128):
-        for T in (512, 1024, 2048, 4096, 8192, 16384):
-            rows, B, H = [], tokens // T, width // D
-            q, k, v = (torch.randn(B, T, H, D, device='cuda', dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
-            torch._dynamo.reset()                                                       # beyond 8 recompilations it would fall back to eager
-            dy, found, times = torch.randn_like(q), contestants(H, T, D, 'cuda'), {}
-
-            def run(function, backward):
-                y = function(q, k, v)
-                if backward:
-                    torch.autograd.grad(y, (q, k, v), dy)                               # and those of delta, u or bias, which come with them
-
-            def timed(function, backward):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(10 ** 7)                                              # the launches are queued before the first runs
-                start.record()
-                run(function, backward)
-                end.record()
-                torch.cuda.synchronize()
-                return start.elapsed_time(end)
-            peaks, skipped = {}, {}
-            for name, function in list(found.items()):
-                try:
-                    for _ in range(3):
-                        run(function, True)
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    run(function, True)
-                    torch.cuda.synchronize()
-                    peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 20
-                except Exception as error:                                              # another library's failure is a line, not the end
-                    skipped[name] = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'[:100]
-                    del found[name]
-            for backward in (False, True):
-                rounds = [{name: timed(function, backward) for name, function in found.items()} for _ in range(15)]
-                for name in found:
-                    times[name, backward] = sorted(r[name] for r in rounds)[7]
-            work = 2 * B * H * T * T * D / 1e9                                          # TFLOP/s of a forward pass of 1 ms
-            for name in found:
-                f, both, pope = times[name, False], times[name, True], 'pope' in name
-                rows.append(dict(T=T, D=D, what=name, forward_ms=round(f, 3), both_ms=round(both, 3), forward_tflops=round((1.5 if pope else 1) * work / f, 1),
-                                 both_tflops=round((1.5 + 1.6 * 2.5 if pope else 3.5) * work / both, 1), peak_mb=round(peaks[name], 1)))
-            rows += [dict(T=T, D=D, what=name, skipped=why) for name, why in skipped.items()]
-            plain = {key: times['sdpa', key] for key in (False, True)}
-            print(f'\nT={T} D={D} B={B} H={H} bfloat16{"":18} forward ms   / sdpa   TFLOP/s    both ms   / sdpa   TFLOP/s    peak MB')
-            for row in rows:
-                if 'skipped' in row:
-                    print(f'  {row["what"]:38} {row["skipped"]}')
-                else:
-                    print(f'  {row["what"]:38} {row["forward_ms"]:12.3f} {row["forward_ms"] / plain[False]:8.2f} {row["forward_tflops"]:9.1f} '
-                          f'{row["both_ms"]:10.3f} {row["both_ms"] / plain[True]:8.2f} {row["both_tflops"]:9.1f} {row["peak_mb"]:10.1f}', flush=True)
-            yield rows
-
-
-def benchmark_scan(B=100, C=140, T=256, P=256, d_pe=32):
-    """[{what, ms, peak_mb}]: cursor_scan and its reference on CUDA, forward and backward, medians of rounds that take turns."""
-    d = torch.arange(-P, P + 1, device='cuda')[:, None] * 1e4 ** (-torch.arange(0, d_pe, 2, device='cuda') / d_pe)
-    table, wide = torch.stack([d.sin(), d.cos()], dim=-1).flatten(-2), torch.randn(B, C, T, 4, device='cuda')
-    reset, step, gamma = (x.requires_grad_() for x in (wide[..., 0].sigmoid(), wide[..., 1:].softmax(dim=-1), torch.full((C,), 2.0, device='cuda')))
-    contestants, times, rows = {'cursor_scan': cursor_scan, 'cursor_scan_reference': cursor_scan_reference}, {}, []
-    usual = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('high')                                          # tf32 for the product with the table, in both
-    dy = torch.randn(B, C, T, d_pe, device='cuda')
-
-    def run(function):
-        torch.cuda.synchronize()
-        before, start = torch.cuda.memory_allocated(), time.perf_counter()
-        torch.cuda.reset_peak_memory_stats()
-        torch.autograd.grad(function(reset, step, gamma, table), (reset, step, gamma), dy)
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - start), (torch.cuda.max_memory_allocated() - before) / 2 ** 20
-    for name in contestants:
-        try:
-            run(contestants[name])
-            times[name] = [run(contestants[name])]
-        except torch.cuda.OutOfMemoryError:
-            rows.append(dict(what=name, skipped='out of memory'))
-            torch.cuda.empty_cache()
-    for _ in range(6):
-        for name in times:
-            times[name].append(run(contestants[name]))
-    torch.set_float32_matmul_precision(usual)
-    rows += [dict(what=name, ms=round(sorted(ms for ms, _ in found)[3], 2), peak_mb=round(found[0][1], 1)) for name, found in times.items()]
-    print(f'\ncursor_scan at B={B} C={C} T={T} P={P} d_pe={d_pe}, forward and backward')
-    for row in rows:
-        print(f'  {row["what"]:38}' + (row.get('skipped') or f'{row["ms"]:10.2f} ms {row["peak_mb"]:12.1f} MB'))
-    return [dict(row, B=B, C=C, T=T, P=P, d_pe=d_pe) for row in rows]
-
-
 if __name__ == '__main__':
-    import itertools
-    import json
-    import time
-    results = [arg[len('--results='):] for arg in sys.argv[1:] if arg.startswith('--results=')]
-    if len(results) < len(sys.argv) - 1:
-        print(__doc__)
-        sys.exit(0 if '--help' in sys.argv else 2)
-    if triton is None:
-        sys.exit('kernels.py: needs Triton, which is for Linux: pip install triton')
-    try:
-        files = [open(path, 'a') for path in results]                                   # fails now rather than after the benchmark
-    except OSError as error:
-        print(f'kernels.py: cannot write {error.filename}: {error.strerror}', file=sys.stderr)
-        sys.exit(2)
-    bad = check('cuda' if torch.cuda.is_available() else 'cpu')
-    if torch.cuda.is_available():
-        about = dict(command='python ' + ' '.join(sys.argv), torch=torch.__version__, triton=triton.__version__, hardware=torch.cuda.get_device_name())
-        for rows in itertools.chain([benchmark_scan()], benchmark()):
-            for f in files:
-                print(json.dumps(about | dict(kernels=rows)), file=f, flush=True)
-    else:
-        print('no GPU: the benchmark needs one' + ('; nothing written' if results else ''))
-    if bad:
-        sys.exit(f'kernels.py: wrong: {", ".join(bad)}')
+    sys.modules['kernels'] = sys.modules['__main__']               # engine.bench takes this copy: an operator is registered once
+    from engine import bench, config
+    config.run(lambda argv: bench.kernel_main(__doc__, argv))

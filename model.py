@@ -1,12 +1,14 @@
-"""One pre-norm decoder Transformer; it knows no encoding by name. The encoding (pe.py) supplies the attention.
+"""One pre-norm decoder Transformer that knows no encoding by name: pe.py supplies the attention.
 
-    python model.py configs/parity_rope.py --d_model=128       prints every parameter's shape, and how many there are
+    python model.py configs/parity_rope.py --d_model=128       prints every parameter's shape
 
-Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules that cost nothing:
-tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], which exist only while a hook is on that tap;
-tap_head_out [B, H, T, out_dim] before the output projection; tap_resid [B, T, C] after the embedding and after each block.
+Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules
+that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], which
+exist only while a hook is on that tap; tap_head_out [B, H, T, out_dim] before the output
+projection; tap_resid [B, T, C] after the embedding and after each block.
 """
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -20,9 +22,9 @@ class ModelConfig(encodings.PEConfig):
     """The shape of the model. ValueError where the numbers do not fit together."""
     vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
-    d_compress: int = 0            # mla: width of the vector that keys and values are computed from; 0: d_model / 2
-    norm: str = 'layernorm'        # layernorm | rmsnorm
-    dropout: float = 0.0           # on the embedding and on what each block adds; never on the attention weights
+    d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
+    norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'    # layernorm | rmsnorm
+    dropout: float = 0.0           # on the embedding and on each block's additions to the stream
     tie: bool = False              # output matrix = token embedding
 
     def __post_init__(self):
@@ -32,8 +34,6 @@ class ModelConfig(encodings.PEConfig):
         for key in ('d_ff', 'd_compress'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
-        if self.norm not in NORMS:
-            raise ValueError(f'norm must be one of {", ".join(NORMS)}, not {self.norm!r}')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
@@ -45,34 +45,37 @@ class Attention(nn.Module):
     """Causal multi-head attention: y = W_O [enc.attend(q, k, v) for each head]."""
     def __init__(self, cfg, enc):
         super().__init__()
-        self.heads, self.pe = cfg.heads, enc
+        self.heads = cfg.heads
+        self.pe = enc
         self.make_projections(cfg)
         self.proj = nn.Linear(cfg.heads * enc.out_dim, cfg.d_model, bias=False)
-        self.tap_q, self.tap_k, self.tap_logits, self.tap_head_out = (nn.Identity() for _ in range(4))
+        self.tap_q, self.tap_k = nn.Identity(), nn.Identity()
+        self.tap_logits, self.tap_head_out = nn.Identity(), nn.Identity()
 
     def make_projections(self, cfg):
         self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
 
-    def qkv_of(self, x):
-        return self.qkv(x).chunk(3, dim=-1)                                             # 3 x (B, T, C)
+    def project(self, x):
+        return self.qkv(x).chunk(3, dim=-1)  # 3 x (B, T, C)
 
     def forward(self, x, pos, state):
         B, T, C = x.shape
-        q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.qkv_of(x))            # (B, H, T, D)
-        q, k = self.tap_q(q), self.tap_k(k)
-        if self.tap_logits._forward_hooks:                                              # a probe listens: materialize them
+        q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
+        q, k = self.tap_q(q), self.tap_k(k)  # (B, H, T, D)
+        if self.tap_logits._forward_hooks:  # a probe listens: materialize them
             weights = self.tap_logits(self.pe.logits(q, k, pos, state)).softmax(dim=-1)
             y = self.pe.mix(weights, v, pos, state)
         else:
             y = self.pe.attend(q, k, v, pos, state)
-        y = self.tap_head_out(y)                                                        # (B, H, T, out_dim)
+        y = self.tap_head_out(y)  # (B, H, T, out_dim)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (Toeplitz study eq. 3): <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>, v_j = W_UV c_j.
+    """Multi-head latent attention (the Toeplitz study, eq. 3), c_j = W_D x_j, v_j = W_UV c_j:
+    <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>.
 
-    c_j = W_D x_j is the compressed vector. Each half of a head has its own up-projection; the encoding (R, or any other) acts on the second.
+    Each half of a head has its own up-projection; the encoding, R or any other, acts on the second.
     """
     def make_projections(self, cfg):
         self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
@@ -80,8 +83,9 @@ class LatentAttention(Attention):
         self.compress = nn.Linear(cfg.d_model, d_compress, bias=False)
         self.kv = nn.Linear(d_compress, 2 * cfg.d_model, bias=False)
 
-    def qkv_of(self, x):
-        return self.q(x), *self.kv(self.compress(x)).chunk(2, dim=-1)
+    def project(self, x):
+        k, v = self.kv(self.compress(x)).chunk(2, dim=-1)
+        return self.q(x), k, v
 
 
 class Block(nn.Module):
@@ -91,8 +95,8 @@ class Block(nn.Module):
         self.norm_1 = NORMS[cfg.norm](cfg.d_model)
         self.attn = {'mha': Attention, 'mla': LatentAttention}[cfg.attention](cfg, enc)
         self.norm_2 = NORMS[cfg.norm](cfg.d_model)
-        d_ff = cfg.d_ff or 4 * cfg.d_model
-        self.mlp = nn.Sequential(nn.Linear(cfg.d_model, d_ff), nn.GELU(), nn.Linear(d_ff, cfg.d_model))
+        d, d_ff = cfg.d_model, cfg.d_ff or 4 * cfg.d_model
+        self.mlp = nn.Sequential(nn.Linear(d, d_ff), nn.GELU(), nn.Linear(d_ff, d))
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
 
@@ -103,12 +107,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only Transformer over tokens [B, T]; classes are vocabulary entries predicted at a final query token."""
+    """Decoder-only Transformer over tokens [B, T]. A class is a token predicted at the last one."""
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        first = encodings.build(cfg)                                                    # also does embed and state
+        first = encodings.build(cfg)  # the one that runs embed and state
         layers = [first] + [first.for_layer() for _ in range(cfg.n_layer - 1)]
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
@@ -117,103 +121,100 @@ class Transformer(nn.Module):
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
             self.head.weight = self.embedding.weight
-        self.start(cfg.n_layer)
+        self.init_weights()
 
-    def start(self, n_layer):
-        """Matrices from N(0, 1 / fan_in), those that write to the residual stream from 1 / (2 n_layer) of that; embedding N(0, 0.1^2)."""
+    def init_weights(self):
+        """Matrices from N(0, 1 / fan_in), those that write to the residual stream from
+        N(0, 1 / (2 n_layer fan_in)); the embedding from N(0, 0.1^2); biases 0."""
         for name, p in self.named_parameters():
+            if '.pe.' in name:
+                continue
             if name == 'embedding.weight':
                 nn.init.normal_(p, std=0.1)
-            elif '.pe.' not in name and p.dim() == 2:
+            elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
-                nn.init.normal_(p, std=(p.shape[1] * (2 * n_layer if writes else 1)) ** -0.5)
-            elif name.endswith('bias') and '.pe.' not in name:
+                fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)
+                nn.init.normal_(p, std=fan_in ** -0.5)
+            elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
     def forward(self, tokens, targets=None, total_len=None):
-        """tokens [B, T] int64 -> (logits [B, T, V], mean cross-entropy of the targets [B, T] that are not -100, or None).
-        In training the loss has the encoding's penalty added.
+        """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
-        total_len: the known final length of the sequence, where tokens are only its beginning (ViPE and YaRN depend on it).
+        loss: mean cross-entropy of the targets [B, T] that are not -100; in training, plus the
+        encoding's penalty. total_len: the final length, if it is known that tokens are only the
+        beginning of the sequence (ViPE and YaRN depend on it).
         """
         pos = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens)                                                      # (B, T, C)
+        x = self.embedding(tokens)  # (B, T, C)
         enc = self.blocks[0].attn.pe
         state = enc.state(x, pos, total_len)
         x = self.tap_resid(self.drop(enc.embed(x, pos)))
-        for n, block in enumerate(self.blocks):
-            state = block.attn.pe.restate(x, pos, state) if n else state
+        for i, block in enumerate(self.blocks):
+            if i > 0:
+                state = block.attn.pe.restate(x, pos, state)
             x = block(x, pos, state)
-        logits = self.head(self.norm(x))                                                # (B, T, V)
+        logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits, None
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        return logits, loss + sum(block.attn.pe.penalty() for block in self.blocks) if self.training else loss
+        if self.training:
+            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks)
+        return logits, loss
 
     @torch.no_grad()
     def generate(self, tokens, n, temperature=0.0, end=None, total_len=None):
-        """tokens [B, T] -> [B, up to T + n]: each next token drawn from softmax(logits / temperature), the likeliest if that is 0; rows that came to
-        their end token go on with padding. total_len: the final length, where it is known; T + n if not (ViPE and YaRN depend on it).
-        """
-        total_len, done = total_len or tokens.shape[1] + n, torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+        """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
+        the likeliest at temperature 0; rows past their end token are padded. total_len: the final
+        length, T + n if it is not given (ViPE and YaRN depend on it)."""
+        total_len = total_len or tokens.shape[1] + n
+        done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         for _ in range(n):
-            logits = self(tokens, total_len=total_len)[0][:, -1].float()                # (B, V)
-            logits[:, 0] = -torch.inf                                                   # padding is not a token
-            best = logits.argmax(dim=-1, keepdim=True)
-            new = torch.multinomial((logits / temperature).softmax(dim=-1), 1) if temperature else best
+            logits = self(tokens, total_len=total_len)[0][:, -1].float()  # (B, V)
+            logits[:, 0] = -torch.inf  # padding is not a token
+            if temperature:
+                new = torch.multinomial((logits / temperature).softmax(dim=-1), 1)
+            else:
+                new = logits.argmax(dim=-1, keepdim=True)
             tokens = torch.cat([tokens, new.masked_fill(done, 0)], dim=1)
-            done = done | (new == end) if end is not None else done
+            if end is not None:
+                done = done | (new == end)
             if done.all():
                 break
         return tokens
 
     def optim_groups(self, lr, weight_decay):
-        """Groups for the optimizer: matrices decay; vectors and the embedding do not, nor do the encoding's own parameters.
-
-        PRISM's alpha has a group of its own, with the learning rate and the betas of the paper (6.4).
-        """
+        """Groups for the optimizer: matrices decay; vectors, the embedding and the encoding's own
+        parameters do not. PRISM's alpha has the learning rate and betas of PRISM section 6.4."""
         own = {id(p) for block in self.blocks for p in block.attn.pe.parameters()}
         groups = {'decay': [], 'no_decay': [], 'encoding': [], 'alpha': []}
         for name, p in self.named_parameters():
-            kind = 'encoding' if id(p) in own else 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'
-            groups['alpha' if kind == 'encoding' and name.endswith('.alpha') else kind].append(p)
-        special = {'alpha': dict(lr=self.cfg.prism_alpha_lr, betas=(0.8, 0.92))}
-        return [dict(dict(params=params, name=name, lr=lr, weight_decay=weight_decay if name == 'decay' else 0.0), **special.get(name, {}))
+            if id(p) in own:
+                groups['alpha' if name.endswith('.alpha') else 'encoding'].append(p)
+            else:
+                decays = p.dim() >= 2 and name != 'embedding.weight'
+                groups['decay' if decays else 'no_decay'].append(p)
+        special = {'decay': dict(weight_decay=weight_decay),
+                   'alpha': dict(lr=self.cfg.prism_alpha_lr, betas=(0.8, 0.92))}
+        usual = dict(lr=lr, weight_decay=0.0)
+        return [dict(params=params, name=name, **(usual | special.get(name, {})))
                 for name, params in groups.items() if params]
 
 
-def read_arguments(argv):
-    """ModelConfig from config files and --key=value as train.py takes them; a config file's other keys do not matter here."""
-    keys, known = {}, ModelConfig.__dataclass_fields__
-    for arg in argv:
-        if not arg.startswith('--'):
-            with open(arg) as f:
-                exec(compile(f.read(), arg, 'exec'), keys)
-            continue
-        key, _, value = arg[2:].partition('=')
-        if key not in known:
-            raise ValueError(f'unknown key {arg}; there are: {", ".join(known)}')
-        keys[key] = value if known[key].type is str else ast.literal_eval(value)
-    config = {key: value for key, value in keys.items() if key in known}
-    for key, value in config.items():
-        if type(value) is not known[key].type and not (known[key].type is float and type(value) is int):
-            raise ValueError(f'{key} must be {known[key].type.__name__}, not {value!r}')
-    return ModelConfig(**config)
-
-
-if __name__ == '__main__':
-    import ast
-    import sys
-    if '--help' in sys.argv:
-        sys.exit(print(__doc__))
-    try:
-        cfg = read_arguments(sys.argv[1:])
-        model = Transformer(cfg)
-    except (OSError, SyntaxError, ValueError) as error:
-        print(f'model.py: {error}', file=sys.stderr)
-        sys.exit(2)
+def main(argv):
+    """Print the parameters of the model that config files and --key=value flags describe."""
+    from engine import config
+    if '--help' in argv or '-h' in argv:
+        return config.print_help(__doc__, ModelConfig)
+    cfg = config.make(ModelConfig, config.read(ModelConfig, argv, extra_keys_in_files=True))
+    model = Transformer(cfg)
     for name, p in model.named_parameters():
         print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')
     print(f'{"total":40} {"":14} {sum(p.numel() for p in model.parameters()):>10,}')
     print(f'for a vocabulary of {cfg.vocab_size} tokens; --vocab_size=N counts another')
+
+
+if __name__ == '__main__':
+    from engine import config
+    config.run(main, ValueError)

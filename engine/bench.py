@@ -2,13 +2,17 @@
 import json
 import math
 import statistics
+import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from engine import checkpoint, report, seeds
+import kernels
+import pe
+from engine import checkpoint, config, report, seeds
 
 # --------------------------------------------------------------------------------------------------
 # a training step
@@ -105,3 +109,189 @@ def run(label, cfg, command, make_group):
     if cfg.results:
         line = report.made_by(cfg, command, device) | dict(steps=rows)
         checkpoint.append(cfg.results, json.dumps(line) + '\n')
+
+
+# --------------------------------------------------------------------------------------------------
+# the kernels: python kernels.py
+
+@dataclass
+class KernelArguments:
+    """What python kernels.py takes."""
+    results: str = ''              # append a JSON line about each shape to this file
+
+
+def relative_errors(function, reference, inputs):
+    """||a - b|| / ||b|| of every output and every input's gradient; b: the reference in float64."""
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    found = []
+    for f, xs in ((function, inputs), (reference, double)):
+        y = f(*xs)
+        ys = y if isinstance(y, tuple) else (y,)
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(y.shape, generator=generator).to(y.device) for y in ys]
+        total = sum((y.double() * w).sum() for y, w in zip(ys, weights))
+        found.append([*ys, *torch.autograd.grad(total, xs)])
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*found)]
+
+
+def attention_inputs(name, B, H, T, D, dtype, device):
+    """Inputs of kernels.NAME_attention, the same on every device; all want gradients."""
+    qkv = [torch.randn(B, H, T, D).to(dtype) for _ in range(3)]
+    own = {'pope': -6 * torch.rand(H, D), 'vipe': 0.3 * torch.randn(H, D),
+           'bias': torch.randn(H, T)}[name]
+    return [x.to(device).requires_grad_() for x in (*qkv, own)]
+
+
+def scan_inputs(B, C, T, P, d_pe, device):
+    """Inputs of cursor_scan, the same on every device; all want gradients."""
+    jumps = torch.randn(B, C, T, T) + pe.causal(torch.zeros(T, T))
+    copy = torch.cat([jumps, torch.ones(B, C, T, 1)], dim=-1).softmax(dim=-1)
+    reset, step = 0.3 * torch.rand(B, C, T), (2 * torch.randn(B, C, T, 3)).softmax(dim=-1)
+    inputs = (reset, step, 1.2 + torch.rand(C), torch.randn(2 * P + 1, d_pe), copy)
+    return [x.to(device).requires_grad_() for x in inputs]
+
+
+def check_kernels(device):
+    """Print each kernel's largest relative error; returns those that rounding cannot explain."""
+    torch.manual_seed(0)
+    where = device if device == 'cuda' else f"{device} (Triton's interpreter)"
+    print(f'relative error against the float64 reference, on {where}')
+    errors = {}
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 5e-2)):
+        for name in ('pope_attention', 'vipe_attention', 'bias_attention'):
+            inputs = attention_inputs(name[:4], 2, 2, 150, 48, dtype, device)
+            function, reference = getattr(kernels, name), getattr(kernels, f'{name}_reference')
+            found = relative_errors(function, reference, inputs)
+            errors[f'{str(dtype)[6:]:9} {name}'] = found, limit
+    inputs = scan_inputs(2, 2, 50, 60, 12, device)
+    found = relative_errors(kernels.cursor_scan, pe.cursor_scan, inputs)
+    errors['float32   cursor_scan'] = found, 1e-4
+    for name, (found, _) in errors.items():
+        print(f'  {name:28} {max(found):.1e}')
+    # NaN is bad, too
+    return [name for name, (found, limit) in errors.items() if not max(found) <= limit]
+
+
+def attention_contestants(H, T, D):
+    """{name: function of q, k, v}: the kernels, and what one would use without them."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    delta, u, bias = (x.cuda().requires_grad_() for x in
+                      (-6 * torch.rand(H, D), 0.1 * torch.randn(H, D), torch.randn(H, T)))
+    pos = torch.arange(T, device='cuda')
+    flex = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device='cuda')
+    cfg = pe.PEConfig(d_model=H * D, n_head=H, kernel='reference')
+    rope, pope = pe.RoPE(cfg), pe.PoPE(cfg).cuda()
+
+    def flex_bias(q, k, v):
+        def score(x, b, h, i, j):
+            return x + bias[h, (i - j).clamp(min=0)]
+        return flex(q, k, v, score_mod=score, block_mask=mask)
+
+    def flex_vipe(q, k, v):
+        log_n = (pos + 1).float().log()
+        col = 1 + (k.float() @ u[..., None])[..., 0]
+
+        def score(x, b, h, i, j):
+            return x * log_n[i] * col[b, h, j]
+        return flex(q, k, v, score_mod=score, block_mask=mask)
+
+    return {'sdpa': lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            'sdpa + rope': lambda q, k, v: rope.attend(q, k, v, pos),
+            'pope_attention': lambda q, k, v: kernels.pope_attention(q, k, v, delta),
+            'pope, 2D-wide sdpa': lambda q, k, v: pope.attend(q, k, v, pos),
+            'vipe_attention': lambda q, k, v: kernels.vipe_attention(q, k, v, u)[0],
+            'vipe without distance, flex': flex_vipe,
+            'bias_attention': lambda q, k, v: kernels.bias_attention(q, k, v, bias),
+            'bias, flex': flex_bias}
+
+
+def compare(contestants, inputs, dy, work=0):
+    """[{what, forward_ms, both_ms, peak_mb, both_tflops}] on CUDA; what failed has `skipped`.
+
+    both: forward and backward; work: TFLOP of both in plain attention.
+    """
+    from triton.testing import do_bench
+    rows = []
+    for name, function in contestants.items():
+        def both(function=function):
+            return torch.autograd.grad(function(*inputs), inputs, dy)
+        try:
+            both()                                         # compiles
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            both()
+            peak = (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+            forward = do_bench(lambda f=function: f(*inputs), return_mode='median')
+            ms = do_bench(both, return_mode='median')
+        except Exception as error:                         # another library's failure is a line
+            torch.cuda.empty_cache()
+            why = f'{type(error).__name__}: {error}'.partition('\n')[0]
+            rows.append(dict(what=name, skipped=why[:100]))
+            continue
+        # PoPE's products are 1.57 times as many (kernels.py)
+        tflops = work * (1.57 if 'pope' in name else 1) / (ms / 1e3)
+        rows.append(dict(what=name, forward_ms=round(forward, 3), both_ms=round(ms, 3),
+                         peak_mb=round(peak, 1), both_tflops=round(tflops, 1)))
+    return rows
+
+
+def show_comparison(title, rows):
+    """Print the rows of compare(), times also over those of the first."""
+    print(f'\n{title:40} forward ms  / first    both ms  / first   TFLOP/s    peak MB')
+    first = next((row for row in rows if 'skipped' not in row), None)
+    for row in rows:
+        if 'skipped' in row:
+            print(f'  {row["what"]:38} {row["skipped"]}')
+            continue
+        forward, both = row['forward_ms'], row['both_ms']
+        print(f'  {row["what"]:38} {forward:10.3f} {forward / first["forward_ms"]:8.2f} '
+              f'{both:10.3f} {both / first["both_ms"]:8.2f} {row["both_tflops"]:9.1f} '
+              f'{row["peak_mb"]:10.1f}', flush=True)
+
+
+def kernel_benchmark(tokens=16384, width=2048):
+    """Print and yield the rows of each shape: the scan, then attention in bfloat16 on CUDA."""
+    B, C, T, d_pe = 100, 140, 256, 32
+    reset, step, gamma, _, _ = scan_inputs(B, C, T, T, d_pe, 'cuda')
+    table = pe.sinusoids(torch.arange(-T, T + 1, device='cuda'), d_pe, 1e4, reset)
+    scans = {'cursor_scan': lambda *gates: kernels.cursor_scan(*gates, table),
+             'pe.cursor_scan': lambda *gates: pe.cursor_scan(*gates, table)}
+    dy = torch.randn(B, C, T, d_pe, device='cuda')
+    rows = compare(scans, (reset, step, gamma), dy)
+    show_comparison(f'cursor_scan B={B} C={C} T={T} d_pe={d_pe}', rows)
+    yield [dict(row, B=B, C=C, T=T, d_pe=d_pe) for row in rows]
+    for D in (64, 128):
+        for T in (512, 1024, 2048, 4096, 8192, 16384):
+            B, H = tokens // T, width // D
+            q, k, v = (torch.randn(B, T, H, D, device='cuda', dtype=torch.bfloat16).transpose(1, 2)
+                       .requires_grad_() for _ in range(3))
+            torch._dynamo.reset()                          # at 8 recompilations it gives up
+            # causal: 2 B H T^2 D forward, 2.5 times that backward
+            work = 3.5 * 2 * B * H * T * T * D / 1e12
+            rows = compare(attention_contestants(H, T, D), (q, k, v), torch.randn_like(q), work)
+            show_comparison(f'T={T} D={D} B={B} H={H} bfloat16', rows)
+            yield [dict(row, T=T, D=D) for row in rows]
+
+
+def kernel_main(doc, argv):
+    """Check the kernels; on a GPU time them, too."""
+    if '--help' in argv or '-h' in argv:
+        return config.print_help(doc, KernelArguments)
+    results = config.read(KernelArguments, argv)['results']
+    if kernels.triton is None:
+        raise config.UserError('needs Triton, which is for Linux: pip install triton')
+    if results:
+        checkpoint.append(results, '')                     # fails now rather than after the timing
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    bad = check_kernels(device.type)
+    if device.type == 'cuda':
+        about = dict(command='python ' + ' '.join(sys.argv)) | report.machine(device)
+        for rows in kernel_benchmark():
+            if results:
+                checkpoint.append(results, json.dumps(about | dict(kernels=rows)) + '\n')
+    else:
+        print('no GPU: the benchmark needs one' + ('; nothing written' if results else ''))
+    if bad:
+        raise config.UserError(f'wrong: {", ".join(bad)}')
