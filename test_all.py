@@ -466,7 +466,7 @@ def law_of_paths(reset, step, jump=None):
 def test_cursor_histogram_is_the_sum_over_all_paths(copy, T):
     """Algorithm 1 without sharpening: the distribution of a random walk with resets and jumps."""
     reset, step, jump, table = random_gates(1, 2, T, T + 2, copy=copy)
-    h = kernels.cursor_scan_reference(reset, step, None, table, jump)
+    h = pe.cursor_scan(reset, step, None, table, jump)
     for c, t in itertools.product((0, 1), (1, 3, 5) if T == 6 else (0, 1, 2)):
         seen = None
         if copy:  # jumps to tokens up to t, and none at all
@@ -480,7 +480,7 @@ def test_cursor_histogram_is_the_sum_over_all_paths(copy, T):
 def test_cursor_keeps_its_mass(dtype, tol):
     reset, step, _, _ = random_gates(1, 2, 2048, 1, dtype=dtype)
     ones = torch.ones(4097, 1, dtype=dtype)
-    mass = kernels.cursor_scan_reference(reset * 0.01, step, None, ones)
+    mass = pe.cursor_scan(reset * 0.01, step, None, ones)
     assert (mass - 1).abs().max() < tol
 
 
@@ -494,14 +494,14 @@ def test_sharpening_multiplies_exponents():
     keep = torch.tensor([0.0, 0.0, 1.0]).double()
     step = torch.stack([first, keep, keep, keep]).view(1, 1, T, 3)
     reset, table = torch.zeros(1, 1, T).double(), torch.eye(2 * T + 1).double()
-    h = kernels.cursor_scan_reference(reset, step, torch.tensor([1.7]).double(), table)
+    h = pe.cursor_scan(reset, step, torch.tensor([1.7]).double(), table)
     for n in range(1, T + 1):
         p = first ** 1.7 ** n
         close(h[0, 0, n - 1, [T + 1, T - 1, T]], p / p.sum(), 1e-5)  # eps = 1e-8 adds to every bin
     for dtype in (torch.float32, torch.float64):
         gamma = torch.tensor([1e4], dtype=dtype)
         gates = reset.to(dtype), step.to(dtype)
-        sharp = kernels.cursor_scan_reference(*gates, gamma, table.to(dtype))
+        sharp = pe.cursor_scan(*gates, gamma, table.to(dtype))
         close(sharp[0, 0, -1], F.one_hot(torch.tensor(T + 1), 2 * T + 1), 1e-6)
 
 
@@ -517,7 +517,7 @@ def test_displacement_restarts_from_a_point_and_is_not_eq_6():
 
     The cross-correlation of two histograms gives mass to displacements that no path makes.
     """
-    scan = kernels.cursor_scan_reference
+    scan = pe.cursor_scan
     reset, step, _, table = random_gates(1, 1, 5, 5)
     k, steps = 2, 2  # from after token 2 to after token 4
     later = reset[:, :, k + 1:], step[:, :, k + 1:]
@@ -542,10 +542,10 @@ def test_superposition_is_not_the_encoding_of_the_mean():
     d = torch.arange(-4, 5).double()
     table = torch.stack([d.sin(), d.cos()], dim=-1)
     increment = torch.tensor([1.0, 0.0, 0.0]).double().expand(1, 1, 3, 3)
-    certain = kernels.cursor_scan_reference(reset * 0, increment, None, table)[0, 0]
+    certain = pe.cursor_scan(reset * 0, increment, None, table)[0, 0]
     close(certain, table[5:8])  # offsets 1, 2, 3
-    mixed = kernels.cursor_scan_reference(reset, step, None, table)[0, 0, -1]
-    mean = kernels.cursor_scan_reference(reset, step, None, d[:, None])[0, 0, -1]
+    mixed = pe.cursor_scan(reset, step, None, table)[0, 0, -1]
+    mean = pe.cursor_scan(reset, step, None, d[:, None])[0, 0, -1]
     assert (mixed - torch.cat([mean.sin(), mean.cos()])).abs().max() > 0.05
 
 
@@ -557,7 +557,7 @@ def test_cursor_machines():
     gamma = torch.tensor([2.0]).double()
 
     def places(reset, jump=None):
-        return kernels.cursor_scan_reference(reset, increment, gamma, offsets, jump)[0, 0, :, 0]
+        return pe.cursor_scan(reset, increment, gamma, offsets, jump)[0, 0, :, 0]
 
     reset = torch.zeros(1, 1, T).double()
     close(places(reset), [1, 2, 3, 4, 5, 6, 7, 8], 1e-6)
@@ -567,17 +567,17 @@ def test_cursor_machines():
     jump = F.one_hot(torch.tensor([T, T, T, T, T, T, 2, T]), T + 1).double()
     close(places(reset, jump[None, None]), [1, 2, 3, 4, 1, 2, 2, 3], 1e-6)
     with pytest.raises(ValueError, match='must hold offsets -8..8'):
-        kernels.cursor_scan_reference(reset, increment, None, torch.ones(15, 1).double())
+        pe.cursor_scan(reset, increment, None, torch.ones(15, 1).double())
 
 
 def test_cursor_scan_in_chunks():
     """Neither the chunk size, nor the size of the table, nor what follows changes an encoding."""
     reset, step, jump, table = random_gates(2, 3, 20, 20, copy=True)
     gamma = torch.tensor([1.5, 2.0, 3.0]).double()
-    whole = kernels.cursor_scan_reference(reset, step, gamma, table, jump)
-    close(kernels.cursor_scan_reference(reset, step, gamma, table, jump, chunk=7), whole)
+    whole = pe.cursor_scan(reset, step, gamma, table, jump)
+    close(pe.cursor_scan(reset, step, gamma, table, jump, chunk=7), whole)
     jump = torch.cat([jump[:, :, :8, :8], jump[:, :, :8, -1:]], dim=-1)  # the first 8 tokens alone
-    first = kernels.cursor_scan_reference(reset[..., :8], step[:, :, :8], gamma, table[12:29], jump)
+    first = pe.cursor_scan(reset[..., :8], step[:, :, :8], gamma, table[12:29], jump)
     close(first, whole[:, :, :8])
 
 
@@ -648,7 +648,7 @@ def test_prism_copies_by_hand():
         gamma = 1 + F.softplus(cursors.g[c:c + 1])
         jump = copy[:, [c // 5]] if c in (0, 5, 10) else None
         gates = reset[:, c:c + 1], step[:, c:c + 1]
-        alone = kernels.cursor_scan_reference(*gates, gamma, table, jump)
+        alone = pe.cursor_scan(*gates, gamma, table, jump)
         close(h[:, c:c + 1], alone)
     for c in (12, 17, 22):
         assert (h[:, c].argmax(dim=-1) - 9).tolist() == [list(range(9))] * 2
@@ -769,7 +769,7 @@ def test_prism_comes_last_in_a_sum(other):
     found = []
     for names in (['prism', other], [other, 'prism']):
         enc = make(pe='+'.join(names), n_layer=1).blocks[0].attn.pe
-        assert not enc.kernel  # its q and k are wider than its values
+        assert not enc.fusable  # its q and k are wider than its values
         set_by_hand(enc)
         state = enc.state(x, pos)
         logits = enc.logits(q, k, pos, state)
@@ -1694,7 +1694,7 @@ def test_sums_compile_in_one_graph(name):
 def gains(kw):
     """Whether a kernel computes this encoding's attention faster."""
     enc = pe.build(pe.PEConfig(**(dict(d_model=32, n_head=4) | kw)))
-    return enc.kernel
+    return enc.fusable and enc.gains
 
 
 GAINS = {name: kw for name, kw in VARIANTS.items() if gains(kw)}
@@ -1762,7 +1762,7 @@ def scan_errors(shape, sharpen, copy, seed=0, scan=kernels.cursor_scan):
             return function(reset, step, gamma, table, jumps)
         return call
 
-    return errors(called(scan), called(kernels.cursor_scan_reference), inputs)
+    return errors(called(scan), called(pe.cursor_scan), inputs)
 
 
 @kernel_test
@@ -1788,7 +1788,7 @@ def test_cursor_scan_with_512_offsets(T, d_pe, copy, seed):
 def test_gpu_cursor_scan_at_length(copy):
     """1e-4, or where ties amplify rounding, ten times the error of the reference in float32."""
     shape = (2, 3, 2048, 2048, 84)
-    own = max(scan_errors(shape, True, copy, scan=kernels.cursor_scan_reference))
+    own = max(scan_errors(shape, True, copy, scan=pe.cursor_scan))
     assert max(scan_errors(shape, True, copy)) < max(1e-4, 10 * own)
 
 
@@ -1798,7 +1798,7 @@ def test_cursor_scan_with_extreme_exponents(exponent):
     torch.manual_seed(0)
     reset, step, _, table, jumps = (x.detach() for x in random_scan(2, 2, 9, 12, 4))
     gamma = torch.full((2,), exponent, device=DEVICE)
-    expected = kernels.cursor_scan_reference(reset, step, gamma, table, jumps)
+    expected = pe.cursor_scan(reset, step, gamma, table, jumps)
     close(kernels.cursor_scan(reset, step, gamma, table, jumps), expected, 1e-5)
 
 
@@ -1809,7 +1809,7 @@ def test_cursor_scan_with_a_gamma_for_each_group():
     gammas = torch.stack([gamma, gamma + 1])
     both = kernels.cursor_scan(reset, step, gammas, table)
     for b in (0, 1):
-        alone = kernels.cursor_scan_reference(reset[b:b + 1], step[b:b + 1], gammas[b], table)
+        alone = pe.cursor_scan(reset[b:b + 1], step[b:b + 1], gammas[b], table)
         close(both[b:b + 1], alone, 1e-5)
 
 
@@ -1836,7 +1836,7 @@ def test_cursor_scan_writes_every_element(shape, nan_memory):
 
 
 @kernel_test
-@pytest.mark.parametrize('scan', [kernels.cursor_scan, kernels.cursor_scan_reference])
+@pytest.mark.parametrize('scan', [kernels.cursor_scan, pe.cursor_scan])
 def test_cursor_scan_says_what_does_not_fit(scan):
     torch.manual_seed(0)
     reset, step, gamma, table, jumps = random_scan(2, 2, 9, 12, 4)
