@@ -184,12 +184,6 @@ DISTANCE_64 = {'distance:span=64': (
 COUNTING_64 = some('rope', 'nope', 'alibi', 'mla') | {
     f'{pe}, fixed': f'--pe={pe} --n_train=8000' for pe in ('rope', 'nope', 'alibi', 'random')}
 
-# What configs/paper_prism.py leaves to the task, for copying and reversing (PRISM section 6)
-TO_40 = ('--prism_layers=1 --prism_copy={} --train_lengths=1-40 '
-         '--length_schedule=[(0,5),(5000,10),(10000,20),(20000,30),(30000,40)] '
-         '--eval_lengths=2,4,6,8,10,12,14,16,18,20,22,24,26,28,30,32,34,36,38,40,50,60,80,100,150 '
-         '--n_test=1000')
-
 
 class Grid(NamedTuple):
     title: str
@@ -216,8 +210,8 @@ PAPER = {                           # the papers' own sizes: these need a GPU
         "PRISM's tasks at its paper's size",
         {'prism': 'configs/paper_prism.py',
          'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'},
-        {task: (f'configs/{task}_prism.py {TO_40.format(copy)}', [80])
-         for task, copy in (('string_copy', 'none'), ('string_reverse', 'fixed'))}),
+        {'string_copy': ('configs/string_copy_prism.py', [80]),
+         'string_reverse': ('configs/string_reverse_prism.py --prism_copy=fixed', [80])}),
 }
 GRIDS = PAPER | {
     'cross': Grid('', ROWS, COLUMNS),
