@@ -32,6 +32,8 @@ import torch  # noqa: E402
 
 import probe  # noqa: E402
 import train  # noqa: E402
+from engine import checkpoint, config, report, seeds  # noqa: E402
+from engine.config import UserError  # noqa: E402
 from model import Transformer  # noqa: E402
 from results import claims, plan  # noqa: E402
 from results.plan import GRIDS, PAPER, cells, shown  # noqa: E402
@@ -160,15 +162,10 @@ def gain(name, column, what, pairs):
             f'{round(max(gains)):+d})')
 
 
-def config(run):
-    """The Config of a line of results/, which may have keys that are gone since."""
-    return train.make_config({key: x for key, x in run['config'].items() if key in train.KEYS})
-
-
 def parameters(row):
     """A row's parameters in the cross table, on the task with the smallest vocabulary."""
     argv = shlex.split(f'{plan.COLUMNS["iterative"][0]} {plan.ROWS[row]}')
-    model = Transformer(train.make_config(train.read_config(argv)))
+    model = Transformer(train.make_config(config.read(train.Config, argv)))
     return sum(p.numel() for p in model.parameters())
 
 
@@ -184,9 +181,9 @@ def by_length_table(name):
         return
     yield '```'
     if cfg.the_task.corpus:
-        lines = train.perplexities(cfg, [row[:2] for row in rows])
+        lines = report.perplexities(cfg, [row[:2] for row in rows])
     else:
-        lines = train.strips(cfg, rows)
+        lines = report.strips(cfg, rows)
     yield from '\n'.join(lines).splitlines()
     yield '```'
     yield from made_by(name)
@@ -208,7 +205,7 @@ def first_run():
     rows = [('exact match', scores, 'exact'), ('tokens', scores, 'token'),
             ('last state', scores, 'last')]
     yield '```'
-    yield from '\n'.join(train.strips(cfg, rows)).splitlines()
+    yield from '\n'.join(report.strips(cfg, rows)).splitlines()
     yield '```'
 
 
@@ -224,7 +221,7 @@ def seeds_table():
     cfg.seeds = list(together)
     yield '```'
     for label, scores in (('together', together), ('alone', alone)):
-        yield f'{label:11}{train.over_seeds(cfg, scores)}'
+        yield f'{label:11}{report.over_seeds(cfg, scores)}'
     yield '```'
 
 
@@ -242,7 +239,7 @@ def speed_table():
     together = ['2 seeds together, time over one by one', *map(str, counts[2:])]
     body = []
     for run in speed:
-        cfg = config(run)
+        cfg = train.make_config(run['config'])
         alone, *others = run['steps']
         ratios = [f'{step["ratio"]:.2f}' for step in others]
         ratios += [''] * (len(counts) - 1 - len(others))
@@ -258,7 +255,7 @@ def compile_table():
         return
     body = []
     for run in runs:
-        cfg = config(run)
+        cfg = train.make_config(run['config'])
         body.append([cfg.pe, one_step(cfg), f'{run["steps"][-1]["ratio"]:.2f}'])
     yield from markdown(['encoding', 'one step', 'time without torch.compile over with it'], body)
 
@@ -332,7 +329,7 @@ def panels(plt, name, rows=None):
         for row in rows or GRIDS[name].rows:
             if (name, row, column) in cells:
                 grey = dict(color='0.4', ls=('-', '--', ':')[len(styles) % 3])
-                style = styles.setdefault(row, train.look(row) or grey)
+                style = styles.setdefault(row, report.look(row) or grey)
                 yield ax, cells[name, row, column], style
     for ax in axes[:, 0]:
         ax.set_ylabel('exact match (%)')
@@ -397,12 +394,9 @@ FIGURES = {
 
 
 def draw_figures():
-    try:
-        import matplotlib
-    except ImportError:
-        raise train.UserError('the figures want matplotlib: pip install matplotlib') from None
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
+    plt = report.pyplot()
+    if plt is None:
+        raise UserError('the figures want matplotlib: pip install matplotlib')
     begun = {key[0] for key in cells} | {'heads'}
     for name in begun & FIGURES.keys():
         fig = FIGURES[name](plt, name)
@@ -410,7 +404,7 @@ def draw_figures():
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
-        train.figure(path, *claims.by_length(name), swept=True)
+        report.figure(path, *claims.by_length(name), swept=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,14 +460,14 @@ def take_lock():
     try:
         import fcntl
     except ImportError:
-        raise train.UserError('`run` locks its folder, which Python cannot do on Windows: run the '
+        raise UserError('`run` locks its folder, which Python cannot do on Windows: run the '
                               'command that `evidence.py` names by hand, then the next') from None
     os.makedirs(os.path.join(plan.ROOT, 'out'), exist_ok=True)
     lock = open(os.path.join(plan.ROOT, 'out/evidence.lock'), 'w')
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise train.UserError('another `evidence.py run` is at work in this folder') from None
+        raise UserError('another `evidence.py run` is at work in this folder') from None
     return lock
 
 
@@ -523,7 +517,7 @@ class Piece:
 def same_piece_begun(argv):
     """Whether the folder has a checkpoint of these very flags; from now on it belongs to them."""
     folder = os.path.join(plan.ROOT, plan.out_dir(argv))
-    train.make_folder(folder)
+    checkpoint.make_folder(folder)
     with open(os.path.join(folder, 'piece'), 'a+') as f:
         f.seek(0)
         same = f.read() == shlex.join(argv)
@@ -537,8 +531,8 @@ def store_probe(argv):
     with open(os.path.join(plan.ROOT, plan.out_dir(argv), f'probe_{argv[1]}.json')) as f:
         found = json.load(f)
     line = dict(probe=argv[1], command='python ' + shlex.join(argv)) | found
-    line |= train.machine(train.pick_device(train.Config()))
-    train.append(os.path.join(plan.ROOT, 'results/probes.jsonl'), json.dumps(line) + '\n')
+    line |= report.machine(seeds.pick_device(train.Config()))
+    checkpoint.append(os.path.join(plan.ROOT, 'results/probes.jsonl'), json.dumps(line) + '\n')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -564,7 +558,7 @@ def readme():
         block = ''.join(f'{line}\n' for line in lines)
         homes = [path for path, text in texts.items() if end in text.partition(start)[2]]
         if not homes:
-            raise train.UserError(f'no README has the marks <!-- {name} --> and '
+            raise UserError(f'no README has the marks <!-- {name} --> and '
                                   f'<!-- end of {name} -->: put both where the table belongs')
         for path in homes:
             before, _, rest = texts[path].partition(start)
@@ -581,13 +575,13 @@ def main(argv):
         jobs = 4 if torch.cuda.is_available() else os.cpu_count()
         return run(float(argv[1]), int(argv[2]) if len(argv) == 3 else jobs)
     if argv not in ([], ['readme']):
-        raise train.UserError(USAGE)
+        raise UserError(USAGE)
     ask()
     if argv == ['readme']:
         texts = readme()
         draw_figures()
         for path, text in texts.items():
-            train.write(os.path.join(plan.ROOT, path), text)
+            checkpoint.write(os.path.join(plan.ROOT, path), text)
         return 0
     for name, grid in GRIDS.items():
         there = sum(key[0] == name for key in cells)
@@ -601,8 +595,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except train.UserError as error:
-        print(f'evidence.py: {error}', file=sys.stderr)
-        sys.exit(2)
+    config.run(main)

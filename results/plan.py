@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 import probe
-import train
+from engine.config import UserError, slug
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -331,7 +331,7 @@ def runs(name):
                 found.append(json.loads(line))
                 found[-1]['command']
             except (ValueError, TypeError, KeyError):
-                raise train.UserError(f'results/{name}.jsonl, line {number}, is cut off: delete '
+                raise UserError(f'results/{name}.jsonl, line {number}, is cut off: delete '
                                       'the line, and its piece runs again') from None
     return found
 
@@ -367,7 +367,7 @@ def piece(name, row, column):
     has_rate = '--lr=' in flags or 'configs/' in flags
     if has_rate and not grid.has_seeds and '--seeds=' not in flags:
         flags += ' --seeds=0-2'
-    return f'{train.slug(column)}/{train.slug(row)}', flags, has_rate
+    return f'{slug(column)}/{slug(row)}', flags, has_rate
 
 
 def rates(column):
@@ -434,7 +434,7 @@ def out_dir(argv):
     if 'out_dir' in flags:
         return flags['out_dir']
     if 'hf' in flags:
-        return f'out/{train.slug(os.path.basename(flags["hf"]))}'
+        return f'out/{slug(os.path.basename(flags["hf"]))}'
     return argv[2].replace('by_hand:', probe.BY_HAND_DIR)
 
 

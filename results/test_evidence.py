@@ -7,6 +7,8 @@ import shlex
 import pytest
 
 import train
+from engine import config
+from engine.config import UserError
 from results import claims, evidence, plan
 
 HERE = plan.ROOT
@@ -29,7 +31,7 @@ def test_every_piece_can_be_run(name):
             continue
         argv = [os.path.join(HERE, arg) if arg.startswith('configs/') else arg
                 for arg in shlex.split(f'{given} {flags}')]
-        cfg = train.make_config(train.read_config(argv))
+        cfg = train.make_config(config.read(train.Config, argv))
         longest = max(cfg.train_lengths)
         longer = [n for n in cfg.eval_lengths if n in twice]
         if list(twice) == [2 * longest]:
@@ -101,19 +103,19 @@ def test_resume_only_the_very_same_piece(tiny):
         piece = evidence.Piece(given, 1, lock)
         assert piece.process.wait() == 0
         assert ('--resume' in piece.process.args) == resumed
-    with pytest.raises(train.UserError, match='another `evidence.py run` is at work'):
+    with pytest.raises(UserError, match='another `evidence.py run` is at work'):
         evidence.take_lock()
 
 
 def test_a_line_that_is_cut_off_is_told(tiny):
     (tiny / 'results/tiny.jsonl').write_text('{"comm')
-    with pytest.raises(train.UserError, match='tiny.jsonl, line 1, is cut off'):
+    with pytest.raises(UserError, match='tiny.jsonl, line 1, is cut off'):
         evidence.ask()
 
 
 def test_wrong_command_lines():
     for argv in (['runn'], ['run'], ['run', 'x'], ['run', '1', '0'], ['readme', 'x']):
-        with pytest.raises(train.UserError, match='write `run MINUTES`'):
+        with pytest.raises(UserError, match='write `run MINUTES`'):
             evidence.main(argv)
 
 
