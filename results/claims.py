@@ -315,8 +315,8 @@ def prism():
             'otherwise, dyn_str_cpy': in_row('prism_copy', 'dyn_str_cpy', 'all'),
             'trained to 5': in_row('prism_copy', 'dyn_str_cpy, trained to 5', 'all'),
         } | at_paper_size('paper_prism', 'all')),
-        'Agrees on copying, on reversing for one seed of three; stack and dyn_str_cpy go on a '
-        'little. Dyn_str_cpy goes far with key cursors that are trained; in the paper they step '
+        'Agrees on copying, on reversing for one seed of three; stack and dyn_str_cpy go on in '
+        'part. Dyn_str_cpy goes far with key cursors that are trained; in the paper they step '
         'up with every token. The baseline learns all trained lengths of no task in these steps, '
         "at most a fiftieth of the paper's.")
     yield (
