@@ -1,0 +1,578 @@
+"""What each paper claims, beside what is found here: tables made of results/*.jsonl.
+
+A claim is (where and what, the paper's number, the number here, how they differ). The numbers here
+are computed; None stands for what has not run yet. How they differ is a judgement of the two, made
+by hand on the small runs; the numbers that it names are settings, never results.
+Asking for a number that is not there adds what would give it to plan.missing.
+"""
+import math
+import statistics
+import types
+
+from results import plan
+from results.plan import asked, by_seed, cells, probed, score, shown, spread
+
+SMOL = '--hf=SmolLM2-135M-Instruct.Q4_1.gguf', '--text=tinyshakespeare.txt'
+
+# --------------------------------------------------------------------------------------------------
+# numbers as text
+
+def listed(found, sign=' ', between='; '):
+    """{name: text} as one text that ends with the names still waiting; None if all are."""
+    text = between.join(f'{name}{sign}{each}' for name, each in found.items() if each is not None)
+    waiting = [name for name, each in found.items() if each is None]
+    if not text or not waiting:
+        return text or None
+    return f'{text}{between if between == "<br>" else " "}(not run yet: {"; ".join(waiting)})'
+
+
+def lines(found, sign=': '):
+    """The same, each name on a line of its own."""
+    return listed(found, sign, '<br>')
+
+
+def in_row(name, column, what, rows=None):
+    """shown() of every row of a column: '`rope` 8, `nope` 9'."""
+    found = {row: cells.get((name, row, column)) for row in rows or plan.GRIDS[name].rows}
+    return listed({f'`{row}`': cell and shown(cell, what) for row, cell in found.items()},
+                  between=', ')
+
+
+def in_rows(name, what, columns=None, rows=None):
+    """The same of several columns."""
+    columns = columns or plan.GRIDS[name].columns
+    return lines({column: in_row(name, column, what, rows) for column in columns})
+
+
+def at_paper_size(name, what, columns=None):
+    return {"at the paper's size": in_rows(name, what, columns)}
+
+
+def by_length(name):
+    """What engine/report.py's tables and figures take, of the runs in results/NAME.jsonl.
+
+    A configuration and, for every run and seed, (label, {length: scores}, metric). A label is the
+    encoding and what this file varies of it; of two lines about one run the later counts.
+    """
+    latest = {(run['command'].replace(' --resume', ''), run['config']['out_dir']): run
+              for run in plan.runs(name)}.values()
+    if not latest:
+        return None, []
+    configs = [run['config'] for run in latest]
+    varied = [key for key in ('prism_cursors', 'pope_delta')
+              if len({str(config.get(key)) for config in configs}) > 1]
+
+    def label(config):
+        of_encoding = [key for key in varied if key.startswith(config['pe'])]
+        return ' '.join([config['pe'], *(f'--{key}={config[key]}' for key in of_encoding)])
+
+    rows = [(label(run['config']), scores, 'exact')
+            for run in latest for scores in by_seed(run).values()]
+    labels = [label for label, _, _ in rows]
+    rows.sort(key=lambda row: labels.index(row[0]))               # seeds side by side
+    corpus = 'loss' in next(iter(rows[0][1].values()))
+    task = types.SimpleNamespace(corpus=corpus)
+    return types.SimpleNamespace(**configs[0], the_task=task), rows
+
+
+def percent(x):
+    return 100 * x
+
+
+def perplexity(x):
+    return math.exp(-x)
+
+
+def loss(x):
+    return -x
+
+
+def alone(name, lengths, unit, digits):
+    """The score over these lengths of each configuration in results/NAME.jsonl, over its seeds."""
+    found = {}
+    for label, scores, _ in by_length(name)[1]:
+        found.setdefault(label, []).append(unit(score(scores, lengths)))
+    return ', '.join(f'{label} {spread(values, digits)}' for label, values in found.items()) or None
+
+
+# --------------------------------------------------------------------------------------------------
+# numbers of probes
+
+def drops(line):
+    """Points lost without each head, [layer][head]."""
+    return [[x for key, x in layer.items() if key.startswith('drop')] for layer in line['rows']]
+
+
+def single_heads(name, row, column):
+    """What single heads are worth: a text for each of seeds 0 to 2, then one for the layers.
+
+    Points lost without the head that matters most / the next, of the exact match with all, and the
+    layer of the first; then each layer's share of what all heads are worth, mean over seeds.
+    """
+    found = [probed('heads', name, row, column, seed) for seed in range(3)]
+    if None in found:
+        return None
+    shares = []
+    for line in found:
+        lost = [sum(max(0, x) for x in layer) for layer in drops(line)]
+        shares.append([100 * x / sum(lost) for x in lost])
+    layers = ' / '.join(f'{statistics.mean(share):.0f}' for share in zip(*shares))
+    seeds = ['{largest:.0f} / {second:.0f} of {base:.0f}, layer {layer}'.format(**line['summary'])
+             for line in found]
+    return [*seeds, layers]
+
+
+def head_layers(name, column, rows):
+    found = {row: single_heads(name, row, column) for row in rows}
+    return listed({f'`{row}`': texts and texts[-1] for row, texts in found.items()}, between=', ')
+
+
+def heads_table():
+    """What single heads are worth, a row for each model of plan.HEADS."""
+    found = {f'{column}, {row}': single_heads(name, row, column)
+             for name, row, column in plan.HEADS}
+    yield '| | seed 0 | seed 1 | seed 2 | layers |'
+    yield '|---' * 5 + '|'
+    for label, texts in found.items():
+        if texts:
+            yield '| ' + ' | '.join([label, *texts]) + ' |'
+    waiting = [label for label, texts in found.items() if not texts]
+    if waiting:
+        yield f'\nNot run yet: {"; ".join(waiting)}.'
+
+
+def without_p(name, column):
+    """Exact match without p_i / without random vectors as long, taken out before each layer."""
+    found = {}
+    for row in ('ape', 'ape+rope'):
+        line = probed('positions', name, row, column)
+        found[row] = line and ', '.join(f'{layer["without p"]:.0f} / {layer["random"]:.0f}'
+                                        for layer in line['rows'])
+    return listed(found)
+
+
+POLYNOMIAL = 'polynomial, 3 layers'
+
+
+def second_states(row):
+    """Percent right of the second state, at trained positions, in longer and longer problems."""
+    line = probed('steps', 'vipe', row, POLYNOMIAL)
+    return line and ', '.join(f'{100 * each[f"{row} d=1"]:.0f}' for each in line['rows']
+                              if each['length'] in (8, 9, 10, 12, 14))
+
+
+def weight_on_input(row):
+    """The best head's mean weight from a state to its input, at the trained length and a longer."""
+    line = probed('attention', 'vipe', row, POLYNOMIAL)
+    return line and ', '.join(f'{value:.2f}' for key, value in line['summary'].items()
+                              if key.startswith('s_to_x_t'))
+
+
+def linear_r2(line):
+    """The four R2 of a linear probe."""
+    if not line:
+        return None
+    values = [value for key, value in line['summary'].items() if 'r2' in key]
+    return '{:.3f} / {:.3f}, {:.3f} / {:.3f}'.format(*values)
+
+
+def half_step_cursors():
+    """The pace nearest to half a place a token among the cursors of odds first, seeds 1 and 2."""
+    found = [probed('cursor', 'prism_odds', 'prism', 'trained to 20', seed) for seed in (1, 2)]
+    if None in found:
+        return None
+    nearest = [min((cursor['moves'] for cursor in line['rows']), key=lambda x: abs(abs(x) - 0.5))
+               for line in found]
+    return ', '.join(f'{pace:.2f}' for pace in nearest)
+
+
+def of_library(what, key):
+    """A number of a probe of RoPE and of PoPE trained on Python's library, from probes.jsonl."""
+    commands = plan.by_command('probes')
+    found = {pe: commands.get(f'python probe.py {what} out/stdlib/pe={pe}')
+             for pe in ('rope', 'pope')}
+    return listed({pe: line and f'{line["summary"][key]:.2f}' for pe, line in found.items()},
+                  between=', ')
+
+
+def perturb_table():
+    """Table 1 of the position-generalization paper, in parentheses beside SmolLM2."""
+    paper = {
+        'text': ('tokens change places', '37.4', '41.4', '42.3', '42.4'),
+        'feature': ('keys change places', '35.1', '41.2', '42.0', '42.3'),
+        'position': ('position indices', '37.2', '42.4', '42.4', '42.7'),
+    }
+    line = asked('perturb', *SMOL, '--l_max=5', '--n=8')
+    if not line:
+        yield 'Not run yet.'
+        return
+    right = {(row['kind'], row.get('gamma')): f'{100 * row["token"]:.1f}' for row in line['rows']}
+    yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
+    yield '|---' * 6 + '|'
+    for kind, (name, *there) in paper.items():
+        found = [f'{right[kind, share]} ({number})'
+                 for share, number in zip((0.5, 0.1, 0.05, 0.01), there)]
+        yield f'| {name} | {" | ".join(found)} | {right["original", None]} (42.5) |'
+
+
+# --------------------------------------------------------------------------------------------------
+# the claims
+
+def vipe():
+    def trained_to_8(tasks, layers=(2, 3)):
+        columns = [f'{task}, {n} layers' for task in tasks for n in layers]
+        return in_rows('vipe', 'holds', columns, ('vipe', 'nope', 'rope', 'fire'))
+
+    yield (
+        'Figures 3, 6: polynomial: all but ViPE break right behind the trained length, NoPE with 3 '
+        'layers last',
+        'curves, best of 8 seeds, trained to 16: ViPE high to about 32',
+        lines({
+            'trained to 8, holds to':
+                in_rows('vipe', 'holds', ['polynomial, 2 layers', POLYNOMIAL]),
+            'trained to 16, 7,500 steps, one seed, percent exact at 20':
+                alone('polynomial', [20], percent, 0),
+            'ViPE with one s for every test (eq. 7)': in_row('vipe_scale', POLYNOMIAL, 'all'),
+        } | at_paper_size('paper_vipe', 'holds', ['polynomial'])),
+        'Agrees with 3 layers, but ViPE leads by a length or two, not by a factor of two. 2,000 '
+        "of the paper's 256,000 steps. With 2 layers ViPE has not learned the task on every seed.")
+    yield (
+        'Figure 6, left: each state looks at the input that the next one needs, at longer lengths '
+        'too',
+        'a map of 39 inputs, trained to 16',
+        (found := listed({row: weight_on_input(row) for row in ('vipe', 'nope', 'rope')})) and
+        'trained to 8, mean weight of the best head on it with 8 inputs, with 20, seed 0: ' + found,
+        'Agrees in part: at 20 inputs ViPE keeps about half of the weight, NoPE and RoPE next to '
+        'nothing. No answer of that length is right.')
+    yield (
+        'Figure 4: a state at trained positions goes wrong in longer problems, with RoPE at once, '
+        'with NoPE last',
+        'curves',
+        (found := listed({row: second_states(row) for row in ('nope', 'rope', 'ape')})) and
+        'percent of second states right at lengths 8, 9, 10, 12, 14, seed 0: ' + found,
+        'Agrees on NoPE. Here APE goes wrong first, there RoPE.')
+    yield (
+        'Figure 12: copy, parity with one head: ViPE goes furthest',
+        'a figure, best of 8 seeds',
+        lines({
+            'trained to 8, 2,000 steps': trained_to_8(('copy', 'parity')),
+            '10,000 steps': in_rows('vipe_steps', 'holds'),
+        } | at_paper_size('paper_vipe', 'holds', ['copy', 'parity'])),
+        'Agrees on copy with 3 layers, not on parity. With 2 layers ViPE learns neither task on '
+        'one seed. Five times the steps carry it further, so that steps are a part of what is '
+        'missing.')
+    yield (
+        'Figure 13: the same with more layers and heads',
+        'a figure, means over 4 to 6 layers',
+        lines({'trained to 8': in_rows(
+            'vipe', 'holds', [column for column in plan.OF_VIPE if 'heads' in column],
+            ('vipe', 'nope', 'rope', 'fire'))}),
+        'Agrees with 6 layers and 4 heads, by little. With 4 layers and 2 heads NoPE and FIRE are '
+        'ahead on parity.')
+    yield (
+        'Figure 14: the same on count, reverse, mode, sort',
+        'a figure, means',
+        lines({
+            'trained to 8': trained_to_8(('count', 'reverse', 'mode', 'sort')),
+            'without its parts, sort, 3 layers': in_row('vipe_causes', 'sort, 3 layers', 'all')}),
+        'Agrees on count. On mode others go further; on sort others keep more, and on reverse ViPE '
+        'learns the trained lengths least often. Rescaling the logits is one cause: without log n '
+        'and u ViPE keeps more of sort and reverse. More steps were not tried.')
+    yield (
+        'Figure 15: ViPE holds beyond over 8 seeds',
+        'a figure, means',
+        lines({'trained to 8': in_rows('vipe_seeds', 'all')}),
+        'Agrees for most seeds, by one or two lengths.')
+    yield (
+        'Tables 1, 4, 5: R2 of position from layer 1, trained / longer lengths (to 3 times; here '
+        '4), and of distance to EoI from layer 2',
+        'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, '
+        '0.891 / 0.614',
+        (found := listed(
+            {row: linear_r2(probed('linear', 'vipe', row, POLYNOMIAL))
+             for row in ('nope', 'rope', 'ape')} |
+            {'weights set by hand': linear_r2(asked('linear', 'by_hand:polynomial'))})) and
+        f'seed 0: {found}',
+        'Agrees on NoPE, which falls least beyond; RoPE and APE fall much further here. The '
+        'weights set by hand need the distance alone and have it at any length.')
+    yield (
+        'Table 2: SCAN (which split is not said; here the length split)',
+        'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0',
+        listed({'reduced, one seed:': alone('scan', range(24, 49), percent, 1)}),
+        'Agrees but for the first two, which one seed cannot tell apart. Half the layers, a '
+        'quarter of the width.')
+
+
+def prism():
+    of_cot = [task for task in plan.OF_PRISM if task.endswith('_cot')]
+    others = [task for task in plan.OF_PRISM if task not in (*of_cot, 'odds_first')]
+    yield (
+        'Figures 2, 3, 5-7, 10: far beyond the trained lengths, the baseline (not in Figure 2) not',
+        'curves, trained to 5, 10 or 40; in words, copying and reversing to 100 after 10',
+        lines({
+            'trained to 10': in_rows('prism', 'all', others),
+            'otherwise, string_copy': in_row('prism_causes', 'string_copy', 'all'),
+            'otherwise, dyn_str_cpy': in_row('prism_copy', 'dyn_str_cpy', 'all'),
+            'trained to 5': in_row('prism_copy', 'dyn_str_cpy, trained to 5', 'all'),
+        } | at_paper_size('paper_prism', 'all')),
+        'Agrees on copying, on reversing for one seed of three; stack and dyn_str_cpy go on in '
+        'part. Dyn_str_cpy goes far with key cursors that are trained; in the paper they step '
+        'up with every token. The baseline learns all trained lengths of no task in these steps, '
+        "at most a fiftieth of the paper's.")
+    yield (
+        'Figure 8: odds first: the same',
+        'a curve, trained to 40',
+        lines({
+            'trained to 10': in_row('prism', 'odds_first', 'all'),
+            'otherwise': in_row('prism_causes', 'odds_first', 'all'),
+            **{column: in_row('prism_odds', column, 'all')
+               for column in plan.GRIDS['prism_odds'].columns},
+            'of its cursors, seeds 1 and 2, the pace nearest to half a place a token':
+                half_step_cursors()}),
+        'Not seen: nothing is right at twice the length, with more cursors, a learned norm, one '
+        'PRISM layer, more steps or longer training problems either. No cursor moves steadily by '
+        'half a place a token, which the task would suggest. Not tried: 150,000 steps, 40 digits.')
+    yield (
+        'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
+        'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
+        'digits after 10',
+        lines({
+            'trained to 8 digits, 22 actions, 3 digits': in_rows('prism', 'all', of_cot),
+            'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all')}, ':<br>'),
+        'In part: addition goes on by a digit, multiplication not, SCAN to some of the longer '
+        "commands, whatever the copy branch. At most 3,000 of the paper's 150,000 steps.")
+
+
+def pope():
+    library = 'on the library, one seed'
+    yield (
+        'Table 1: indirect indexing',
+        'RoPE 11.16 ±2.45, PoPE 94.82 ±2.91',
+        lines({
+            '2,500 steps': in_row('cross', 'indirect indexing', 'trained', ('rope', 'pope')),
+            '2,500 steps, PoPE': in_row('ablation_pope', 'indirect indexing', 'trained',
+                                        ['softplus, d frequencies, delta from anywhere']),
+            plan.TWELVE: in_row('indirect', plan.TWELVE, 'trained'),
+            plan.SIXTEEN: in_row('indirect_16', plan.SIXTEEN, 'trained'),
+        } | at_paper_size('paper_pope', 'trained')),
+        'Not seen at this size. In 2,500 steps PoPE with phases from anywhere is ahead, by less '
+        "than RoPE's seeds differ; in 10,000 both learn the task on most seeds. A rate that is "
+        'too high for RoPE (16 letters, 2e-3) looks like the gap.')
+    yield (
+        'Table 2: chorales, loss a token',
+        'RoPE 0.5081, PoPE 0.4889',
+        lines({
+            'contexts of 512': alone('jsb', [512], loss, 3),
+            'contexts of 128, here as perplexity':
+                in_row('cross', 'chorales', 'trained', ('rope', 'pope'))}),
+        'Not seen: with phases from anywhere, as in the paper, PoPE is level with RoPE, with '
+        'phases from 0 behind. Half the layers, a quarter of the width and of the context.')
+    yield (
+        'Table 4: OpenWebText, perplexity: PoPE ahead',
+        '124 million parameters: RoPE 21.55, PoPE 21.33',
+        lines({'the library, byte by byte, contexts of 64':
+               in_row('cross', 'text', 'trained', ('rope', 'pope'))}),
+        'Agrees, on another text and at a thousandth of the size.')
+    yield (
+        'Figure 2: perplexity at 10 times the trained context: PoPE holds up, RoPE does not',
+        'curves',
+        listed({
+            'on the library, within': alone('stdlib', [128], perplexity, 2),
+            'at 10 times': alone('stdlib', [1280], perplexity, 2)}),
+        'Agrees in part: PoPE rises much less, but is not flat. 180,000 parameters and contexts of '
+        '128 instead of 124 to 774 million and 1,024; more of the trained text instead of books; '
+        'phases from 0.')
+    yield (
+        'Figures 3-6: RoPE uses few frequencies in all layers, PoPE behind the first layer the '
+        'fast ones too',
+        'maps',
+        listed({
+            f'{library}: share of the frequencies used': of_library('frequency', 'used'),
+            'of the norm in the fast half': of_library('frequency', 'fast_after_first')}),
+        'Agrees on the fast half. In contexts of 128 RoPE leaves few frequencies unused.')
+    yield (
+        "sections 2, 3: the distance that RoPE's logits prefer moves with the content, that of "
+        "PoPE's does not",
+        '',
+        listed({f'{library}, interquartile range over contents, of 256 tokens:':
+                of_library('tuning', 'shift')}),
+        "Agrees: all of PoPE's logits prefer the distance 0, where its phases start.")
+    yield (
+        'Table 8: OpenWebText: softplus and delta both contribute; without softplus the gain on '
+        'RoPE is gone',
+        'perplexity 21.33; without softplus 21.57, without delta 21.42 (in this order, we take it: '
+        'the rows have lost their names); RoPE 21.55',
+        in_rows('ablation_pope', 'trained', rows=[
+            'softplus, d frequencies, delta from 0', 'no softplus, d frequencies, delta from 0',
+            'softplus, d frequencies, no delta']),
+        'Not comparable: other tasks, on which single rows differ by less than seeds. Means over '
+        'all pairs of rows stand with [the ablation](#ablations).')
+    yield (
+        'section 3: phases that start at 0 matter beyond the trained length; from anywhere they do '
+        'slightly better within',
+        '',
+        lines({'chorales, perplexity': listed({
+            f'in contexts of {n}': alone('jsb', [n], perplexity, 2) for n in (512, 1024, 2048)})}),
+        'Agrees within. Beyond, phases from anywhere are far worse on two seeds of three, not on '
+        'all.')
+
+
+def toeplitz():
+    rows_64 = [row for row in plan.ROWS_64 if ' on ' not in row]
+    partial = [row for row in plan.ROWS_64 if row.startswith('rope on')]
+    distance_64, distance = 'distance:span=64', 'distance:span=16'
+    counting = 'trigger_count:most=16'
+    yield (
+        'Figures 2, 3, Table 1: distance: RoPE best, absolute second, ALiBi struggles, NoPE and '
+        'T5 at chance; counting: ALiBi worst (Figure 3), RoPE behind MLA and NoPE (Table 1; '
+        'nearly with NoPE in Figure 3)',
+        'distance: RoPE 92.6, MLA 88.3, NoPE 3.5; counting: RoPE 69.4, MLA 97.4, NoPE 77.7',
+        lines({
+            '64 tokens': in_rows('toeplitz_64', 'trained', rows=rows_64),
+            '16 tokens': in_rows('toeplitz', 'trained', [distance, counting]),
+            'counting, 2 layers':
+                in_row('cross', 'counting', 'trained', ('rope', 'mla', 'nope', 'alibi')),
+            'counting, 64 tokens': in_rows('counting_64', 'trained'),
+        } | at_paper_size('paper_toeplitz', 'trained')),
+        'Not seen: NoPE learns distance from the causal mask alone, as T5 does, better than '
+        "RoPE, and ALiBi does not struggle. No part of the study's recipe keeps NoPE at chance. "
+        'All learn to count; on a fixed set of problems the order is that of Figure 3, by less '
+        'than the seeds differ. Not tried: batches of 512, its width, 128 tokens.')
+    yield (
+        'Figures 4, 5, 7, 9-11: one head of RoPE in layer 1 does nearly all (the deposit); with '
+        'APE added it is in a deeper layer; NoPE, T5, ALiBi, MLA, and RoPE at counting have no '
+        'such head; APE some, in shallow layers',
+        'RoPE without that head: some 60 % lost, without another next to nothing',
+        lines({
+            'share of what all heads are worth (one by one in the table of heads below), layer by '
+            'layer': head_layers('toeplitz_64', distance_64, (
+                'rope', 'rope, dropout', 'rope, 8 layers', 'nope', 'nope, dropout', 'ape', 'random',
+                'alibi', 't5', 'ape+rope', 'mla')),
+            '16 tokens': head_layers('toeplitz', distance, (
+                'rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')),
+            'counting': head_layers('toeplitz', counting, ('rope',))}),
+        "In part: RoPE's work is mostly in layer 1, NoPE's and T5's in deeper layers. But several "
+        "heads share RoPE's; with the study's dropout one head stands out more, and the work is "
+        'spread over layers. APE+RoPE has most in layer 1, not deeper. Among 64 tokens MLA has no '
+        'such head, as there; nor has RoPE at counting.')
+    yield (
+        'Figures 6, 12, D.4: one or two heads with RoPE are enough, and they carry it',
+        'curves',
+        lines({
+            'trained': in_rows('toeplitz_64', 'trained', rows=['rope', *partial]),
+            'layers 1 / 2 / 3 / 4': head_layers('toeplitz_64', distance_64, partial)}),
+        'Agrees that one head is enough, but so is none (NoPE). The fewer there are, the more is '
+        'done in deeper layers.')
+    yield (
+        'Figure 8: points lost when p_i is taken out before each layer, beyond random vectors: '
+        'APE in all, with RoPE only in the first two',
+        'curves',
+        lines({
+            'percent right without p_i / without random vectors, before layers 1 to 4, seed 0, 64 '
+            'tokens': without_p('toeplitz_64', distance_64),
+            '16 tokens': without_p('toeplitz', distance)}),
+        'Not seen: with RoPE and without, p_i costs more than another vector before layers 2 and '
+        '3 among 64 tokens, and next to nothing more from layer 3 on among 16. Before layer 1 '
+        'p_i is nearly all of the residual stream, because embeddings start small here: any '
+        'vector of that length destroys it.')
+    yield (
+        'appendix E: the sum of several distances (here of two): learned, but no RoPE goes '
+        'beyond its length',
+        'a sentence',
+        in_row('toeplitz', 'distance_sum:span=16', 'all', ('rope', 'ape+rope', 'mla')),
+        'Agrees: at twice the length fewer are right than one constant answer would get (7 %).')
+
+
+def llm_position_generalization():
+    def mean_r():
+        axes, apart = asked('axes', *SMOL), asked('disentangle', *SMOL)
+        if not (axes and apart):
+            return None
+        return ('SmolLM2: three axes {mean_r:.3f}; '.format(**axes['summary']) +
+                'fake distances {mean_r:.3f}; f and g {mean_r_fg:.3f}, with the sign that eq. 15 '
+                'drops {mean_r_signed:.3f}; f and g of all pairs of features {mean_r_all:.3f}, '
+                'with the '
+                'whole of k - mean {mean_r_whole:.3f}'.format(**apart['summary']))
+
+    def slow_pairs():
+        line = asked('tuples', *SMOL)
+        if not line:
+            return None
+        median = {key: statistics.median(row[key] for row in line['rows'])
+                  for key in ('ratio', 'rotation', 'fixed')}
+        return ('{pairs} slow dominating pairs in {heads} of {of_heads} heads; of the 60 strongest '
+                "the median is {ratio:.0f} times its head's median pair, turns by {rotation:.1f} "
+                'rad, and its keys are off their mean by {fixed:.2f} of it'
+                ).format(**line['summary'], **median)
+
+    def perplexity_up():
+        line = asked('perturb', *SMOL, '--gammas=0.01,0.1', '--l_max=10,100', '--n=4',
+                     '--out_dir=out/perturb_to_100')
+        if not line:
+            return None
+        up = {(row['kind'], row['gamma'], row['l_max']): f'{100 * math.expm1(row["cost"]):.1f} %'
+              for row in line['rows'] if row['gamma']}
+        kinds = ('text', 'tokens'), ('feature', 'keys'), ('position', 'position indices')
+        return ('perplexity up, a hundredth / a tenth disordered, within 10 places: ' + '; '.join(
+            f'{name} {up[kind, 0.01, 10]} / {up[kind, 0.1, 10]}' for kind, name in kinds))
+
+    def within_ellipse():
+        line = asked('stretch', *SMOL)
+        return line and ('layer {layer}, a window of {window} of {tokens} tokens: {inside:.2f} of '
+                         'the outputs within the ellipse of 99 % of the normal ones'
+                         ).format(**line['summary'])
+
+    yield (
+        'the three correlations: logits are nearly sums: three axes; fake distances; f and g of '
+        'eq. 15',
+        '0.865, 0.947, 0.959',
+        mean_r(),
+        'Agrees on the first two, for a smaller model with weights of 4 bits. The third depends on '
+        'which pairs count as slow, for which the paper names no bound: with ours it does not come '
+        'out; with all pairs it comes nearer.')
+    yield (
+        'Observation 1, Figure 4: a few pairs of features, slow ones, make the logits: there keys '
+        'hardly differ, and turn little over the trained length',
+        'drawings',
+        slow_pairs(),
+        'Agrees on keys that hardly differ and pairs that stand out. That they turn little is our '
+        'definition of slow: by less than a quarter (1.57 rad).')
+    yield (
+        'Figure 5: perplexity bears disorder',
+        'from 3.688 up by 0.02 (0.5 %) with a hundredth of the tokens shuffled within 1,000 '
+        'places, by 0.01 (0.3 %) with a hundredth of the position indices off by up to 10, '
+        '"marginal" with a tenth',
+        perplexity_up(),
+        'Agrees for a hundredth of the position indices only. Plays, 512 tokens at a time, on 4 '
+        'stretches: too few to tell keys apart.')
+    yield (
+        'Table 1: answers bear it as well',
+        'Qasper',
+        'in [the table below](#language-models)',
+        'Agrees that position indices cost least, up to a tenth.')
+    yield (
+        'Figure 6: attention over a window that slides along gives outputs such as it is used to',
+        'a drawing',
+        within_ellipse(),
+        'Agrees, nearly: one stretch of text, six queries, all within the 8,192 tokens that the '
+        'model was trained on.')
+
+
+PAPERS = {
+    'ViPE': vipe,
+    'PRISM': prism,
+    'PoPE': pope,
+    'The Toeplitz study': toeplitz,
+    'LLM position generalization': llm_position_generalization,
+}
+
+
+def claims_table():
+    """A table for each paper."""
+    for paper, claims in PAPERS.items():
+        yield f'**{paper}**\n'
+        yield '| claim | there | here | how they differ |'
+        yield '|---|---|---|---|'
+        for claim, there, here, difference in claims():
+            yield f'| {claim} | {there} | {here or "not run yet"} | {difference if here else ""} |'
+        yield ''

@@ -1,0 +1,543 @@
+"""The plan of the evidence: which runs and probes there should be, and which of them are there.
+
+A piece is one call of train.py or probe.py. The line that it leaves in results/*.jsonl stores its
+command, and by that command it is found again: a flag changed here asks for a new run.
+A grid is a table of pieces: rows (encodings or variants of one) by columns (tasks). What the tables
+and claims ask for by run_of(), probed() or asked(), and do not find, is what is missing.
+"""
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+from typing import NamedTuple
+
+import torch
+
+import probe
+from engine.config import UserError, slug
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# --------------------------------------------------------------------------------------------------
+# the cross table: every encoding on a task of every family. A column has one width, depth and
+# number of steps. Where a column gives no learning rate, each cell takes the one of three with
+# which seed 0 ends best on validation problems of the trained lengths; seeds 1 and 2 train at it.
+
+SIZE = '--d_model=64 --n_layer=2 --n_head=2 --warmup_steps=100 --eval_interval=500 '
+TO_8 = ('--train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps={} --batch_size=32 '
+        '--n_eval=64 --n_test=512')
+TO_16 = '--train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps={} --n_test={}'
+TO_64 = ('--train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 '
+         '--n_test=512')
+INDIRECT = (SIZE + '--task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 '
+            '--eval_lengths=3-12 --max_steps=2500 --n_test=512')
+
+COLUMNS = {                     # task family: flags, lengths that stand for twice the trained one
+    'indirect indexing': (INDIRECT, [12]),
+    'iterative': (SIZE + '--task=polynomial ' + TO_8.format(1500), [16]),
+    'algorithmic': (SIZE + '--task=string_reverse ' + TO_8.format(1500), [16]),
+    'SCAN': (SIZE + '--task=scan --train_lengths=1-22 --eval_lengths=1-48 --max_steps=1500 '
+             '--batch_size=32 --n_eval=16 --n_test=256', range(24, 49)),
+    'distance': (SIZE + '--task=distance:span=16 ' + TO_16.format(1000, 512), [32]),
+    'counting': (SIZE + '--task=trigger_count:most=16 ' + TO_16.format(1000, 512), [32]),
+    'chorales': (SIZE + '--task=jsb --data=data/Jsb16thSeparated.json --train_lengths=128 '
+                 '--eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16',
+                 [256]),
+    'text': (SIZE + '--task=stdlib --train_lengths=64 --eval_lengths=64,80,96,128,256 '
+             '--max_steps=500 --batch_size=16 --n_eval=8 --n_test=64', [128]),
+}
+TWELVE = '12 letters, shifts up to 2'
+SIXTEEN = '16 letters, shifts up to 3'
+RATES = {                       # other columns try 1e-3, 2e-3, 4e-3
+    'chorales': ('2e-3', '4e-3', '8e-3'),
+    'text': ('4e-3', '8e-3', '1.6e-2'),
+    'indirect indexing': ('5e-4', '1e-3', '2e-3'),
+    TWELVE: ('5e-4', '1e-3', '2e-3'),
+}
+
+ROWS = {name: f'--pe={name}' for name in (
+    'rope', 'pope', 'vipe', 'nope', 'ape', 'alibi', 'prism', 'pope+vipe', 'ape+rope')}
+ROWS['mla'] = '--pe=rope --attention=mla'
+ROWS |= {name: f'--pe={name}' for name in (
+    't5', 'fire', 'yarn', 'vrope', 'learned', 'random', 'shifted_ape')}
+ROWS['rope, d=80'] = '--pe=rope --d_model=80'           # as many parameters as prism
+
+
+def some(*names):
+    return {name: ROWS[name] for name in names}
+
+
+# --------------------------------------------------------------------------------------------------
+# ablations: every combination of an encoding's parts
+
+def variants(start, *switches):
+    """{label: flags} of every combination of switches, each {label: flag}."""
+    rows = {}
+    for chosen in itertools.product(*(switch.items() for switch in switches)):
+        labels, flags = zip(*chosen)
+        rows[', '.join(labels)] = ' '.join([start, *flags])
+    return rows
+
+
+def on_off(part, flag, on=True, off=False):
+    return {part: f'{flag}={on}', f'no {part}': f'{flag}={off}'}
+
+
+VIPE = variants(
+    '--pe=vipe',
+    on_off('log n', '--vipe_logn'),
+    on_off('s', '--vipe_s', 'length', 'one'),
+    on_off('u', '--vipe_u'),
+    on_off('value code', '--vipe_value'))
+POPE = variants(
+    '--pe=pope',
+    on_off('softplus', '--pope_softplus'),
+    {'d frequencies': '--pope_frequencies=all', 'd/2 frequencies': '--pope_frequencies=half'},
+    {'delta from 0': '--pope_delta=zero', 'delta from anywhere': '--pope_delta=uniform',
+     'no delta': '--pope_delta=none'})
+PRISM = variants(
+    '--pe=prism',
+    on_off('sharpening', '--prism_sharpen'),
+    on_off('reset', '--prism_reset'),
+    {'superposition': '--prism_superpose=True', 'mean position': '--prism_superpose=False'},
+    {'short problems first': '--length_schedule=[(0,4),(300,8)]',
+     'all lengths at once': '--length_schedule=[]'})
+
+# --------------------------------------------------------------------------------------------------
+# what the papers' claims rest on
+
+VIPE_ROWS = some('vipe', 'nope', 'rope', 'ape', 'alibi', 't5', 'fire', 'yarn')
+THREE = 'polynomial', 'copy', 'parity'
+
+
+def iterative(task, layers, heads=1, steps=2000):
+    flags = f'{SIZE}--task={task} {TO_8.format(steps)} --n_layer={layers} --n_head={heads}'
+    return f'{flags} --lr=1e-3', [16]
+
+
+OF_VIPE = {f'{task}, {layers} layers': iterative(task, layers)
+           for task in (*THREE, 'count', 'reverse', 'mode', 'sort') for layers in (2, 3)}
+OF_VIPE |= {f'{task}, {layers} layers, {heads} heads': iterative(task, layers, heads)
+            for layers, heads in ((4, 2), (6, 4)) for task in THREE}
+
+OF_PRISM = {task: (f'configs/{task}_prism.py', [20])
+            for task in ('string_copy', 'string_reverse', 'odds_first', 'stack')}
+OF_PRISM |= {
+    'dyn_str_cpy': (
+        'configs/string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed', [20]),
+    'dyn_str_cpy, trained to 5': (
+        'configs/dyn_str_cpy_prism.py --train_lengths=1-5 --length_schedule=[]', [10]),
+    'addition_cot': ('configs/addition_prism.py', [16]),
+    'multiplication_cot': (
+        'configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 '
+        '--length_schedule=[(0,1),(400,2),(800,3)] --eval_lengths=1-6', [6]),
+    'scan_cot': (
+        'configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 '
+        '--length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 --n_eval=4 --n_test=64',
+        range(24, 49)),
+}
+
+
+def indirect(letters, shift, length, layers):
+    flags = (f'{SIZE}--task=indirect_indexing:letters={letters}:shift={shift} '
+             f'--train_lengths={length // 2}-{length} --eval_lengths={length // 2}-{2 * length} '
+             f'--max_steps=10000 --n_test=512 --n_layer={layers} --norm=rmsnorm --decay=cosine '
+             '--eval_interval=1000')
+    return flags, [2 * length]
+
+
+SIXTEEN_ROWS = {f'{pe} at {rate}{more}': f'--pe={pe} --lr={rate} --seeds={seeds}'
+                for pe, rate, more, seeds in (
+                    ('rope', '2e-3', '', '0'),
+                    ('rope', '1e-3', '', '0'),
+                    ('rope', '5e-4', '', '0'),
+                    ('rope', '1e-3', ', seeds 1, 2', '1,2'),
+                    ('pope', '5e-4', '', '0'),
+                    ('pope', '5e-4', ', seeds 1, 2', '1,2'))}
+
+TOEPLITZ_ROWS = some('rope', 'nope', 'ape', 'random', 'alibi', 't5', 'ape+rope', 'mla')
+OF_TOEPLITZ = {
+    task: (f'{SIZE}--task={task} {TO_16.format(2000, 2048)} --n_layer=4 --n_head=8 --lr=2e-3', [32])
+    for task in ('distance:span=16', 'trigger_count:most=16', 'distance_sum:span=16')}
+# settings in which the Toeplitz study differs
+RECIPE = ('--n_train={} --dropout=0.1 --beta1=0.98 --beta2=0.9 --weight_decay=1e-5 --grad_clip=0 '
+          '--decay=cosine')
+CAUSES = {
+    ' at 1e-4': '--lr=1e-4',
+    ', dropout': '--dropout=0.1',
+    ', betas': '--beta1=0.98 --beta2=0.9',
+    ', recipe': RECIPE.format(8000),
+    ', recipe, 13,600 steps at 1e-4':
+        RECIPE.format(70000) + ' --lr=1e-4 --max_steps=13600 --seeds=0',
+}
+ROWS_64 = TOEPLITZ_ROWS | {
+    f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}
+ROWS_64 |= {pe + cause: f'--pe={pe} {flags}'
+            for cause, flags in CAUSES.items() for pe in ('rope', 'nope')}
+ROWS_64 |= {'rope, 4 heads': '--pe=rope --n_head=4', 'rope, 8 layers': '--pe=rope --n_layer=8'}
+DISTANCE_64 = {'distance:span=64': (
+    f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}
+COUNTING_64 = some('rope', 'nope', 'alibi', 'mla') | {
+    f'{pe}, fixed': f'--pe={pe} --n_train=8000' for pe in ('rope', 'nope', 'alibi', 'random')}
+
+
+class Grid(NamedTuple):
+    title: str
+    rows: dict                      # {row: flags}
+    columns: dict                   # {column: (flags, lengths that stand for twice the trained)}
+    has_seeds: bool = False         # the flags or configs of the columns name the seeds
+
+
+PAPER = {                           # the papers' own sizes: these need a GPU
+    'paper_pope': Grid(
+        "Indirect indexing at PoPE's size", some('rope', 'pope'),
+        {'indirect indexing': ('configs/indirect_indexing_pope.py configs/paper_pope.py', [])}),
+    'paper_vipe': Grid(
+        "ViPE's tasks at its paper's size", VIPE_ROWS,
+        {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task}', [32])
+         for task in THREE}, has_seeds=True),
+    'paper_toeplitz': Grid(
+        "The Toeplitz study's tasks at its size", TOEPLITZ_ROWS,
+        {'distance': ('configs/distance_rope.py configs/paper_toeplitz.py', [256]),
+         'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 '
+                      '--n_test=15000 --max_steps=10200 --warmup_steps=612', [256])},
+        has_seeds=True),
+    'paper_prism': Grid(
+        "PRISM's tasks at its paper's size",
+        {'prism': 'configs/paper_prism.py',
+         'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'},
+        {'string_copy': ('configs/string_copy_prism.py', [80]),
+         'string_reverse': ('configs/string_reverse_prism.py --prism_copy=fixed', [80])}),
+}
+GRIDS = PAPER | {
+    'cross': Grid('', ROWS, COLUMNS),
+    'toeplitz': Grid(
+        "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens, 2,000 steps at a "
+        'learning rate of 2e-3', TOEPLITZ_ROWS, OF_TOEPLITZ),
+    'toeplitz_64': Grid(
+        'Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3, and '
+        "the study's own settings: dropout of 0.1; betas of 0.98 and 0.9; recipe: both, with 8,000 "
+        'fixed problems, cosine decay, a weight decay of 1e-5 and no clipping (the study mentions '
+        'none); the same with 13,600 steps, as in the study, and 70,000 problems, seed 0',
+        ROWS_64, DISTANCE_64),
+    'counting_64': Grid(
+        'Counting among 64 tokens, 2 layers, 4 heads, 2,500 steps at a learning rate of 1e-3; '
+        'fixed: a fixed set of 8,000 problems (the study has a fixed set, too)', COUNTING_64,
+        {'trigger_count': (f'{SIZE}--task=trigger_count {TO_64} --n_head=4 --lr=1e-3', [128])}),
+    'indirect': Grid(
+        'Indirect indexing with RMSNorm and a decay of the learning rate (cosine here), as in the '
+        'PoPE paper, and 10,000 of its 100,000 steps; strings of 3 to 6 letters out of 12',
+        some('rope', 'pope'), {TWELVE: indirect(12, 2, 6, 2)}),
+    'indirect_16': Grid(
+        'The same with 3 layers, strings of 4 to 8 letters out of 16; seed 0 where none is named',
+        SIXTEEN_ROWS, {SIXTEEN: indirect(16, 3, 8, 3)}),
+    'vipe': Grid(
+        "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3", VIPE_ROWS, OF_VIPE),
+    'vipe_seeds': Grid(
+        'ViPE, 3 layers, seeds 0 to 7, otherwise as above', some('vipe'),
+        {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}, has_seeds=True),
+    'vipe_steps': Grid(
+        'Copy and parity as above, but with 10,000 steps instead of 2,000', some('vipe', 'nope'),
+        {f'{task}, 3 layers': iterative(task, 3, steps=10000) for task in ('copy', 'parity')}),
+    'vipe_causes': Grid(
+        'ViPE without one or two of its parts, on tasks where it is behind others; 3 layers, '
+        'otherwise as above',
+        {'vipe, no log n': '--pe=vipe --vipe_logn=False',
+         'vipe, no log n, no u': '--pe=vipe --vipe_logn=False --vipe_u=False',
+         'vipe, no value code': '--pe=vipe --vipe_value=False'},
+        {f'{task}, 3 layers': iterative(task, 3) for task in ('reverse', 'mode', 'sort')}),
+    'vipe_scale': Grid(
+        'ViPE with the other reading of s in eq. 7: longest test length / longest training length '
+        'in every test, here 4; otherwise as above',
+        {'vipe, global s': '--pe=vipe --vipe_s=global'},
+        {'polynomial, 3 layers': iterative('polynomial', 3)}),
+    'prism': Grid(
+        "PRISM's tasks with the recipes of configs/, which were made for PRISM (trained to 10 "
+        "digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
+        some('prism', 'shifted_ape'), OF_PRISM),
+    'prism_causes': Grid(
+        'Other settings of PRISM and its baseline: cursors per head (2 above), the norm of the '
+        "GRU's recurrent matrix, the range of the baseline's shifts (512 above) and its learning "
+        'rate (1e-3 above)',
+        {'prism, 4 cursors': '--pe=prism --prism_cursors=4',
+         'prism, learned norm': '--pe=prism --prism_recurrent=norm',
+         'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64',
+         'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
+        {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
+    'prism_odds': Grid(
+        'Odds first again: one PRISM layer (2 above), three times the steps, or trained to twice '
+        'the length', some('prism'),
+        {'one PRISM layer': ('configs/odds_first_prism.py --prism_layers=1', [20]),
+         '6,000 steps': ('configs/odds_first_prism.py --max_steps=6000', [20]),
+         'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
+                           '--length_schedule=[(0,5),(400,10),(1000,20)]', [40])}),
+    'prism_copy': Grid(
+        "PRISM's copy branch: left out, or with key cursors that are trained; above, they only "
+        'step up',
+        {'prism, no copy branch': '--pe=prism --prism_copy=none',
+         'prism, key cursors trained': '--pe=prism --prism_copy=trained'},
+        {task: OF_PRISM[task]
+         for task in ('dyn_str_cpy', 'dyn_str_cpy, trained to 5', 'scan_cot')}),
+    'ablation_vipe': Grid(
+        'ViPE, every combination of its four parts (without all of them it is NoPE); the longer '
+        'length here is 10 after 8, and 8 after 6', VIPE,
+        {'iterative': (f'{SIZE}--task=polynomial {TO_8.format(2000)} --n_layer=3 --n_head=1', [10]),
+         'indirect indexing': (INDIRECT, [8])}),
+    'ablation_pope': Grid(
+        "PoPE: softplus or plain magnitudes; a frequency for each feature or RoPE's number; the "
+        'phase bias; the longer length as above', POPE,
+        {'iterative': (f'{SIZE}--task=polynomial {TO_8.format(2000)} --n_layer=3 --n_head=1', [10]),
+         'indirect indexing': (INDIRECT, [8])}),
+    'ablation_prism': Grid(
+        "PRISM: sharpening; resets; the mean of the offsets' sinusoids or the sinusoid of the mean "
+        'offset; 300 steps with problems of up to 4 first; the longer length here is 16 after 8, '
+        'and 12 after 6', PRISM,
+        {name: COLUMNS[name] for name in ('iterative', 'indirect indexing')}),
+}
+
+# Models whose heads are taken out one by one: grid, row, column
+HEADS = [('toeplitz_64', row, 'distance:span=64') for row in ROWS_64 if 'recipe' not in row]
+HEADS += [('toeplitz', row, 'distance:span=16')
+          for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')]
+HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
+
+# What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
+FIRST = ('out/paper_pope/', 'out/paper_vipe/polynomial', 'out/paper_toeplitz/distance',
+         'out/paper_prism/', 'out/paper', 'out/ablation_vipe/', 'out/cross/', 'out/vipe',
+         'out/toeplitz/', 'out/prism', 'out/ablation_prism/', 'out/toeplitz_64/',
+         'out/counting_64/')
+
+# --------------------------------------------------------------------------------------------------
+# what is there: lines of results/*.jsonl
+
+missing = []                        # argvs asked for and not found
+cells = {}                          # (grid, row, column): what summarize() returns
+
+
+@functools.cache
+def runs(name):
+    """What results/NAME.jsonl holds."""
+    path = os.path.join(ROOT, f'results/{name}.jsonl')
+    found = []
+    if not os.path.exists(path):
+        return found
+    with open(path) as f:
+        for number, line in enumerate(f, 1):
+            try:
+                found.append(json.loads(line))
+                found[-1]['command']
+            except (ValueError, TypeError, KeyError):
+                raise UserError(f'results/{name}.jsonl, line {number}, is cut off: delete '
+                                      'the line, and its piece runs again') from None
+    return found
+
+
+@functools.cache
+def by_command(name):
+    """The same by command; of two lines with one command the later."""
+    return {run['command'].replace(' --resume', ''): run for run in runs(name)}
+
+
+def look_up(name, argv):
+    return by_command(name).get('python ' + shlex.join(argv))
+
+
+def train_argv(name, folder, flags):
+    return ['train.py', *shlex.split(flags), f'--out_dir=out/{name}/{folder}',
+            f'--results=results/{name}.jsonl']
+
+
+def run_of(name, folder, flags):
+    """The run of these flags in out/NAME/FOLDER; None, and an entry in `missing`, otherwise."""
+    argv = train_argv(name, folder, flags)
+    run = look_up(name, argv)
+    if run is None and (name not in PAPER or torch.cuda.is_available()):
+        missing.append(argv)
+    return run
+
+
+def piece(name, row, column):
+    """(folder, flags) of a cell, and whether its learning rate is given."""
+    grid = GRIDS[name]
+    flags = f'{grid.columns[column][0]} {grid.rows[row]}'
+    has_rate = '--lr=' in flags or 'configs/' in flags
+    if has_rate and not grid.has_seeds and '--seeds=' not in flags:
+        flags += ' --seeds=0-2'
+    return f'{slug(column)}/{slug(row)}', flags, has_rate
+
+
+def rates(column):
+    return RATES.get(column, ('1e-3', '2e-3', '4e-3'))
+
+
+def tried(name, row, column):
+    """{learning rate: run of seed 0, or None} of a cell whose rate is chosen."""
+    folder, flags, _ = piece(name, row, column)
+    return {rate: run_of(name, f'{folder},lr={rate}', f'{flags} --lr={rate}')
+            for rate in rates(column)}
+
+
+def runs_of_cell(name, row, column):
+    """The runs of a cell; None if one is missing."""
+    folder, flags, has_rate = piece(name, row, column)
+    if has_rate:
+        run = run_of(name, folder, flags)
+        return run and [run]
+    first = tried(name, row, column)
+    if None in first.values():
+        return None
+    rate = max(first, key=lambda rate: validation(first[rate]))
+    more = run_of(name, f'{folder},lr={rate},seeds=1,2', f'{flags} --lr={rate} --seeds=1,2')
+    return more and [first[rate], more]
+
+
+def validation(run):
+    """Seed 0's score on the trained lengths, at the last evaluation during training."""
+    if not run['curves'].get('0'):
+        return -math.inf                                          # it diverged
+    step, trained, *_ = run['curves']['0'][-1]
+    is_corpus = 'loss' in next(iter(run['lengths']['0'].values()))
+    return -trained if is_corpus else trained
+
+
+def probed(what, name, row, column, seed=0):
+    """The line about `python probe.py WHAT` on a seed of a cell; None if it is missing."""
+    folder, flags, _ = piece(name, row, column)
+    argv = ['probe.py', what, f'out/{name}/{folder}']
+    if seed:
+        argv += [f'--seed={seed}', f'--out_dir=out/{name}/{folder}/seed_{seed}']
+    line = look_up('probes', argv)
+    if line is None and (name, row, column) in cells:
+        if os.path.exists(os.path.join(ROOT, argv[2], 'lengths.json')):
+            missing.append(argv)
+        else:                       # train it again first; without --results, it has its line
+            missing.append(train_argv(name, folder, flags)[:-1])
+    return line
+
+
+def asked(*args):
+    """The line about `python probe.py ARGS`; None, and an entry in `missing`, if there is none."""
+    argv = ['probe.py', *args]
+    line = look_up('probes', argv)
+    if line is None:
+        missing.append(argv)
+    return line
+
+
+def out_dir(argv):
+    """The folder that a piece works in."""
+    flags = dict(arg[2:].split('=', 1) for arg in argv if re.match('--.*=', arg))
+    if 'out_dir' in flags:
+        return flags['out_dir']
+    if 'hf' in flags:
+        return f'out/{slug(os.path.basename(flags["hf"]))}'
+    return argv[2].replace('by_hand:', probe.BY_HAND_DIR)
+
+
+def find_cells():
+    """Read results/ again: fill `cells` with what is there and `missing` with what is not."""
+    runs.cache_clear()
+    by_command.cache_clear()
+    missing.clear()
+    cells.clear()
+    for name, grid in GRIDS.items():
+        for row, column in itertools.product(grid.rows, grid.columns):
+            found = runs_of_cell(name, row, column)
+            if found:
+                cells[name, row, column] = summarize(found, grid.columns[column][1])
+
+
+def sort_missing():
+    """Each missing piece once, the most valuable first."""
+    def rank(argv):
+        folder = out_dir(argv)
+        return next((i for i, start in enumerate(FIRST) if folder.startswith(start)), len(FIRST))
+
+    unique = dict.fromkeys(map(tuple, missing))
+    missing[:] = sorted(map(list, unique), key=rank)
+
+
+# --------------------------------------------------------------------------------------------------
+# cells
+
+def by_seed(*runs):
+    """{seed: {length: scores}} of several runs of one configuration."""
+    return {int(seed): {int(n): x for n, x in scores.items()}
+            for run in runs for seed, scores in run['lengths'].items()}
+
+
+def score(scores, lengths):
+    """Exact match over all problems of these lengths, of a corpus minus the loss; nan if none."""
+    chosen = [scores[n] for n in lengths if n in scores]          # SCAN lacks some lengths
+    if not chosen:
+        return math.nan
+    total = sum(x.get('n', 1) for x in chosen)
+    return sum(x.get('n', 1) * (-x['loss'] if 'loss' in x else x['exact']) for x in chosen) / total
+
+
+def holds(scores, longest):
+    """The longest length up to which a seed's {length: scores} stay at least 95 %, as text.
+
+    Of a corpus: up to which perplexity is at most 1 / 0.95 of that at `longest`, the trained one.
+    ≥ if that is the longest evaluated, 'none' if the shortest fails, - if nothing was evaluated.
+    """
+    bar = -score(scores, [longest]) - math.log(0.95)
+
+    def good(x):
+        return x['loss'] <= bar if 'loss' in x else x['exact'] >= 0.95
+
+    # a length with few problems says little: SCAN has six of length 1
+    many = [n for n in sorted(scores) if 'loss' in scores[n] or scores[n]['n'] >= 50]
+    held = list(itertools.takewhile(lambda n: good(scores[n]), many))
+    if not many:
+        return '-'
+    if not held:
+        return 'none'
+    return f'≥ {held[-1]}' if held == many else str(held[-1])
+
+
+def summarize(runs, twice):
+    """A cell: what its runs scored, a value per seed."""
+    config = runs[0]['config']
+    scores = by_seed(*runs)
+    seeds = sum(len(run['config']['seeds']) for run in runs)
+    lost = seeds - len(scores)
+    first = next(iter(scores.values()), {})
+    return dict(
+        config=config,
+        trained=[score(seed, config['train_lengths']) for seed in scores.values()],
+        twice=[score(seed, twice) for seed in scores.values()],
+        holds=[holds(seed, max(config['train_lengths'])) for seed in scores.values()],
+        lost=f' ({lost} of {seeds} seeds diverged)' if lost else '',
+        corpus=any('loss' in x for x in first.values()),
+        lengths={n: [seed[n] for seed in scores.values()] for n in first},
+        curves=[curve for run in runs for curve in run['curves'].values()])
+
+
+def spread(values, digits):
+    """Mean and standard deviation over seeds; - where nothing was evaluated."""
+    if not values or any(map(math.isnan, values)):
+        return '-'
+    mean = f'{statistics.mean(values):.{digits}f}'
+    return mean if len(values) == 1 else f'{mean} ±{statistics.stdev(values):.{digits}f}'
+
+
+def shown(cell, what):
+    """One number of a cell as text.
+
+    trained, twice: exact match in percent, or perplexity; holds: the longest length, seed by seed
+    where they differ; all: the three.
+    """
+    if what == 'all':
+        return ' → '.join(shown(cell, each) for each in ('trained', 'twice', 'holds'))
+    if what == 'holds':
+        return '/'.join(cell['holds'] if len(set(cell['holds'])) > 1 else cell['holds'][:1]) or '-'
+    if cell['corpus']:
+        text = spread([math.exp(-x) for x in cell[what]], 2)
+    else:
+        text = spread([100 * x for x in cell[what]], 0)
+    return text + cell['lost'] if what == 'trained' else text
