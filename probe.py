@@ -712,7 +712,7 @@ def first_attention(model, tokens, cfg):
     with listening(block.norm_1, block.attn.tap_logits, block.attn.tap_head_out) as heard:
         model(tokens)
     (_, _, x), (_, _, logits), (_, _, z) = heard
-    v = block.attn.qkv_of(x)[2].unflatten(-1, (cfg.heads, -1)).transpose(1, 2)
+    v = block.attn.project(x)[2].unflatten(-1, (cfg.heads, -1)).transpose(1, 2)
     if not torch.equal(block.attn.pe.value(v, torch.arange(tokens.shape[1]), None), v):
         raise UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take another encoding')
     return logits.softmax(dim=-1), v, z[..., :v.shape[-1]]                              # ViPE's distance code stands behind the values
@@ -797,7 +797,7 @@ def prefix(model, task, cfg, length=0, n=16):
     length = length or max(cfg.train_lengths)
     (tokens,), block, C = fewer(cfg, problems(task, [length], n)[length][0]), model.blocks[0], len(task.vocab)
     with torch.no_grad():
-        V = block.attn.qkv_of(block.norm_1(model.embedding.weight))[2].unflatten(-1, (cfg.heads, -1)).transpose(0, 1)     # (H, C, D)
+        V = block.attn.project(block.norm_1(model.embedding.weight))[2].unflatten(-1, (cfg.heads, -1)).transpose(0, 1)     # (H, C, D)
     gap = lambda a, b: ((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-30)).item()
 
     def betas(tokens):
@@ -1106,7 +1106,7 @@ def attention_inputs(model, tokens):
 
 def project(attn, x):
     """Queries, keys and values [B, H, T, D] of x [B, T, C]."""
-    return [z.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for z in attn.qkv_of(x)]
+    return [z.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for z in attn.project(x)]
 
 
 def is_linear(model):
@@ -1789,7 +1789,7 @@ def row_norms(attn):
     """Norms [2, H, D] of the rows of W_Q and W_K that make each feature of a head's queries and keys."""
     W_O = attn.proj.weight                                                              # (C, H out_dim)
     ends = torch.cat([torch.eye(len(W_O)), torch.zeros(1, len(W_O))]).to(W_O.dtype)[None]       # the last: what a bias adds
-    return torch.stack([(x[0, :-1] - x[0, -1]).norm(dim=0).view(attn.heads, -1) for x in attn.qkv_of(ends)[:2]])
+    return torch.stack([(x[0, :-1] - x[0, -1]).norm(dim=0).view(attn.heads, -1) for x in attn.project(ends)[:2]])
 
 
 def norms(model, task, cfg):
@@ -1841,7 +1841,7 @@ def tuning_curves(model, row, length, contents):
     if added:
         block, x = model.blocks[0], model.embedding(row)
         see = lambda i: block.norm_1(enc.embed(x[:, i:i + 1].expand(1, length, -1), pos))
-        heads = lambda x, i: block.attn.qkv_of(x)[i].unflatten(-1, (block.attn.heads, -1)).transpose(1, 2)
+        heads = lambda x, i: block.attn.project(x)[i].unflatten(-1, (block.attn.heads, -1)).transpose(1, 2)
         return torch.stack([curves_of(enc, heads(see(t), 0), heads(see(s), 1), None) for t, s in pairs])[None]
     everywhere = lambda x, i: x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()
     return torch.stack([torch.stack([curves_of(enc, everywhere(q, t), everywhere(k, s), None) for t, s in pairs])
@@ -2306,7 +2306,7 @@ def windows_of(model, tokens, layer, window, queries):
             enc, q, k, state = inside(model, tokens)[layer]
         finally:
             handle.remove()
-    v, T = attn.qkv_of(heard[0])[2].unflatten(-1, (attn.heads, -1)).transpose(1, 2), q.shape[2]
+    v, T = attn.project(heard[0])[2].unflatten(-1, (attn.heads, -1)).transpose(1, 2), q.shape[2]
     step = max(1, (T - window) // 40)
     lines = {t: sliding(enc, q, k, v, state, t, window, step) for t in torch.linspace(window, T - 1, queries).long().tolist()}
     return outputs[0][2][0, :, :window].transpose(0, 1).flatten(1), lines
@@ -2474,7 +2474,7 @@ class LlamaAttention(Attention):
     def make_projections(self, cfg):
         pass
 
-    def qkv_of(self, x):
+    def project(self, x):
         # (B, T, H or fewer, D)
         q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (z.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2) for z in (q, k))             # halves -> pairs

@@ -877,7 +877,7 @@ def test_sliding_over_everything_is_attention():
     with torch.no_grad(), probe.listening(model.blocks[0].attn.tap_head_out, model.blocks[0].attn) as heard:
         enc, q, k, state = probe.inside(model, tokens)[0]
         y, x = heard[0][2], heard[1][1][0]
-        v = model.blocks[0].attn.qkv_of(x)[2].unflatten(-1, (4, -1)).transpose(1, 2)
+        v = model.blocks[0].attn.project(x)[2].unflatten(-1, (4, -1)).transpose(1, 2)
         close(probe.sliding(enc, q, k, v, state, 11, 12, 1)[0], y[0, :, -1].flatten())
     points = at_random(50, 4) * torch.tensor([5.0, 3, 0.1, 0.1])
     mean, axes, std = probe.plane(points)
