@@ -1,4 +1,5 @@
-# PRISM adds by a chain of thought (829+03=8008,2305,9009→859.), trained on numbers of at most 8 digits.
+# PRISM adds by a chain of thought (829+03=8008,2305,9009→859.), trained on numbers of at most 8
+# digits.
 task = 'addition_cot'
 pe = 'prism'
 n_head = 2

@@ -1,5 +1,6 @@
-# PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10; copy branch on (prism.txt 6.0.1).
-# With --prism_copy=trained it copies strings of 80 to 150 (README). Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape
+# PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10;
+# copy branch on (PRISM section 6.0.1). With --prism_copy=trained it copies strings of 80 to 150
+# (results/README.md). Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape
 task = 'dyn_str_cpy'
 pe = 'prism'
 prism_copy = 'fixed'

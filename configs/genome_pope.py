@@ -1,5 +1,6 @@
-# PoPE on the human genome, with the settings of its paper (Tables 6 and 7; 4.152 nats a token there, RoPE 4.217). For a GPU; not run yet.
-# The data: --data=FOLDER with FASTA files (GRCh38: huggingface.co/datasets/InstaDeepAI/human_reference_genome)
+# PoPE on the human genome, with the settings of its paper (Tables 6 and 7; 4.152 nats a token
+# there, RoPE 4.217). For a GPU; not run yet. The data: --data=FOLDER with FASTA files (GRCh38:
+# huggingface.co/datasets/InstaDeepAI/human_reference_genome)
 task = 'genome'
 pe = 'pope'
 pope_delta = 'uniform'

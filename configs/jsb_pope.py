@@ -1,6 +1,7 @@
-# PoPE on Bach's chorales, with the settings of its paper (Tables 6 and 7; 0.4889 nats a token there, RoPE 0.5081). Wants a GPU or patience; a size for a CPU:
-# --d_model=64 --n_layer=3 --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500. The data: --data=Jsb16thSeparated.json
-# (github.com/czhuang/JSB-Chorales-dataset)
+# PoPE on Bach's chorales, with the settings of its paper (Tables 6 and 7; 0.4889 nats a token
+# there, RoPE 0.5081). It wants a GPU or patience. A size for a CPU: --d_model=64 --n_layer=3
+# --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500. The data:
+# --data=Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)
 task = 'jsb'
 pe = 'pope'
 pope_delta = 'uniform'
@@ -19,5 +20,5 @@ warmup_steps = 10
 decay = 'cosine'
 beta2 = 0.99
 eval_interval = 250
-n_eval = 100                    # all: 76 chorales, 77 in the test, two of each a little longer than 2,048
+n_eval = 100                    # all 76 chorales (77 for the test); two of each are longer than 2,048
 n_test = 100

@@ -1,4 +1,5 @@
-# PRISM multiplies by a chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].), trained on numbers of at most 3 digits.
+# PRISM multiplies by a chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].), trained on numbers
+# of at most 3 digits.
 task = 'multiplication_cot'
 pe = 'prism'
 n_head = 2

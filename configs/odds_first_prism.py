@@ -1,4 +1,5 @@
-# PRISM on "odds first" (012345=135024). The paper has two PRISM layers for it (before layers 1 and 4 of 5) and no copy branch.
+# PRISM on "odds first" (012345=135024). The paper has two PRISM layers for it (before layers 1 and
+# 4 of 5) and no copy branch.
 task = 'odds_first'
 pe = 'prism'
 n_head = 2

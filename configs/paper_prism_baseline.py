@@ -1,4 +1,5 @@
-# After paper_prism: its baseline, a Transformer with randomly shifted sinusoids and tied embeddings (PRISM section 6.2).
+# After paper_prism: its baseline, a Transformer with randomly shifted sinusoids and tied
+# embeddings (PRISM section 6.2).
 pe = 'shifted_ape'
 n_layer = 5
 n_head = 8

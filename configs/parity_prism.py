@@ -1,5 +1,6 @@
-# PRISM carries parity from the 16 bits that it was trained on to 100. 2 minutes on 2 CPU cores. A larger prism_input than for copying: the gates have to
-# hear whether a bit is 1. Compare: --pe=prism,vipe,shifted_ape,rope
+# PRISM carries parity to 100 bits, trained on at most 16. 2 minutes on 2 CPU cores. prism_input is
+# larger than for copying, because the gates depend on the bits. Compare:
+# --pe=prism,vipe,shifted_ape,rope
 task = 'parity'
 pe = 'prism'
 n_head = 2

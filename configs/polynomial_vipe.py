@@ -1,5 +1,5 @@
-# ViPE carries the polynomial iteration s_t = s_(t-1) x_t + 1 mod 5 past the trained length. About 6 minutes on 2 CPU cores.
-# Compare: --pe=nope,rope,alibi,vipe
+# ViPE carries the polynomial iteration s_t = s_(t-1) x_t + 1 mod 5 past the trained length. About
+# 6 minutes on 2 CPU cores. Compare: --pe=nope,rope,alibi,vipe
 task = 'polynomial'
 pe = 'vipe'
 n_layer = 3

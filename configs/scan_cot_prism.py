@@ -1,5 +1,6 @@
-# PRISM on SCAN's length split with a chain of thought (prism.txt Table 4), copy branch on (6.0.1). For a GPU; not trained to the end yet.
-# Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape
+# PRISM on SCAN's length split with a chain of thought (PRISM Table 4), copy branch on (6.0.1). For
+# a GPU; not trained to the end yet. Compare: --prism_copy=none,fixed,trained and
+# --pe=prism,shifted_ape
 task = 'scan_cot'
 pe = 'prism'
 prism_copy = 'fixed'

@@ -1,4 +1,5 @@
-# PRISM on stack manipulation (0110422=11020000). The paper has two PRISM layers for it (before layers 1 and 4 of 5) and no copy branch.
+# PRISM on stack manipulation (0110422=11020000). The paper has two PRISM layers for it (before
+# layers 1 and 4 of 5) and no copy branch.
 task = 'stack'
 pe = 'prism'
 n_head = 2

@@ -1,6 +1,7 @@
-# PRISM, trained to copy strings of at most 10 digits, copies strings of 150. Its cursors learn to count from the start and from the "=":
-# `python probe.py cursor out/string_copy_prism` shows them. Dropout and a small prism_input were chosen for that.
-# The first 400 steps see short strings only (prism.txt 6.4). Compare: --pe=prism,shifted_ape,rope
+# PRISM, trained to copy strings of at most 10 digits, copies strings of 150. Its cursors learn to
+# count from the start and from the "=": `python probe.py cursor out/string_copy_prism` shows them.
+# Dropout and a small prism_input were chosen for that. The first 400 steps see short strings only
+# (PRISM section 6.4). Compare: --pe=prism,shifted_ape,rope
 task = 'string_copy'
 pe = 'prism'
 n_head = 2

@@ -1,5 +1,6 @@
-# PRISM reverses strings; some seeds go on beyond the 10 digits that they were trained on (README).
-# Compare: --prism_copy=none,fixed,trained (the paper has the copy branch on for this task) and --pe=prism,shifted_ape
+# PRISM reverses strings; some seeds go on beyond the 10 digits that they were trained on
+# (results/README.md). Compare: --prism_copy=none,fixed,trained (the paper has the copy branch on
+# for this task) and --pe=prism,shifted_ape
 task = 'string_reverse'
 pe = 'prism'
 n_head = 2

@@ -17,9 +17,6 @@ from engine import checkpoint, config, report, seeds
 # --------------------------------------------------------------------------------------------------
 # a training step
 
-PEAK = {'H200': 989, 'H100': 989, 'A100': 312}             # TFLOP/s in bfloat16
-
-
 def synchronize(device):
     """Wait for the device."""
     if device.type == 'cuda':
@@ -83,29 +80,14 @@ def flops_per_token(cfg, model):
     return 6 * N + 12 * cfg.n_layer * cfg.d_model * cfg.train_len
 
 
-def show_benchmark(label, rows):
-    """Print the table of benchmark()."""
-    print(f'\n{label}\n{"seeds":<34}{"ms/step":>10}{"steps/s":>10}{"seeds x steps/s":>17}'
-          f'{"over one by one":>17}{"tokens/s":>12}{"TFLOP/s":>9}')
-    for row in rows:
-        rate = 1e3 / row['ms']
-        print(f'{row["what"]:<34}{row["ms"]:10.2f}{rate:10.2f}{row["seeds"] * rate:17.2f}'
-              f'{row["ratio"]:17.2f}{row["tokens_per_s"]:12,}{row["tflops"]:9.3f}')
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ''
-    for name, peak in PEAK.items():
-        if name in gpu:
-            share = 100 * max(row['tflops'] for row in rows) / peak
-            print(f'model FLOP utilization {share:.1f} % of the {peak} TFLOP/s of an {name} '
-                  'in bfloat16')
-
-
 def run(label, cfg, command, make_group):
     """--benchmark: print what benchmark() finds, and append it to cfg.results."""
     if cfg.results:
         checkpoint.append(cfg.results, '')                 # fails now rather than after the timing
     device = seeds.pick_device(cfg)
     rows = benchmark(cfg, device, make_group)
-    show_benchmark(label, rows)
+    print(f'\n{label}')
+    report.print_table(rows)
     if cfg.results:
         line = report.made_by(cfg, command, device) | dict(steps=rows)
         checkpoint.append(cfg.results, json.dumps(line) + '\n')
@@ -207,9 +189,10 @@ def attention_contestants(H, T, D):
 
 
 def compare(contestants, inputs, dy, work=0):
-    """[{what, forward_ms, both_ms, peak_mb, both_tflops}] on CUDA; what failed has `skipped`.
+    """Print and return [{what, forward_ms, both_ms, over_first, peak_mb, tflops}] on CUDA.
 
-    both: forward and backward; work: TFLOP of both in plain attention.
+    both: forward and backward; over_first: both over that of the first contestant; work: TFLOP of
+    both in plain attention.
     """
     from triton.testing import do_bench
     rows = []
@@ -227,28 +210,16 @@ def compare(contestants, inputs, dy, work=0):
             ms = do_bench(both, return_mode='median')
         except Exception as error:                         # another library's failure is a line
             torch.cuda.empty_cache()
-            why = f'{type(error).__name__}: {error}'.partition('\n')[0]
-            rows.append(dict(what=name, skipped=why[:100]))
+            print(f'{name}: {type(error).__name__}: {error}'.partition('\n')[0])
             continue
         # PoPE's products are 1.57 times as many (kernels.py)
         tflops = work * (1.57 if 'pope' in name else 1) / (ms / 1e3)
+        over_first = ms / rows[0]['both_ms'] if rows else 1
         rows.append(dict(what=name, forward_ms=round(forward, 3), both_ms=round(ms, 3),
-                         peak_mb=round(peak, 1), both_tflops=round(tflops, 1)))
+                         over_first=round(over_first, 2), peak_mb=round(peak, 1),
+                         tflops=round(tflops, 1)))
+    report.print_table(rows)
     return rows
-
-
-def show_comparison(title, rows):
-    """Print the rows of compare(), times also over those of the first."""
-    print(f'\n{title:40} forward ms  / first    both ms  / first   TFLOP/s    peak MB')
-    first = next((row for row in rows if 'skipped' not in row), None)
-    for row in rows:
-        if 'skipped' in row:
-            print(f'  {row["what"]:38} {row["skipped"]}')
-            continue
-        forward, both = row['forward_ms'], row['both_ms']
-        print(f'  {row["what"]:38} {forward:10.3f} {forward / first["forward_ms"]:8.2f} '
-              f'{both:10.3f} {both / first["both_ms"]:8.2f} {row["both_tflops"]:9.1f} '
-              f'{row["peak_mb"]:10.1f}', flush=True)
 
 
 def kernel_benchmark(tokens=16384, width=2048):
@@ -259,8 +230,8 @@ def kernel_benchmark(tokens=16384, width=2048):
     scans = {'cursor_scan': lambda *gates: kernels.cursor_scan(*gates, table),
              'pe.cursor_scan': lambda *gates: pe.cursor_scan(*gates, table)}
     dy = torch.randn(B, C, T, d_pe, device='cuda')
+    print(f'\ncursor_scan B={B} C={C} T={T} d_pe={d_pe}')
     rows = compare(scans, (reset, step, gamma), dy)
-    show_comparison(f'cursor_scan B={B} C={C} T={T} d_pe={d_pe}', rows)
     yield [dict(row, B=B, C=C, T=T, d_pe=d_pe) for row in rows]
     for D in (64, 128):
         for T in (512, 1024, 2048, 4096, 8192, 16384):
@@ -270,8 +241,8 @@ def kernel_benchmark(tokens=16384, width=2048):
             torch._dynamo.reset()                          # at 8 recompilations it gives up
             # causal: 2 B H T^2 D forward, 2.5 times that backward
             work = 3.5 * 2 * B * H * T * T * D / 1e12
+            print(f'\nT={T} D={D} B={B} H={H} bfloat16')
             rows = compare(attention_contestants(H, T, D), (q, k, v), torch.randn_like(q), work)
-            show_comparison(f'T={T} D={D} B={B} H={H} bfloat16', rows)
             yield [dict(row, T=T, D=D) for row in rows]
 
 

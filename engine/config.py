@@ -190,6 +190,9 @@ def print_help(doc, cls):
                 if key[3] and above:
                     print('\n' + ' '.join(above))
                 text = key[3] or ' '.join(above)
+                choices = ' | '.join(map(str, get_args(keys(cls)[key[1]].type)))
+                if choices and ' | ' not in text:
+                    text += f': {choices}'
                 print(f'  --{key[1]}={key[2]:<{max(1, 22 - len(key[1]))}} {text}')
             above = above + [comment[1]] if comment else []
         print()

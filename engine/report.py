@@ -154,6 +154,15 @@ def strips(cfg, rows):
            'on; holds to: the last length before one below 95 %')
 
 
+def print_table(rows):
+    """Print dictionaries of the same keys as a table."""
+    lines = [list(rows[0])] + [[str(x) for x in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for first, *cells in lines:
+        cells = [f'{cell:>{width}}' for cell, width in zip(cells, widths[1:])]
+        print('  '.join([f'{first:{widths[0]}}', *cells]))
+
+
 def evenly(items, count):
     """At most `count` of the items, evenly spaced, the first and the last among them."""
     if len(items) <= count:
@@ -268,13 +277,13 @@ def draw_corpus(fig, ax, cfg, rows):
     fig.legend(loc='outside right upper')                  # inside it would hide the red line
 
 
-def draw_sweep(fig, ax, cfg, rows):
-    """A row of colours, by length, for each point of a sweep."""
+def draw_accuracy(fig, ax, cfg, rows):
+    """A row of colours, by length, for each (label, scores, metric)."""
     lengths = sorted(rows[0][1])
     values = [[100 * scores[n][metric] for n in lengths] for _, scores, metric in rows]
     cells = ax.pcolormesh(range(len(lengths) + 1), range(len(rows) + 1), values, vmin=0, vmax=100,
                           cmap='viridis', edgecolors='white', linewidth=0.5)
-    fig.colorbar(cells, label='exact match (%)')
+    fig.colorbar(cells, label='right (%)')
     ax.axvline(sum(n <= max(cfg.train_lengths) for n in lengths), color='crimson', lw=2)
     ax.set_yticks([i + 0.5 for i in range(len(rows))], [label for label, _, _ in rows])
     every = max(1, len(lengths) // 12)
@@ -283,36 +292,19 @@ def draw_sweep(fig, ax, cfg, rows):
     ax.invert_yaxis()
 
 
-def draw_run(ax, cfg, rows):
-    """Accuracy by length, a curve per (label, scores, metric)."""
-    ax.axvspan(min(cfg.train_lengths) - 0.5, max(cfg.train_lengths) + 0.5, color='0.9',
-               label='lengths trained on')
-    for (label, scores, metric), style in zip(rows, ('-', '--', ':', '-.')):
-        lengths = sorted(scores)
-        values = [100 * scores[n][metric] for n in lengths]
-        ax.plot(lengths, values, style, marker='o', ms=3, label=label)
-    ax.set(ylabel='right (%)', ylim=(-3, 103))
-    ax.legend()
-
-
-def figure(path, cfg, rows, swept):
-    """Draw (label, scores, metric) rows as lengths.png; say so if matplotlib is missing."""
+def figure(path, cfg, rows, title):
+    """Draw (label, scores, metric) rows by length; say so if matplotlib is missing."""
     plt = pyplot()
     if plt is None:
         print(f'(pip install matplotlib, and {path} is drawn as well)')
         return
     corpus = cfg.the_task.corpus
-    height = 1.6 + 0.28 * len(rows) if swept and not corpus else 4
+    height = 4 if corpus else 1.6 + 0.28 * len(rows)
     fig, ax = plt.subplots(figsize=(8, height), layout='constrained')
-    if corpus:
-        draw_corpus(fig, ax, cfg, rows)
-    elif swept:
-        draw_sweep(fig, ax, cfg, rows)
-    else:
-        draw_run(ax, cfg, rows)
-    ax.set_title(cfg.task if swept else f'{cfg.task} with {cfg.pe}')
-    trained = f'; trained to {max(cfg.train_lengths)} (red line)' if swept or corpus else ''
-    ax.set_xlabel(('length of the context' if corpus else 'problem length') + trained)
+    draw = draw_corpus if corpus else draw_accuracy
+    draw(fig, ax, cfg, rows)
+    what = 'length of the context' if corpus else 'problem length'
+    ax.set(title=title, xlabel=f'{what}; trained to {max(cfg.train_lengths)} (red line)')
     fig.savefig(path, dpi=110)
     plt.close(fig)
     print(f'drew {path}')
@@ -330,7 +322,7 @@ def show(cfg, by_seed, top_evals=None):
     if top_evals:
         label = f'exact match, mean of top {cfg.top_evals}'
         rows.append((label, mean_scores(top_evals), 'exact'))
-    figure(os.path.join(cfg.out_dir, name), cfg, rows, swept=False)
+    figure(os.path.join(cfg.out_dir, name), cfg, rows, f'{cfg.task} with {cfg.pe}')
 
 
 def show_sweep(cfg, out_dir, swept, by_label):
@@ -343,7 +335,7 @@ def show_sweep(cfg, out_dir, swept, by_label):
     lines = perplexities(cfg, [row[:2] for row in rows]) if corpus else strips(cfg, rows)
     print(f'\n{what}, ' + ' x '.join(swept))
     print('\n'.join(lines))
-    figure(os.path.join(out_dir, 'lengths.png'), cfg, rows, swept)
+    figure(os.path.join(out_dir, 'lengths.png'), cfg, rows, cfg.task)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -404,7 +404,8 @@ def draw_figures():
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
-        report.figure(path, *claims.by_length(name), swept=True)
+        cfg, rows = claims.by_length(name)
+        report.figure(path, cfg, rows, cfg.task)
 
 
 # --------------------------------------------------------------------------------------------------
