@@ -20,5 +20,5 @@ warmup_steps = 10
 decay = 'cosine'
 beta2 = 0.99
 eval_interval = 250
-n_eval = 100                    # all 76 chorales (77 for the test); two of each are longer than 2,048
+n_eval = 100  # all 76 chorales (77 for the test); two of each are longer than 2,048
 n_test = 100
