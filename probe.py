@@ -212,7 +212,7 @@ def head_grid(fig, ax, values, label):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prism.txt, appendix B
+# PRISM, appendix B
 
 @torch.no_grad()
 def cursors_of(model, tokens):
@@ -250,7 +250,7 @@ def pace(mode, asked):
 
 
 def cursor(model, task, cfg, length=0):
-    """Where do PRISM's cursors go? Gates, the mode of every histogram, whole histograms and attention (prism.txt Figures 11-17, 19, 20).
+    """Where do PRISM's cursors go? Gates, the mode of every histogram, whole histograms and attention (PRISM Figures 11-17, 19, 20).
 
     length: the problem length shown beside the longest one trained on, 0: four times that. The table is of that length: gates and moves
     over the answer's tokens, in up to 32 problems. `moves`: places per token that the mode goes; `steady`: share of tokens at which it
@@ -332,13 +332,13 @@ def cursor_figure(plt, model, before, cfg, task, found, short, tokens, trained, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# vipe.txt
+# ViPE
 
 ITERATIVE = ('copy', 'parity', 'polynomial', 'reverse')             # tasks with one correct key for each state
 
 
 def iteration_head(name):
-    """(model, cfg) of a Transformer with weights set by hand: the circuit of vipe.txt Figure 1b and A.2, right at every length up to 1,000.
+    """(model, cfg) of a Transformer with weights set by hand: the circuit of ViPE Figure 1b and A.2, right at every length up to 1,000.
 
     Layer 1 measures distances to the anchors: every token attends to EoI, those that cannot see it and EoI itself to BoS, and ViPE's value
     channel (eq. 8) hands over the distance D, so D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized
@@ -405,7 +405,7 @@ def masses(maps, queries, keys):
 
 
 def attention(model, task, cfg, length=0, n=16, layer=0, head=0):
-    """Where does every head look, at the trained length and at a longer one (vipe.txt Figures 1, 2, 6-8, 10, 11)?
+    """Where does every head look, at the trained length and at a longer one (ViPE Figures 1, 2, 6-8, 10, 11)?
 
     length: the longer one, 0: 2.5 times the trained one (40 after 16; the paper shows 39), at most the longest of eval_lengths; n: problems
     averaged over. Rows: mean attention weight from the inputs to BoS (x_to_BoS), from the answer's tokens to BoS and to EoI, and from EoI
@@ -516,7 +516,7 @@ def hidden_states(model, task, lengths, n, split):
 
 
 def linear(model, task, cfg, n=32):
-    """How exactly do hidden states hold the position, and the distance to EoI (vipe.txt Figure 5, Tables 1, 4, 5)?
+    """How exactly do hidden states hold the position, and the distance to EoI (ViPE Figure 5, Tables 1, 4, 5)?
 
     A ridge regression of each from the residual stream after each layer (0: the embedding; the paper's z_n is attention's output), fitted on
     n held-out problems of every trained length (the paper: on the training data), scored on other problems of the trained lengths and on the
@@ -566,7 +566,7 @@ def linear_figure(plt, errors, cfg):
 
 
 def alignment(model, task, cfg, length=0, n=32):
-    """Does attention still find the correct key x_t for s_(t-1), D_1 = D_2 + 1, at lengths where the answers break (vipe.txt 3.1, A.3)?
+    """Does attention still find the correct key x_t for s_(t-1), D_1 = D_2 + 1, at lengths where the answers break (ViPE section 3.1, A.3)?
 
     length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Rows: exact match; accuracy of the states, of those
     that are predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the
@@ -655,7 +655,7 @@ def alignment_figure(plt, rows, found, names, best, cfg):
 
 
 def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
-    """How long do the first states stay right while the input grows, at positions that were trained (vipe.txt Figure 4)?
+    """How long do the first states stay right while the input grows, at positions that were trained (ViPE Figure 4)?
 
     distances: of s_(t-1) from EoI, a comma list; n: problems of each length; beside: further runs, a comma list. Rows: accuracy of the next
     state predicted there, at every input length at which this is still within the trained total length. Only the context is longer than in
@@ -729,7 +729,7 @@ def proposition_1(n, mu, var, mu_2, var_2):
 
 
 def stats(model, task, cfg, length=0, n=64):
-    """Do hidden-state statistics tell the position, as Proposition 1 says of NoPE (vipe.txt eq. 2-4, Figure 16)?
+    """Do hidden-state statistics tell the position, as Proposition 1 says of NoPE (ViPE eq. 2-4, Figure 16)?
 
     Rows: mean and variance (var) over the coordinates of the first attention layer's output z_n (all heads), and mean of z_(n+1) - z_n
     (diff): measured; with this model's values under uniform weights (1/n, eq. 2); and by eq. 4 (eq4), whose mu, sigma, mu_2, sigma_2 are
@@ -787,7 +787,7 @@ def stats_figure(plt, curves, labels, anchor, title):
 
 
 def prefix(model, task, cfg, length=0, n=16):
-    """Does the first layer's output tell what stands in the prefix, and nothing else: z_n = V beta_n (vipe.txt Proposition 2, D.1)?
+    """Does the first layer's output tell what stands in the prefix, and nothing else: z_n = V beta_n (ViPE Proposition 2, D.1)?
 
     beta_n: the attention that position n pays to each token of the vocabulary, V: the tokens' values. Rows: for each head the largest
     |z_n - V beta_n| over n problems of `length` (0: the longest trained), relative to the largest |z_n|; then D.1's cases: how far two
@@ -865,7 +865,7 @@ def moved_from_first(model, offset):
 
 
 def shift(model, task, cfg, length=0, offsets='', n=32):
-    """Does attention to x_t move when every token stands nearer to BoS, or further, so that D_1 counts wrong (vipe.txt Figure 9, RoPE)?
+    """Does attention to x_t move when every token stands nearer to BoS, or further, so that D_1 counts wrong (ViPE Figure 9, RoPE)?
 
     offsets: places added to every token's distance from BoS, a comma list, 0,-2,-4,-6 by default; the positions of all others among
     themselves stay. length: 0: the longest trained; n: problems. Rows: for every head and offset its mean weight on the correct key (x_t);
@@ -922,7 +922,7 @@ def shift_figure(plt, shown, words, length, best, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# toeplitz.txt
+# the Toeplitz study
 
 def held_out_problems(task, cfg, length, n):
     """(length, tokens [n, T], targets [n, T]) of up to n held-out problems; length 0: the longest one trained on."""
@@ -952,7 +952,7 @@ def concentration(drops):
 
 
 def heads(model, task, cfg, length=0, n=512, beside=''):
-    """Which heads does the answer hang on, and is it a single one? Zeroes one head at a time (toeplitz.txt 4.3; Figures 4, 7, 9-12).
+    """Which heads does the answer hang on, and is it a single one? Zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
 
     length: of the problems, 0: the longest trained; n: how many, held out; beside: further runs of the task, a comma list. A row for each
     layer: `drop 1`, `drop 2`, ... of exact match without that head, in points (where a run has 0 anyway: of the tokens right; of a corpus:
@@ -1156,7 +1156,7 @@ def logit_shares(attn, x, position, pos, state, linear, turns):
 
 @torch.no_grad()
 def toeplitz(model, task, cfg, length=0, n=8):
-    """Do logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (toeplitz.txt eq. 1, 2, B.1).
+    """Do logits depend on the distance alone, on content, or on both? Their Toeplitz part and the Gram terms (the Toeplitz study, eq. 1, 2, B.1).
 
     length: of the problems, 0: the longest trained; n: how many. Shares of the variance of the logits over i >= j, a row for each head
     (mean over problems): `toeplitz`: of the mean along each diagonal (chance: what white noise would have); `shared`: of one such matrix
@@ -1247,7 +1247,7 @@ def toeplitz_figure(plt, columns, chance, profiles, words, trained, title):
 
 
 def positions(model, task, cfg, length=0, n=512, draws=4):
-    """Does a layer still read the vectors p_i added to the embeddings? Takes them out of the residual stream (toeplitz.txt 5.4; Figure 8).
+    """Does a layer still read the vectors p_i added to the embeddings? Takes them out of the residual stream (the Toeplitz study, section 5.4; Figure 8).
 
     At each layer p_i is subtracted from the stream before it, so for that layer and all after it; or a random vector of the same length, a
     fresh one for every position in each of the draws. length: of the problems, 0: the longest trained; n: how many. Rows: exact match in %
@@ -1341,7 +1341,7 @@ def spectral_claims(seed=0):
 
 @torch.no_grad()
 def spectrum(model, task, cfg, length=0, n=8):
-    """Does an encoding narrow the spectrum of the logits' Toeplitz part, as the paper has it of RoPE (toeplitz.txt B.1, B.3)?
+    """Does an encoding narrow the spectrum of the logits' Toeplitz part, as the paper has it of RoPE (the Toeplitz study, B.1, B.3)?
 
     length: of the problems, 0: the longest trained; n: how many, averaged over. Rows: `content`, the Toeplitz part of <q_i, k_j> / sqrt(d),
     and `logits`, that of the logits (with RoPE both in complex form, sum_m q^(m) conj(k^(m))), of every head, or where these are more than
@@ -1514,7 +1514,7 @@ def cancellation(name, values=0.0, linear=True):
 
 
 def gradients(model, task, cfg, length=0, n=256, steps=200, edge=''):
-    """Does one head collect the gradient of position, more so the lower the layer? H_l^(h)(d) in training (toeplitz.txt 6, appendix C).
+    """Does one head collect the gradient of position, more so the lower the layer? H_l^(h)(d) in training (the Toeplitz study, section 6, appendix C).
 
     H_l^(h)(d): gradient of the summed loss by the logit of head h in layer l, over the edges with label d of n held-out problems of this
     length (0: the longest trained). edge: read or pair, where the task has two triggers, or all, everywhere: see edges(). Taken before
@@ -1641,7 +1641,7 @@ def gradients_figure(plt, rows, curves, at, edge, title):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# pope.txt, Figure 2, place by place
+# PoPE Figure 2, place by place
 
 @torch.no_grad()
 def losses_by_position(model, tokens, targets):
@@ -1723,7 +1723,7 @@ def polar(enc, q, k):
 
 
 def frequency(model, task, cfg, length=0, n=8, beside=''):
-    """Which frequencies do queries and keys use? The mean norm of what turns at each (pope.txt Figures 3-6, after Barbero et al. 2025).
+    """Which frequencies do queries and keys use? The mean norm of what turns at each (PoPE Figures 3-6, after Barbero et al. 2025).
 
     length, n: as for axes; beside: further runs of the task, a comma list, on the same sequences. Rows: a frequency each, from fast to
     slow: its wavelength in tokens, the mean norm in queries and in keys over layers and heads, and the largest of a head. summary: `used`:
@@ -1849,7 +1849,7 @@ def tuning_curves(model, row, length, contents):
 
 
 def tuning(model, task, cfg, length=0, contents=24):
-    """At which distance does a query like a key best? Logits against distance for fixed content, of any encoding (pope.txt eq. 2 and 6).
+    """At which distance does a query like a key best? Logits against distance for fixed content, of any encoding (PoPE eq. 2 and 6).
 
     length: distances 0..length-1, 0: twice the longest total length trained on, at most 512; contents: pairs of a query and a key drawn
     from a held-out sequence. With positions added to the embedding: of layer 1. Rows, for each head or layer: `range`, largest minus
@@ -1895,7 +1895,7 @@ def tuning_figure(plt, curves, spread, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# position_generalization.txt
+# the position-generalization paper
 
 def three_axes(W, ridge=1e-6):
     """Eq. 6: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T,
@@ -1918,7 +1918,7 @@ def three_axes(W, ridge=1e-6):
 
 
 def axes(model, task, cfg, length=0, n=8):
-    """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j for i >= j (position_generalization.txt 3.1).
+    """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j for i >= j (the position-generalization paper, section 3.1).
 
     length: of the problems or of the text, 0: the longest trained on, of a text at most 512 tokens; n: sequences (of a Llama 1, unless
     given). Rows: Pearson's r of the fit with the logits, over i >= j, for each head, or each layer where there are many. summary.mean_r:
@@ -2007,7 +2007,7 @@ def analytic(zq, zk, theta, slow):
 
 
 def disentangle(model, task, cfg, length=0, n=4, queries=8):
-    """Does a query treat distance and content apart? With fake distances W'_dj ~ a_d + b_j (position_generalization.txt 3.2, eq. 12).
+    """Does a query treat distance and content apart? With fake distances W'_dj ~ a_d + b_j (the position-generalization paper, section 3.2, eq. 12).
 
     length, n: as for axes; queries: so many of each sequence, evenly spread; as many d, from 0, as keys. Rows, for each head or layer:
     r, of W' with the fit, mean over queries; of rotating encodings also, of the logits over i >= j, r_fg with eq. 15's f + g from the slow
@@ -2121,7 +2121,7 @@ def offsets(T, gamma, l_max, source):
 
 @torch.no_grad()
 def perturbed(model, kind, tokens, targets, gamma, l_max, source):
-    """One sequence [1, T] under one perturbation (position_generalization.txt 4.1): losses, which are right, which asked for, [1, T]."""
+    """One sequence [1, T] under one perturbation (the position-generalization paper, section 4.1): losses, which are right, which asked for, [1, T]."""
     T = tokens.shape[1]
     pos, change = torch.arange(T), contextlib.nullcontext()
     if kind == 'text':
@@ -2149,7 +2149,7 @@ def scores_of(model, kind, tokens, targets, *perturbation):
 
 
 def perturb(model, task, cfg, length=0, n=0, gammas='0.01,0.05,0.1,0.5', l_max='5,10,100'):
-    """How much disorder does a model bear? A share gamma perturbed within l_max (position_generalization.txt 4.1, Figure 5, Table 1).
+    """How much disorder does a model bear? A share gamma perturbed within l_max (the position-generalization paper, section 4.1, Figure 5, Table 1).
 
     length: as for axes; n: 128 problems, or 16 stretches of text (of a Llama 2), unless given. Three ways: `text`: tokens change places in
     pairs, scored where the token to be predicted has not moved (an algorithmic task's problem is then another one, and the old answer is
@@ -2227,7 +2227,7 @@ LAYOUTS = ('as trained', 'clamped', 'LM-Infinite', 'InfLLM')
 
 
 def laid_out(layout, window):
-    """For other_logits: attention with distances laid out for a trained length of `window` tokens (position_generalization.txt 4.2)."""
+    """For other_logits: attention with distances laid out for a trained length of `window` tokens (the position-generalization paper, section 4.2)."""
     first, top = max(1, min(10, window // 8)), max(1, min(32, window // 4))
 
     def change(enc, q, k, state, logits):
@@ -2260,7 +2260,7 @@ def plane(x):
 
 
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
-    """What lets a model go beyond its trained length? Sliding windows, distances that stop there (position_generalization.txt 4.2).
+    """What lets a model go beyond its trained length? Sliding windows, distances that stop there (the position-generalization paper, section 4.2).
 
     length: 0: the longest evaluated, of a text at most 512 tokens; n: problems, or stretches of text (of a Llama 2, unless given); window:
     tokens taken for the trained length, 0: that itself, or half of the sequence if that is less. Lengths end at 8,192, since the maps are
@@ -2389,7 +2389,7 @@ def entropy_figure(plt, found, slopes, cfg):
 
 
 def tuples(model, task, cfg, length=0, n=4):
-    """Which pairs of features turn slowly and dominate the logits? Observation 1 (position_generalization.txt 3.3, Figure 4).
+    """Which pairs of features turn slowly and dominate the logits? Observation 1 (the position-generalization paper, section 3.3, Figure 4).
 
     length, n: as for axes. Rows: the slow dominating pairs (see slow_dominating), the strongest 60: wavelength in tokens; `logit` = mean
     |q_r| mean |k_r| / sqrt(d); `ratio` of that to the head's median pair; `rotation` over the trained length and mean starting `angle`, arg

@@ -319,7 +319,7 @@ def test_one_large_attention_map():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# probe.py: toeplitz.txt
+# probe.py: the Toeplitz study
 
 def carried_by_one_head():
     """A model of copy at length 1, right for certain, in which head 3 of layer 2 alone brings x_1 to EoI; its config."""
@@ -644,7 +644,7 @@ def test_figures_of_the_toeplitz_probes():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# probe.py: position_generalization.txt, and the frequencies of pope.txt
+# the position-generalization paper, and PoPE's frequencies
 
 def at_random(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
