@@ -29,11 +29,8 @@ class ModelConfig(encodings.PEConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.vocab_size <= 0:
-            raise ValueError(f'vocab_size must be positive, not {self.vocab_size}')
-        for key in ('d_ff', 'd_compress'):
-            if getattr(self, key) < 0:
-                raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
+        encodings.check_positive(self, 'vocab_size')
+        encodings.check_not_negative(self, 'd_ff', 'd_compress')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 

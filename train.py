@@ -110,14 +110,10 @@ class Config(ModelConfig):
 
     def check_numbers(self):
         """ValueError if a number is out of range."""
-        for key in ('batch_size', 'max_steps', 'log_interval', 'eval_interval', 'n_eval', 'n_test',
-                    'lr', 'accumulate', 'new_tokens'):
-            if getattr(self, key) <= 0:
-                raise ValueError(f'{key} must be positive, not {getattr(self, key)}')
-        for key in ('n_train', 'min_lr', 'warmup_steps', 'weight_decay', 'grad_clip', 'top_evals',
-                    'temperature'):
-            if getattr(self, key) < 0:
-                raise ValueError(f'{key} must not be negative, it is {getattr(self, key)}')
+        encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
+                                 'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
+        encodings.check_not_negative(self, 'n_train', 'min_lr', 'warmup_steps', 'weight_decay',
+                                     'grad_clip', 'top_evals', 'temperature')
         for key in ('beta1', 'beta2'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
@@ -329,14 +325,6 @@ class Trainer:
         x = self.ranks.rows(tokens).tensor_split(self.cfg.accumulate, dim=-2)
         y = self.ranks.rows(targets).tensor_split(self.cfg.accumulate, dim=-2)
         return zip(x, y)
-
-    def load_moments(self, moments):
-        """Put AdamW's averages back: {number of the parameter: its state}."""
-        rates = [group['lr'] for group in self.optimizer.param_groups]
-        groups = self.optimizer.state_dict()['param_groups']
-        self.optimizer.load_state_dict({'state': moments, 'param_groups': groups})
-        for group, rate in zip(self.optimizer.param_groups, rates):
-            group['lr'] = rate                             # loading put a copy in its place
 
 
 def make_group(cfg, device, ranks=None):

@@ -174,7 +174,12 @@ class Group:
         moments = {}
         for i, state in checkpoint['moments'].items():
             moments[i] = {key: x[part] if x.dim() else x for key, x in state.items()}
-        self.trainer.load_moments(moments)
+        optimizer = self.trainer.optimizer
+        groups = optimizer.state_dict()['param_groups']
+        rates = [group['lr'] for group in optimizer.param_groups]
+        optimizer.load_state_dict({'state': moments, 'param_groups': groups})
+        for group, rate in zip(optimizer.param_groups, rates):
+            group['lr'] = rate                             # loading put a copy in its place
         saved = checkpoint['batches']
         for batches, start in zip(self.batches, saved['starts'][mine]):
             batches.resume(start, saved['lengths'], saved['at'])
