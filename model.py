@@ -30,7 +30,7 @@ class ModelConfig(encodings.PEConfig):
     def __post_init__(self):
         super().__post_init__()
         encodings.check_positive(self, 'vocab_size')
-        encodings.check_not_negative(self, 'd_ff', 'd_compress')
+        encodings.check_positive(self, 'd_ff', 'd_compress', zero=True)
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 

@@ -78,11 +78,11 @@ class PEConfig:
 
     def __post_init__(self):
         check_choices(self)
-        check_positive(self, 'd_model', 'n_head', 'n_layer', 'train_len', 'max_len', 't5_buckets',
-                       't5_max_distance', 'fire_width', 'yarn_beta_fast', 'yarn_beta_slow',
-                       'prism_cursors', 'prism_d_pe', 'prism_hidden', 'prism_input',
+        check_positive(self, 'd_model', 'n_head', 'n_layer', 'train_len', 'max_len', 'fire_width',
+                       't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
+                       'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
-        check_not_negative(self, 'eval_len', 'max_shift', 'vipe_d_p')
+        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', zero=True)
         if self.rope_base <= 1:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
@@ -112,18 +112,12 @@ def check_choices(cfg):
             raise ValueError(f'{f.name} must be one of {known}, not {value!r}')
 
 
-def check_positive(cfg, *keys):
-    """ValueError if one of these fields is not above 0."""
+def check_positive(cfg, *keys, zero=False):
+    """ValueError if one of these fields is negative, or 0 unless `zero` allows it."""
     for key in keys:
-        if getattr(cfg, key) <= 0:
-            raise ValueError(f'{key} must be positive, not {getattr(cfg, key)}')
-
-
-def check_not_negative(cfg, *keys):
-    """ValueError if one of these fields is below 0."""
-    for key in keys:
-        if getattr(cfg, key) < 0:
-            raise ValueError(f'{key} must not be negative, it is {getattr(cfg, key)}')
+        value = getattr(cfg, key)
+        if value < 0 or (value == 0 and not zero):
+            raise ValueError(f'{key} must be positive{" or 0" if zero else ""}, not {value}')
 
 
 # --------------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ class Config(ModelConfig):
         """ValueError if a number is out of range."""
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
-        encodings.check_not_negative(self, 'n_train', 'min_lr', 'warmup_steps', 'weight_decay',
-                                     'grad_clip', 'top_evals', 'temperature')
+        encodings.check_positive(self, 'n_train', 'min_lr', 'warmup_steps', 'weight_decay',
+                                 'grad_clip', 'top_evals', 'temperature', zero=True)
         for key in ('beta1', 'beta2'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
