@@ -72,7 +72,7 @@ def read_points(cls, values):
 def run(cfg, train, stop, command, ranks):
     """Train one configuration: (checkpoint, by_seed); by_seed is None if it was stopped."""
     device = seeds.pick_device(cfg)
-    seeds.check_parallel(cfg, ranks)
+    seeds.check_parallel(cfg, device, ranks)
     path = os.path.join(cfg.out_dir, 'ckpt.pt')
     state = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
     if cfg.resume and os.path.exists(path):

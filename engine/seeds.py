@@ -321,9 +321,12 @@ class Ranks:
         return parts
 
 
-def check_parallel(cfg, ranks):
-    """UserError if the processes and the run do not go together."""
+def check_parallel(cfg, device, ranks):
+    """UserError if the processes, the device and the run do not go together."""
     seeds, pieces = len(cfg.seeds), ranks.size * cfg.accumulate
+    if cfg.graph and (device.type != 'cuda' or ranks.split):
+        needs = 'a model of its own for every process' if ranks.split else 'a CUDA device'
+        raise UserError(f'--graph needs {needs}; leave it out')
     if seeds > 1 and ranks.size > seeds:
         raise UserError(f'{ranks.size} processes are too many for {seeds} seeds: '
                         'start at most one per seed')

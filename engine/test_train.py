@@ -1,4 +1,5 @@
 """Runs of train.py: their files, resuming, many seeds, several processes, bad input."""
+import contextlib
 import json
 import math
 import os
@@ -8,128 +9,328 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')            # in what follows, too: two threads mostly wait for each other on tensors as small as these
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # more threads only wait for each other here
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pe
 import tasks
 import train
-from engine.data import READERS
+from engine import checkpoint, config, report, runs, seeds
+from engine.config import UserError
 from model import Transformer
 from test_all import close, flags, gpu, python, pythons, variants
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+CONFIGS = os.path.join(HERE, 'configs')
+CPU = torch.device('cpu')
+
+# --------------------------------------------------------------------------------------------------
+# helpers
+
+def read_config(*argv):
+    """The configuration that train.py makes of a command line."""
+    return train.make_config(runs.read_config(train.Config, list(argv)))
+
+
+def small(**kw):
+    """The configuration of a run of seconds, with the given keys."""
+    return read_config(*flags(**kw))
+
+
+def smaller(**kw):
+    """A model and batches for single steps."""
+    keys = dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 2, 3, 4],
+                eval_lengths=[3], warmup_steps=5)
+    return train.Config(**(keys | kw))
+
+
+def read_checkpoint(folder):
+    return torch.load(os.path.join(folder, 'ckpt.pt'), weights_only=True)
+
 
 def weights(folder, seed=0):
-    return torch.load(os.path.join(folder, 'ckpt.pt'), weights_only=True)['seeds'][seed]['model']
+    return read_checkpoint(folder)['seeds'][seed]['model']
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    """Whether two dictionaries of tensors are bitwise equal."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def lines(folder):
-    out = [json.loads(line) for line in open(os.path.join(folder, 'log.jsonl'))]
-    return [{k: v for k, v in line.items() if k != 'steps_per_s'} for line in out]
+def read_json(path):
+    with open(path) as f:
+        return json.load(f)
 
+
+def log_lines(folder):
+    """The lines of a run's log, without the one value that a clock gives."""
+    with open(os.path.join(folder, 'log.jsonl')) as f:
+        lines = [json.loads(line) for line in f]
+    return [{key: x for key, x in line.items() if key != 'steps_per_s'} for line in lines]
+
+
+def assert_same_run(a, b, tol=1e-9):
+    """Two runs have the same scores, and the same losses to `tol`."""
+    for x, y in zip(log_lines(a), log_lines(b), strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key] == y[key] if key == 'eval' else abs(x[key] - y[key]) <= tol
+    assert read_json(a / 'lengths.json') == read_json(b / 'lengths.json')
+
+
+@contextlib.contextmanager
+def sigterm_in_step(step):
+    """A SIGTERM reaches this process in training step number `step`, counted from 1."""
+    learning_rate = train.learning_rate
+
+    def learning_rate_and_signal(cfg, number):
+        if number + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learning_rate(cfg, number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, 'learning_rate', learning_rate_and_signal)
+        yield
+
+
+def wait_for_a_save(path, before, run):
+    """Wait until a running process has written the checkpoint at `path` once more."""
+    while not path.exists() or path.stat().st_mtime_ns == before:
+        assert run.poll() is None, run.stdout and run.stdout.read()
+        time.sleep(0.005)
+
+
+def torchrun(processes, *argv):
+    """train.py under torchrun, started."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+               f'--nproc_per_node={processes}', 'train.py', *argv]
+    return subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True)
+
+
+def draw(batches, step):
+    """The tokens [B, T] of a step."""
+    return batches.next(step)[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# a run and its files
 
 def test_a_run_and_its_files(tmp_path, capsys):
-    assert train.main(flags(out_dir=tmp_path / 'r', seeds='3,4', results=tmp_path / 'results.jsonl')) is None
+    run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
+    assert train.main(flags(out_dir=run, seeds='3,4', results=results)) == 0
     out = capsys.readouterr().out
-    assert 'pe=rope' in out and 'exact match' in out and 'last state' in out and '│' in out
-    scores = json.load(open(tmp_path / 'r/lengths.json'))
-    assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345') and set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
-    log = lines(tmp_path / 'r')
-    assert [(p['step'], p['seed']) for p in log if 'loss' in p] == [(n, s) for n in range(2, 13, 2) for s in (3, 4)]
-    assert json.load(open(tmp_path / 'r/config.json'))['seeds'] == [3, 4]
-    result, = (json.loads(line) for line in open(tmp_path / 'results.jsonl'))
-    assert result['lengths'] == scores and result['config']['pe'] == 'rope' and result['command'].startswith('python train.py') and result['torch']
-    assert [c[0] for c in result['curves']['4']] == [4, 8, 12]
-    model, cfg = train.load(tmp_path / 'r', seed=4)
-    assert cfg.task == 'parity' and not model.training and same(model.state_dict(), weights(tmp_path / 'r', 4))
-    assert same(train.load(tmp_path / 'r')[0].state_dict(), weights(tmp_path / 'r', 3))
-    with pytest.raises(train.UserError, match='seed 9; it has 3, 4'):
-        train.load(tmp_path / 'r', seed=9)
+    for text in ('pe=rope', 'exact match', 'last state', '│'):
+        assert text in out
+    scores = read_json(run / 'lengths.json')
+    assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345')
+    assert set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
+    logged = [(line['step'], line['seed']) for line in log_lines(run) if 'loss' in line]
+    assert logged == [(step, seed) for step in range(2, 13, 2) for seed in (3, 4)]
+    assert read_json(run / 'config.json')['seeds'] == [3, 4]
+    result = read_json(results)                            # a single line
+    assert result['lengths'] == scores and result['config']['pe'] == 'rope'
+    assert result['command'].startswith('python train.py') and result['torch']
+    assert [point[0] for point in result['curves']['4']] == [4, 8, 12]
+    model, cfg = train.load(run, seed=4)
+    assert cfg.task == 'parity' and not model.training
+    assert same(model.state_dict(), weights(run, 4))
+    assert same(train.load(run)[0].state_dict(), weights(run, 3))
+    with pytest.raises(UserError, match='seed 9; it has 3, 4'):
+        train.load(run, seed=9)
 
 
 def test_same_seed_same_losses_other_seed_other_losses(tmp_path):
+    losses = {}
     for name, seed in (('a', 0), ('b', 0), ('c', 1)):
-        train.main(flags(out_dir=tmp_path / name, seeds=seed, dropout=0.1, pe='shifted_ape'))
-    losses = {name: [p['loss'] for p in lines(tmp_path / name) if 'loss' in p] for name in 'abc'}
-    assert losses['a'] == losses['b'] != losses['c'] and same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
+        folder = tmp_path / name
+        train.main(flags(out_dir=folder, seeds=seed, dropout=0.1, pe='shifted_ape'))
+        losses[name] = [line['loss'] for line in log_lines(folder) if 'loss' in line]
+    assert losses['a'] == losses['b'] != losses['c']
+    assert same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
 
 
-@pytest.mark.parametrize('kw', [dict(pe='shifted_ape', dropout=0.1), dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'), dict(seeds='0,1', dtype='float64')], ids=str)
-def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path, monkeypatch):
-    train.main(flags(out_dir=tmp_path / 'whole', **kw))
+RESUMED = [dict(pe='shifted_ape', dropout=0.1),
+           dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'),
+           dict(seeds='0,1', dtype='float64')]
+
+
+@pytest.mark.parametrize('kw', RESUMED, ids=str)
+def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path):
+    whole = tmp_path / 'whole'
+    train.main(flags(out_dir=whole, **kw))
     for stop_at in (1, 4, 7, 11):
-        folder, learning_rate = tmp_path / str(stop_at), train.learning_rate
-
-        def stop_here(cfg, step):
-            if step + 1 == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return learning_rate(cfg, step)
-        monkeypatch.setattr(train, 'learning_rate', stop_here)
-        assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
-        assert torch.load(folder / 'ckpt.pt', weights_only=True)['step'] == stop_at
-        monkeypatch.setattr(train, 'learning_rate', learning_rate)
+        folder = tmp_path / str(stop_at)
+        with sigterm_in_step(stop_at):
+            assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
+        assert read_checkpoint(folder)['step'] == stop_at
         train.main(flags(out_dir=folder, resume=True, **kw))
-        for seed in train.make_config(train.read_config(flags(**kw))).seeds:
-            assert same(weights(tmp_path / 'whole', seed), weights(folder, seed))
-        assert lines(folder) == lines(tmp_path / 'whole')
+        for seed in small(**kw).seeds:
+            assert same(weights(whole, seed), weights(folder, seed))
+        assert log_lines(folder) == log_lines(whole)
+
+
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_the_form_of_a_checkpoint_and_of_a_results_line_stays(numbers, tmp_path):
+    """Old files go on being read. Here a checkpoint lacks what was added to its form later."""
+    kw = dict(seeds=numbers, dropout=0.1, results=tmp_path / 'r.jsonl')
+    with sigterm_in_step(7):
+        train.main(flags(out_dir=tmp_path / 'old', **kw))
+    state = read_checkpoint(tmp_path / 'old')
+    assert set(state) == {'config', 'step', 'seeds', 'moments', 'batches', 'rng', 'losses'}
+    assert set(state['config']) >= {'pe', 'd_model', 'task', 'seeds', 'vocab_size', 'eval_len'}
+    assert state['step'] == 7 and list(state['seeds']) == numbers
+    for entry in state['seeds'].values():
+        assert set(entry) == {'model', 'step', 'evals'} and entry['step'] == 7
+        assert [set(point) for point in entry['evals']] == [{'step', 'lengths'}]
+    S = len(numbers)
+    model = Transformer(small(**kw))
+    groups = model.optim_groups(lr=1, weight_decay=1)
+    params = [p for group in groups for p in group['params']]
+    assert list(state['moments']) == list(range(len(params)))
+    for moments, p in zip(state['moments'].values(), params):
+        assert {key: x.shape for key, x in moments.items()} == {
+            'step': (), 'exp_avg': (S, *p.shape), 'exp_avg_sq': (S, *p.shape)}
+    assert set(state['batches']) == {'starts', 'lengths', 'at'}
+    assert len(state['batches']['starts']) == S
+    assert state['batches']['lengths'] == [1, 2, 3] and state['batches']['at'] == 7 * 8
+    assert [[x.dtype for x in generators] for generators in state['rng']] == [[torch.uint8]]
+    assert state['losses'].shape == (1, S) and state['losses'].dtype == torch.float64
+
+    for key in ('prism_layers', 'pope_frequencies', 'prompt', 'new_tokens', 'temperature'):
+        del state['config'][key]
+    torch.save(state, tmp_path / 'old/ckpt.pt')
+    train.main(flags(out_dir=tmp_path / 'old', resume=True, **kw))
+    train.main(flags(out_dir=tmp_path / 'whole', **kw))
+    for seed in numbers:
+        assert same(weights(tmp_path / 'old', seed), weights(tmp_path / 'whole', seed))
+    assert log_lines(tmp_path / 'old') == log_lines(tmp_path / 'whole')
+
+    with open(os.path.join(HERE, 'results/parity.jsonl')) as f:
+        old = json.loads(f.readline())
+    new, _ = map(json.loads, (tmp_path / 'r.jsonl').read_text().splitlines())
+    assert old.keys() <= new.keys() and old['config'].keys() <= new['config'].keys()
+    old_scores, new_scores = old['lengths']['0']['1'], new['lengths']['0']['1']
+    assert old_scores.keys() == new_scores.keys()
+    assert [len(x['curves']['0'][0]) for x in (old, new)] == [4, 4]
 
 
 def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
     kw = dict(max_steps=800, eval_interval=50, log_interval=25, pe='pope', n_eval=2)
-    python('train.py', *flags(out_dir=tmp_path / 'whole', **kw), check=True)
-    rng, path = random.Random(time.time_ns()), tmp_path / 'killed/ckpt.pt'
-    for kill in range(3):
-        before = path.stat().st_mtime_ns if kill else None
-        run = subprocess.Popen([sys.executable, 'train.py', *flags(out_dir=tmp_path / 'killed', resume=kill > 0, **kw)], cwd=HERE, stdout=subprocess.DEVNULL)
-        if kill < 2:
-            while not path.exists() or path.stat().st_mtime_ns == before:               # until it has saved once more
-                assert run.poll() is None
-                time.sleep(0.005)
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    python('train.py', *flags(out_dir=whole, **kw), check=True)
+    rng, path = random.Random(time.time_ns()), killed / 'ckpt.pt'
+    for leg in range(3):
+        before = path.stat().st_mtime_ns if leg else None
+        argv = flags(out_dir=killed, resume=leg > 0, **kw)
+        run = subprocess.Popen([sys.executable, 'train.py', *argv], cwd=HERE,
+                               stdout=subprocess.DEVNULL)
+        if leg < 2:
+            wait_for_a_save(path, before, run)
             time.sleep(rng.uniform(0, 0.2))
             run.kill()
-        assert run.wait() == (-signal.SIGKILL if kill < 2 else 0)
-    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'killed')) and lines(tmp_path / 'whole') == lines(tmp_path / 'killed')
+        assert run.wait() == (-signal.SIGKILL if leg < 2 else 0)
+    assert same(weights(whole), weights(killed))
+    assert log_lines(whole) == log_lines(killed)
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     train.main(flags(out_dir=tmp_path))
-    before, fsync = (tmp_path / 'ckpt.pt').read_bytes(), os.fsync
+    before = (tmp_path / 'ckpt.pt').read_bytes()
 
     def full(fd):
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(os, 'fsync', full)
-    with pytest.raises(train.UserError, match='No space left'):
-        train.write(str(tmp_path / 'ckpt.pt'), b'new')
-    monkeypatch.setattr(os, 'fsync', fsync)
-    assert (tmp_path / 'ckpt.pt').read_bytes() == before and not list(tmp_path.glob('*.tmp'))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'fsync', full)
+        with pytest.raises(UserError, match='No space left'):
+            checkpoint.write(str(tmp_path / 'ckpt.pt'), b'new')
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
+    assert not list(tmp_path.glob('*.tmp'))
 
 
-def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch, capsys):
-    forward = Transformer.forward
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+    forward, calls = Transformer.forward, []
 
-    def poisoned(self, tokens, targets=None, total_len=None, calls=[0]):
+    def poisoned(self, tokens, targets=None, total_len=None):
         logits, loss = forward(self, tokens, targets, total_len)
-        calls[0] += self.training
-        return logits, loss * math.nan if loss is not None and calls[0] == 7 else loss
+        if self.training and targets is not None:
+            calls.append(1)
+            loss = loss * math.nan if len(calls) == 7 else loss
+        return logits, loss
     monkeypatch.setattr(Transformer, 'forward', poisoned)
-    with pytest.raises(train.UserError, match='NaN or infinite at step 7'):
+    with pytest.raises(UserError, match='NaN or infinite at step 7'):
         train.main(flags(out_dir=tmp_path))
-    checkpoint = torch.load(tmp_path / 'ckpt.pt', weights_only=True)['seeds'][0]
-    assert checkpoint['step'] == 4 and all(p.isfinite().all() for p in checkpoint['model'].values())
+    entry = read_checkpoint(tmp_path)['seeds'][0]
+    assert entry['step'] == 4 and all(p.isfinite().all() for p in entry['model'].values())
+
+
+def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
+    train.main(flags(out_dir=tmp_path))
+    monkeypatch.setattr(train, 'train', lambda *args: None)           # as if stopped at once
+    train.main(flags(out_dir=tmp_path, lr=0.5))
+    assert not (tmp_path / 'ckpt.pt').exists() and not (tmp_path / 'lengths.json').exists()
+
+
+def test_a_run_goes_on_only_where_its_random_numbers_are(tmp_path):
+    argv = flags(out_dir=tmp_path, seeds='0,1')
+    train.main(argv)
+    state = read_checkpoint(tmp_path)
+    state['step'] = 8
+    state['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)] * 2          # a GPU's
+    torch.save(state, tmp_path / 'ckpt.pt')
+    says = 'was trained on another kind of device.* --device=cuda'
+    with pytest.raises(UserError, match=says):
+        train.main([*argv, '--resume'])
+    assert (tmp_path / 'lengths.json').exists()
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    train.main(flags(out_dir=tmp_path))
+    for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'),
+                     (dict(pe='nope'), 'trained with pe=rope'),
+                     (dict(train_lengths='1-4'), 'train_lengths'),
+                     (dict(task='copy'), 'trained with task=parity'),
+                     (dict(seeds='0,1'), 'trained with seeds'),
+                     (dict(lr=0.5), 'trained with lr=0.001'),
+                     (dict(max_steps=99), 'max_steps')):
+        with pytest.raises(UserError, match=says):
+            train.main(flags(out_dir=tmp_path, resume=True, **kw))
+    data = (tmp_path / 'ckpt.pt').read_bytes()
+    (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
+    for argv in [f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True):
+        with pytest.raises(UserError, match='not a whole checkpoint'):
+            train.main(argv)
+
+
+# --------------------------------------------------------------------------------------------------
+# many seeds
+
+def losses_of(numbers, steps, together=True, **kw):
+    """Losses [S, steps] of seeds that train in one Group."""
+    group = train.make_group(smaller(seeds=numbers, **kw), CPU)
+    if len(numbers) > 1:
+        assert group.trainer.model.together                # models this small go under vmap
+        group.trainer.model.together = together
+    return torch.stack([group.step(step) for step in range(steps)], dim=1)
+
+
+def compare_seeds(numbers, steps, tol, **kw):
+    """Seeds stacked under vmap, and in a loop, have the losses that each has alone."""
+    alone = torch.cat([losses_of([seed], steps, **kw) for seed in numbers])
+    assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
+    close(losses_of(numbers, steps, **kw), alone, tol)
+    close(losses_of(numbers, steps, together=False, **kw), alone, tol)
 
 
 @variants
 def test_seeds_together_train_as_each_alone(kw):
-    """100 steps in float64, 15 with an encoding's switches or a sum: the losses of each seed agree to 1e-9 relative."""
-    compare_seeds([5, 6, 7], 100 if kw['pe'] in pe.ENCODINGS and len(kw) == 1 else 15, 1e-9, dtype='float64', **kw)
+    """100 steps of an encoding, 15 of one with switches or of a sum, in float64."""
+    plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
+    compare_seeds([5, 6, 7], 100 if plain else 15, 1e-9, dtype='float64', **kw)
 
 
 @pytest.mark.parametrize('name', pe.ENCODINGS)
@@ -141,226 +342,228 @@ def test_seeds_with_tied_embeddings_train_as_each_alone():
     compare_seeds([5, 6, 7], 15, 1e-9, dtype='float64', tie=True)
 
 
-def compare_seeds(together, steps, tol, **kw):
-    """Train the seeds in one vmapped pass, in a loop within the step, and each alone, with train.py's own pieces: losses [steps] of each."""
-    def losses(seeds, vmap):
-        cfg = train.Config(**dict(dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 2, 3, 4], eval_lengths=[3], warmup_steps=5, seeds=seeds), **kw))
-        models = train.Seeds(cfg, tasks.make(cfg.task), torch.device('cpu'))
-        assert models.together == (len(seeds) > 1)
-        models.together = vmap
-        return torch.stack([models.step(step) for step in range(steps)], dim=1)         # (S, steps)
-    alone = torch.cat([losses([seed], False) for seed in together])
-    assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
-    close(losses(together, True), alone, tol)
-    close(losses(together, False), alone, tol)
-
-
-def test_compiled_seeds_are_eager_ones(monkeypatch):
-    """--compile with many seeds compiles the one pass that all of them take, in one graph."""
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_compiled_seeds_are_eager_ones(numbers, monkeypatch):
+    """--compile compiles what a step calls in one graph: the model, or the pass of all seeds."""
     compiler = torch.compile
-    monkeypatch.setattr(torch, 'compile', lambda f, dynamic: compiler(f, fullgraph=True, backend='aot_eager', dynamic=dynamic))
-    losses = {}
-    for compiled in (False, True):
-        cfg = train.make_config(dict(task='parity', pe='pope+vipe', n_layer=1, d_model=16, n_head=2, train_lengths=[2, 3], seeds=[0, 1], batch_size=4, max_steps=9, dtype='float64',
-                                     compile=compiled))
-        models = train.Seeds(cfg, cfg.the_task, torch.device('cpu'))
-        losses[compiled] = torch.stack([models.step(number) for number in range(1, 5)])
-    close(losses[True], losses[False], 1e-9)
+
+    def compile_whole(function, dynamic):
+        return compiler(function, fullgraph=True, backend='aot_eager', dynamic=dynamic)
+    monkeypatch.setattr(torch, 'compile', compile_whole)
+    kw = dict(pe='pope+vipe', n_layer=1, n_head=2, train_lengths=[2, 3], dtype='float64')
+    compiled = losses_of(numbers, 4, compile=True, **kw)
+    close(compiled, losses_of(numbers, 4, compile=False, **kw), 1e-9)
 
 
 def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsys):
-    train.main(flags(out_dir=tmp_path / 'a', seeds='0,1,2'))
-    clip, calls = train.Seeds.clip, []
+    a, b, results = tmp_path / 'a', tmp_path / 'b', tmp_path / 'r.jsonl'
+    train.main(flags(out_dir=a, seeds='0,1,2'))
+    clip, calls = train.Trainer.clip, []
 
     def poisoned(self, largest):
         clip(self, largest)
         calls.append(1)
-        if len(calls) == 6:                                                             # so that the loss of step 7 is NaN
-            self.params['head.weight'].grad[1] = math.nan
-    monkeypatch.setattr(train.Seeds, 'clip', poisoned)
-    with pytest.raises(train.UserError, match='1 diverged: seed 1'):
-        train.main(flags(out_dir=tmp_path / 'b', seeds='0,1,2', results=tmp_path / 'r.jsonl'))
-    line = json.loads((tmp_path / 'r.jsonl').read_text())
-    assert list(line['lengths']) == list(line['curves']) == ['0', '2'] and 'seed 1: the loss' in line['failed'][0]
+        if len(calls) == 6:                                # so that the loss of step 7 is NaN
+            self.model.params['head.weight'].grad[1] = math.nan
+    monkeypatch.setattr(train.Trainer, 'clip', poisoned)
+    with pytest.raises(UserError, match='1 diverged: seed 1'):
+        train.main(flags(out_dir=b, seeds='0,1,2', results=results))
+    line = read_json(results)
+    assert list(line['lengths']) == list(line['curves']) == ['0', '2']
+    assert 'seed 1: the loss' in line['failed'][0]
     out = capsys.readouterr().out
-    assert 'seed 1: the loss became NaN or infinite at step 7' in out and re.search(r'^2 seeds: .* of 3 reach 85 %', out, re.M)
-    assert list(json.load(open(tmp_path / 'b/lengths.json'))) == ['0', '2']
+    assert 'seed 1: the loss became NaN or infinite at step 7' in out
+    assert re.search(r'^2 seeds: .* of 3 reach 85 %', out, re.M)
     for seed in (0, 2):
-        assert same(weights(tmp_path / 'a', seed), weights(tmp_path / 'b', seed))
-    assert train.main(['--eval_only', f'--out_dir={tmp_path / "b"}']) is None and 'left out: seed 1: the loss' in capsys.readouterr().out
-    assert list(json.load(open(tmp_path / 'b/lengths.json'))) == ['0', '2']
-    failed = torch.load(tmp_path / 'b/ckpt.pt', weights_only=True)['seeds'][1]
+        assert same(weights(a, seed), weights(b, seed))
+    assert list(read_json(b / 'lengths.json')) == ['0', '2']
+    assert train.main(['--eval_only', f'--out_dir={b}']) is None
+    assert 'left out: seed 1: the loss' in capsys.readouterr().out
+    assert list(read_json(b / 'lengths.json')) == ['0', '2']
+    failed = read_checkpoint(b)['seeds'][1]
     assert failed['step'] == 4 and all(p.isfinite().all() for p in failed['model'].values())
-
-
-def torchrun(processes, *argv):
-    """torchrun on two or more processes of train.py, started."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', 'train.py', *argv]
-    return subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def same_run(a, b, tol=1e-9):
-    """Two run folders hold the same losses and scores."""
-    for x, y in zip(lines(a), lines(b), strict=True):
-        assert x.keys() == y.keys() and all(x[k] == y[k] if k == 'eval' else abs(x[k] - y[k]) <= tol for k in x)
-    assert json.load(open(a / 'lengths.json')) == json.load(open(b / 'lengths.json'))
-
-
-@pytest.mark.parametrize('kw', [dict(seeds='0,1,2'), dict(accumulate=3, pe='pope'), dict(pe='rope,nope,t5', seeds='4,5')], ids=str)
-def test_two_processes_train_as_one(kw, tmp_path):
-    """Seeds dealt, a batch split, the points of a sweep dealt."""
-    argv = flags(dtype='float64', **kw)
-    out, _ = (two := torchrun(2, *argv, f'--out_dir={tmp_path / "two"}')).communicate(timeout=120)
-    assert two.returncode == 0 and out.count('max_steps=12') == 1 and out.count('holds to: the last') == 1, out
-    train.main([*argv, f'--out_dir={tmp_path / "one"}', '--accumulate=1'])
-    folders = [path.parent.relative_to(tmp_path / 'one') for path in tmp_path.glob('one/**/lengths.json')]
-    assert len(folders) == (3 if 'rope' in kw.get('pe', '') else 1)
-    for folder in folders:
-        same_run(tmp_path / 'one' / folder, tmp_path / 'two' / folder)
-
-
-@pytest.mark.parametrize('kw', [dict(seeds='0,1'), dict(accumulate=2)], ids=str)
-def test_two_processes_killed_stopped_and_resumed(kw, tmp_path, monkeypatch):
-    """One of them dies: the run ends at once with an error. torchrun passes on a SIGTERM, or dies: saved. --resume, by two or by one process: as if nothing had happened."""
-    argv, path = flags(dtype='float64', max_steps=300, eval_interval=50, log_interval=10, n_eval=2, **kw), tmp_path / 'b/ckpt.pt'
-    learning_rate = train.learning_rate
-    train.main([*argv, f'--out_dir={tmp_path / "a"}'])
-    monkeypatch.setattr(train, 'learning_rate', lambda cfg, step: (os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None, learning_rate(cfg, step))[1])
-    train.main([*argv, f'--out_dir={tmp_path / "b"}'])                                   # one process, between two lines of its log
-    monkeypatch.setattr(train, 'learning_rate', learning_rate)
-    for leg in ('kill', 'stop' if 'seeds' in kw else 'orphan', 'finish'):
-        before = path.stat().st_mtime_ns if path.exists() else None
-        processes = 1 if leg == 'finish' and 'seeds' in kw else 2
-        run = torchrun(processes, *argv, f'--out_dir={tmp_path / "b"}', f'--resume={path.exists()}')
-        if leg != 'finish':
-            while not path.exists() or path.stat().st_mtime_ns == before:
-                assert run.poll() is None, run.stdout.read()
-                time.sleep(0.01)
-            children = open(f'/proc/{run.pid}/task/{run.pid}/children').read().split()
-            assert len(children) == 2
-            os.kill(int(children[1]) if leg == 'kill' else run.pid, signal.SIGTERM if leg == 'stop' else signal.SIGKILL)
-        out, _ = run.communicate(timeout=60)
-        assert (run.returncode == 0) == (leg == 'finish'), out
-        assert ('Signal 9' in out) == ('another process has ended' in out) == (leg == 'kill') and ('stopped and saved' in out) == (leg in ('orphan', 'stop')), out
-    same_run(tmp_path / 'a', tmp_path / 'b')
-
-
-def test_too_many_processes_is_one_clear_line(tmp_path):
-    out, _ = torchrun(3, *flags(seeds='0,1', out_dir=tmp_path / 'r')).communicate(timeout=120)
-    assert out.count('train.py: 3 processes are too many for 2 seeds: start at most one per seed') == 1 and not (tmp_path / 'r').exists()
 
 
 def test_micro_batches_give_the_same_gradient(tmp_path):
     """Micro-batches count by what is supervised in them, not by their rows."""
     for accumulate in (1, 3, 8):
-        train.main(flags(dtype='float64', seeds='0,1', accumulate=accumulate, out_dir=tmp_path / str(accumulate)))
-    same_run(tmp_path / '1', tmp_path / '3')
-    same_run(tmp_path / '1', tmp_path / '8')
+        train.main(flags(dtype='float64', seeds='0,1', accumulate=accumulate,
+                         out_dir=tmp_path / str(accumulate)))
+    assert_same_run(tmp_path / '1', tmp_path / '3')
+    assert_same_run(tmp_path / '1', tmp_path / '8')
+
+
+# --------------------------------------------------------------------------------------------------
+# several processes
+
+ARGV_OF_TWO = [dict(seeds='0,1,2'),                        # seeds are dealt
+               dict(accumulate=3, pe='pope'),              # a batch is split
+               dict(pe='rope,nope,t5', seeds='4,5')]       # the points of a sweep are dealt
+
+
+@pytest.mark.parametrize('kw', ARGV_OF_TWO, ids=str)
+def test_two_processes_train_as_one(kw, tmp_path):
+    one, two = tmp_path / 'one', tmp_path / 'two'
+    argv = flags(dtype='float64', **kw)
+    run = torchrun(2, *argv, f'--out_dir={two}')
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
+    assert out.count('max_steps=12') == 1 and out.count('holds to: the last') == 1, out
+    train.main([*argv, f'--out_dir={one}', '--accumulate=1'])
+    folders = [path.parent.relative_to(one) for path in one.glob('**/lengths.json')]
+    assert len(folders) == (3 if 'rope' in kw.get('pe', '') else 1)
+    for folder in folders:
+        assert_same_run(one / folder, two / folder)
+
+
+@pytest.mark.parametrize('kw', [dict(seeds='0,1'), dict(accumulate=2)], ids=str)
+def test_two_processes_killed_stopped_and_resumed(kw, tmp_path):
+    """Losing a process ends the run at once; a SIGTERM, or torchrun's own end, saves first.
+
+    Resumed by one or two processes, the run ends as if nothing had happened.
+    """
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    argv = flags(dtype='float64', max_steps=300, eval_interval=50, log_interval=10, n_eval=2, **kw)
+    train.main([*argv, f'--out_dir={a}'])
+    with sigterm_in_step(5):                               # one process, between lines of its log
+        train.main([*argv, f'--out_dir={b}'])
+    path, many = b / 'ckpt.pt', 'seeds' in kw
+    for leg in ('kill', 'stop' if many else 'orphan', 'finish'):
+        before = path.stat().st_mtime_ns
+        run = torchrun(1 if leg == 'finish' and many else 2, *argv, f'--out_dir={b}', '--resume')
+        if leg != 'finish':
+            wait_for_a_save(path, before, run)
+            with open(f'/proc/{run.pid}/task/{run.pid}/children') as f:
+                children = f.read().split()
+            assert len(children) == 2
+            killed = int(children[1]) if leg == 'kill' else run.pid
+            os.kill(killed, signal.SIGTERM if leg == 'stop' else signal.SIGKILL)
+        out, _ = run.communicate(timeout=60)
+        assert (run.returncode == 0) == (leg == 'finish'), out
+        assert ('Signal 9' in out) == (leg == 'kill'), out
+        assert ('another process has ended' in out) == (leg == 'kill'), out
+        assert ('stopped and saved' in out) == (leg in ('orphan', 'stop')), out
+    assert_same_run(a, b)
+
+
+def test_too_many_processes_is_one_clear_line(tmp_path):
+    run = torchrun(3, *flags(seeds='0,1', out_dir=tmp_path / 'r'))
+    out, _ = run.communicate(timeout=120)
+    says = 'train.py: 3 processes are too many for 2 seeds: start at most one per seed'
+    assert out.count(says) == 1 and not (tmp_path / 'r').exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# GPUs
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that are called within it."""
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+# the host waits inside these, or may, which tensors without values do not show
+WAITS = {'linalg_matrix_exp', 'linalg_householder_product', 'linalg_qr', 'linalg_inv_ex',
+         '_linalg_solve_ex', 'nonzero'}
 
 
 @variants
-def test_no_step_waits_for_the_device(kw, monkeypatch):
-    """A CUDA graph records a step only if the host reads no value of it and no tensor of it is made on the host: here, on tensors without values."""
-    cfg = train.Config(**dict(dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 4], eval_lengths=[3], seeds=[0, 1]), **kw))
-    models = train.Seeds(cfg, tasks.make('parity'), torch.device('cpu'))
-    models.batches.prepare(0)
-    for x in 'tokens targets order cursor window seed_axis'.split():
-        setattr(models.batches, x, getattr(models.batches, x).to('meta'))
-    models.params = {name: p.detach().to('meta').requires_grad_() for name, p in models.params.items()}
-    models.buffers = {name: x.to('meta') for name, x in models.buffers.items()}
-    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)               # which knows no such device
-    seen = set()
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_no_step_waits_for_the_device(numbers, kw, monkeypatch):
+    """A CUDA graph can record a step: the host reads no value and makes no tensor in it.
 
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            seen.add(op.overloadpacket.__name__)
-            return op(*args, **(kwargs or {}))
-    with Seen():
-        losses = models.backward(*models.batches.take())
-        models.clip(1.0)
-    assert losses.is_meta and all(p.grad.is_meta for p in models.params.values())
-    # the host waits inside these, or may, which no tensor without values shows
-    assert 'embedding' in seen and not seen & {'linalg_matrix_exp', 'linalg_householder_product', 'linalg_qr', 'linalg_inv_ex', '_linalg_solve_ex', 'nonzero'}
-
-
-def test_a_run_goes_on_only_where_its_random_numbers_are(tmp_path):
-    argv = flags(out_dir=tmp_path, seeds='0,1')
-    train.main(argv)
-    checkpoint, path = torch.load(tmp_path / 'ckpt.pt', weights_only=True), tmp_path / 'ckpt.pt'
-    checkpoint['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)] * 2           # a GPU's
-    torch.save(checkpoint | {'step': 8}, path)
-    with pytest.raises(train.UserError, match='was trained on another kind of device.* --device=cuda'):
-        train.main([*argv, '--resume'])
-    assert (tmp_path / 'lengths.json').exists()
+    Here the step runs on meta tensors, which have no values; all but AdamW, which is torch's.
+    """
+    group = train.make_group(smaller(seeds=numbers, **kw), CPU)
+    trainer, model = group.trainer, group.trainer.model
+    for batches in group.batches:
+        batches.next(0)
+        for name in ('tokens', 'targets', 'order'):
+            setattr(batches, name, getattr(batches, name).to('meta'))
+    if isinstance(model, seeds.Stack):
+        model.params = {name: p.detach().to('meta').requires_grad_()
+                        for name, p in model.params.items()}
+        model.buffers = {name: x.to('meta') for name, x in model.buffers.items()}
+        params = list(model.params.values())
+    else:
+        params = list(model.to('meta').parameters())
+    trainer.optimizer = mock.Mock()
+    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)  # knows no meta device
+    with Operators() as operators:
+        loss = trainer.update(*trainer.batches.next(0))
+    assert loss.is_meta and all(p.grad.is_meta for p in params)
+    assert 'embedding' in operators.names and not operators.names & WAITS
 
 
 def test_each_process_has_its_gpu(monkeypatch):
-    for name, value in dict(is_available=True, device_count=4, current_device=3, set_device=None).items():
+    found = dict(is_available=True, device_count=4, current_device=3, set_device=None)
+    for name, value in found.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
-    number = lambda device: train.pick_device(train.Config(device=device)).index
+
+    def number(device):
+        return seeds.pick_device(train.Config(device=device)).index
     assert [number(device) for device in ('auto', 'cuda', 'cuda:1', 'cpu')] == [3, 3, 1, None]
-    with pytest.raises(train.UserError, match='has 4 CUDA devices'):
+    with pytest.raises(UserError, match='has 4 CUDA devices'):
         number('cuda:4')
 
 
 @gpu
 @variants
-def test_gpu_graph_trains_as_eager_steps(kw):
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_gpu_graph_trains_as_eager_steps(numbers, kw):
     """Through an epoch's end and a change of lengths, each of which a graph must notice."""
-    def losses(graph):
-        cfg = train.Config(**dict(dict(d_model=32, n_head=4, n_layer=2, batch_size=8, train_lengths=[1, 2, 4], eval_lengths=[3], seeds=[0, 1], n_train=8,
-                                       length_schedule=[(0, 2), (6, 4)], graph=graph), **kw))
-        models = train.Seeds(cfg, tasks.make('parity'), torch.device('cuda'))
-        return torch.stack([models.step(step) for step in range(20)])
-    close(losses(True).cpu(), losses(False).cpu(), 1e-4)
+    losses = {}
+    for graph in (False, True):
+        cfg = smaller(d_model=32, batch_size=8, train_lengths=[1, 2, 4], n_train=8, seeds=numbers,
+                      length_schedule=[(0, 2), (6, 4)], graph=graph, **kw)
+        group = train.make_group(cfg, torch.device('cuda'))
+        losses[graph] = torch.stack([group.step(step) for step in range(20)]).cpu()
+    close(losses[True], losses[False], 1e-4)
 
 
 @gpu
-def test_gpu_run_stops_and_resumes(tmp_path, monkeypatch):
-    argv = flags(device='cuda', seeds='0,1', dropout=0.1, max_steps=40, eval_interval=20)
-    train.main([*argv, f'--out_dir={tmp_path / "a"}'])
-    stop, learning_rate = [25], train.learning_rate
-
-    def stop_here(cfg, step):
-        if step + 1 in stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return learning_rate(cfg, step)
-    monkeypatch.setattr(train, 'learning_rate', stop_here)
-    assert train.main([*argv, f'--out_dir={tmp_path / "b"}']) == 128 + signal.SIGTERM
-    stop.clear()
-    train.main([*argv, f'--out_dir={tmp_path / "b"}', '--resume'])
-    same_run(tmp_path / 'a', tmp_path / 'b', 1e-4)
+@pytest.mark.parametrize('numbers', ['0', '0,1'])
+def test_gpu_run_stops_and_resumes(numbers, tmp_path):
+    argv = flags(device='cuda', seeds=numbers, dropout=0.1, max_steps=40, eval_interval=20)
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    train.main([*argv, f'--out_dir={a}'])
+    with sigterm_in_step(25):
+        assert train.main([*argv, f'--out_dir={b}']) == 128 + signal.SIGTERM
+    train.main([*argv, f'--out_dir={b}', '--resume'])
+    assert_same_run(a, b, 1e-4)
 
 
-def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
-    train.main(flags(out_dir=tmp_path))
-    monkeypatch.setattr(train, 'train', lambda *args: None)                              # as if stopped at once
-    monkeypatch.setattr(train.Stop, '__init__', lambda self, parent: setattr(self, 'signal', signal.SIGTERM))
-    train.main(flags(out_dir=tmp_path, lr=0.5))
-    assert not (tmp_path / 'ckpt.pt').exists() and not (tmp_path / 'lengths.json').exists()
-
-
-def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
-    """--eval_only at longer lengths is what training with those eval_lengths would have reported, for vipe_s=global too."""
-    train.main(flags(out_dir=tmp_path / 'a', pe='vipe', vipe_s='global', eval_lengths='1-9', max_steps=60))
-    train.main(flags(out_dir=tmp_path / 'b', pe='vipe', vipe_s='global', eval_lengths='1-5', max_steps=60))
-    train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--eval_lengths=1-9'])
-    assert json.load(open(tmp_path / 'a/lengths.json')) == json.load(open(tmp_path / 'b/lengths.json'))
-    train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--vipe_s=one'])
-
+# --------------------------------------------------------------------------------------------------
+# sweeps and evaluation
 
 def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
     argv = flags(pe='nope,rope', lr='1e-3,1e-2', out_dir=tmp_path)
     train.main(argv)
     out = capsys.readouterr().out
-    folders = [f'pe={p},lr={x}' for p in ('nope', 'rope') for x in (0.001, 0.01)]
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == sorted(folders)
+    names = [f'pe={name},lr={lr}' for name in ('nope', 'rope') for lr in (0.001, 0.01)]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names)
     assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', out, re.M)) == 4
-    (tmp_path / folders[2] / 'lengths.json').unlink()                                   # as if killed in the third
-    first = (tmp_path / folders[0] / 'ckpt.pt').stat().st_mtime_ns
+    first, third = tmp_path / names[0] / 'ckpt.pt', tmp_path / names[2] / 'lengths.json'
+    third.unlink()                                         # as if killed in the third run
+    before = first.stat().st_mtime_ns
     train.main(argv)
-    assert capsys.readouterr().out.count('finished earlier') == 3 and (tmp_path / folders[2] / 'lengths.json').exists()
-    assert (tmp_path / folders[0] / 'ckpt.pt').stat().st_mtime_ns == first
+    assert capsys.readouterr().out.count('finished earlier') == 3 and third.exists()
+    assert first.stat().st_mtime_ns == before
+
+
+def test_a_diverging_point_does_not_end_a_sweep(tmp_path, capsys):
+    results = tmp_path / 'r.jsonl'
+    with pytest.raises(UserError, match='1 diverged: 1e\\+30'):
+        train.main(flags(lr='1e30,1e-3', out_dir=tmp_path, results=results))
+    assert re.search(r'^0.001 .*│', capsys.readouterr().out, re.M)
+    bad, good = map(json.loads, results.read_text().splitlines())
+    assert bad['lengths'] == {} and len(bad['failed']) == 1
+    assert list(good['lengths']) == ['0'] and 'failed' not in good
 
 
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
@@ -369,226 +572,332 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     capsys.readouterr()
     train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
     out = capsys.readouterr().out
-    assert 'parity with vipe' in out and '      2      9' in out and (tmp_path / 'ckpt.pt').read_bytes() == before
-    assert list(json.load(open(tmp_path / 'lengths.json'))['0']) == list('123459')
+    assert 'parity with vipe' in out and '      2      9' in out
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
+    assert list(read_json(tmp_path / 'lengths.json')['0']) == list('123459')
 
 
-def test_a_diverging_point_does_not_end_a_sweep(tmp_path, capsys):
-    with pytest.raises(train.UserError, match='1 diverged: 1e\\+30'):
-        train.main(flags(lr='1e30,1e-3', out_dir=tmp_path, results=tmp_path / 'r.jsonl'))
-    assert re.search(r'^0.001 .*│', capsys.readouterr().out, re.M)
-    bad, good = map(json.loads, (tmp_path / 'r.jsonl').read_text().splitlines())
-    assert bad['lengths'] == {} and len(bad['failed']) == 1 and list(good['lengths']) == ['0'] and 'failed' not in good
+def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
+    """--eval_only at other lengths reports what training with these eval_lengths would have."""
+    kw = dict(pe='vipe', vipe_s='global', max_steps=60)
+    train.main(flags(out_dir=tmp_path / 'a', eval_lengths='1-9', **kw))
+    train.main(flags(out_dir=tmp_path / 'b', eval_lengths='1-5', **kw))
+    train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--eval_lengths=1-9'])
+    assert read_json(tmp_path / 'a/lengths.json') == read_json(tmp_path / 'b/lengths.json')
+    train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--vipe_s=one'])
 
 
 def test_exact_match_is_greedy_decoding(tmp_path):
-    """Teacher forcing and generation with the known final length agree, ViPE included."""
-    train.main(flags(out_dir=tmp_path, pe='vipe', max_steps=600, eval_interval=600, task='copy', lr=3e-3, n_layer=2, d_model=32, batch_size=32))
-    model, cfg = train.load(tmp_path)
+    """Teacher forcing agrees with generation of a known final length; ViPE needs that length."""
+    train.main(flags(out_dir=tmp_path, pe='vipe', max_steps=600, eval_interval=600, task='copy',
+                     lr=3e-3, n_layer=2, d_model=32, batch_size=32))
+    model, _ = train.load(tmp_path)
     task = tasks.make('copy')
-    exact = 0
+    total = 0
     for length in (2, 3, 4):
         tokens, targets = task.sample(60, length, torch.Generator().manual_seed(5))
         score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
-        row = tokens[:, :length + 2]
-        with torch.no_grad():
-            while row.shape[1] < tokens.shape[1]:
-                row = torch.cat([row, model(row, total_len=tokens.shape[1])[0][:, -1:].argmax(-1)], dim=1)
-        assert abs((row == tokens).all(1).double().mean().item() - score) < 1e-6
-        exact += score
-    assert exact > 0.5
+        row, T = tokens[:, :length + 2], tokens.shape[1]
+        while row.shape[1] < T:
+            with torch.no_grad():
+                logits, _ = model(row, total_len=T)
+            row = torch.cat([row, logits[:, -1:].argmax(dim=-1)], dim=1)
+        generated = (row == tokens).all(dim=1).double().mean().item()
+        assert abs(generated - score) < 1e-6
+        total += score
+    assert total > 0.5
 
 
 def test_evaluate_counts():
     class Fixed(torch.nn.Module):
+        """A model that gives the answers that it was told."""
         def forward(self, tokens):
             return F.one_hot(self.answers, 8).float(), None
     task = tasks.make('copy')
     tokens, targets = task.sample(4, 3, torch.Generator().manual_seed(0))
     model = Fixed()
     model.answers = targets.clamp(min=0)
-    model.answers[0, 4] += 1                                                            # first state of row 0
-    model.answers[1, 6] += 1                                                            # last state of row 1
-    model.answers[2, 7] += 1                                                            # EoS of row 2
+    model.answers[0, 4] += 1                               # row 0: its first state is wrong
+    model.answers[1, 6] += 1                               # row 1: its last state
+    model.answers[2, 7] += 1                               # row 2: its end token
     scores = train.evaluate(model, task, {3: (tokens, targets)})[3]
     assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
 
 
-def draw(batches, step):
-    batches.prepare(step)
-    return batches.take()[0]
+def test_mean_of_the_best_evaluations(tmp_path):
+    """--top_evals=2: per length and score, the mean of the two best evaluations."""
+    results = tmp_path / 'r.jsonl'
+    train.main(flags(out_dir=tmp_path, max_steps=6, eval_interval=2, top_evals=2, results=results))
+    evals = read_checkpoint(tmp_path)['seeds'][0]['evals']
+    assert len(evals) == 3
+    for n, scores in read_json(results)['top']['0'].items():
+        for key, value in scores.items():
+            best = sorted(point['lengths'][int(n)][key] for point in evals)[1:]
+            assert abs(value - sum(best) / 2) < 1e-5
+    # evaluations that did not see all lengths do not count
+    seen = {'step': 1, 'lengths': {1: dict(exact=1.0, token=1.0, last=1.0)}}
+    cfg = train.Config(eval_lengths=[1, 2], top_evals=2)
+    assert report.top(cfg, {'seeds': {0: {'evals': [seen]}}}) == {}
 
+
+# --------------------------------------------------------------------------------------------------
+# batches and the learning rate
 
 def test_batches_mix_lengths_and_repeat_fixed_data():
-    cfg = train.make_config(train.read_config(flags(n_train=8, batch_size=6)))
-    batches = train.Batches(cfg, [0], tasks.make('parity'), 'cpu')
-    epoch = torch.cat([draw(batches, 0)[0] for _ in range(4)])
-    again = torch.cat([draw(batches, 0)[0] for _ in range(4)])
+    task = tasks.make('parity')
+    batches = train.Batches(small(n_train=8, batch_size=6), 0, task, CPU)
+    epoch = torch.cat([draw(batches, 0) for _ in range(4)])
+    again = torch.cat([draw(batches, 0) for _ in range(4)])
     assert epoch.shape == (24, 9) and not torch.equal(epoch, again)
-    assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, again.tolist()))
+    assert sorted(epoch.tolist()) == sorted(again.tolist())
     assert len({(row != 0).sum().item() for row in epoch[:6]}) > 1
-    fresh = train.Batches(train.make_config(train.read_config(flags())), [0], tasks.make('parity'), 'cpu')
-    assert len({tuple(row) for _ in range(200) for row in draw(fresh, 0)[0].tolist()}) == 2 + 4 + 8
+    fresh = train.Batches(small(), 0, task, CPU)
+    rows = torch.cat([draw(fresh, 0) for _ in range(200)]).tolist()
+    assert len({tuple(row) for row in rows}) == 2 + 4 + 8
 
 
 def test_schedule_limits_lengths():
-    cfg = train.make_config(train.read_config(flags(length_schedule='[(0, 1), (5, 3)]')))
+    cfg = small(length_schedule='[(0, 1), (5, 3)]')
     assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
-    batches = train.Batches(cfg, [0], tasks.make('parity'), 'cpu')
-    assert draw(batches, 0).shape == (1, 8, 5) and draw(batches, 5).shape == (1, 8, 9)
+    batches = train.Batches(cfg, 0, tasks.make('parity'), CPU)
+    assert draw(batches, 0).shape == (8, 5) and draw(batches, 5).shape == (8, 9)
 
 
 @pytest.mark.parametrize('n_train', [0, 1500])
 def test_held_out_problems_come_from_generators_of_their_own(n_train):
-    """No seed that a user can set reaches them, and long problems, where chance repeats are impossible, are never trained on."""
-    cfg = train.make_config(train.read_config(flags(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200, n_train=n_train)))
+    """Problems of length 40, where chance repeats are impossible: none is in two parts."""
+    cfg = small(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200, n_train=n_train)
     task = tasks.make('parity')
-    rows = lambda split: set(map(tuple, train.held_out(cfg, task, split, 'cpu')[40][0].tolist()))
-    batches = train.Batches(cfg, [0], task, 'cpu')
-    trained = {tuple(row) for _ in range(200) for row in draw(batches, 0)[0].tolist()}
-    assert len(trained) > 1000 and not rows('eval') & rows('test') and not (rows('eval') | rows('test')) & trained
-    with pytest.raises(train.UserError, match='seeds'):
-        train.make_config(train.read_config(flags(seeds=2 ** 40)))
+    batches = train.Batches(cfg, 0, task, CPU)
+    parts = [torch.cat([draw(batches, 0) for _ in range(200)])]
+    parts += [train.held_out(cfg, task, split, CPU)[40][0] for split in ('eval', 'test')]
+    trained, validation, test = ({tuple(row) for row in part.tolist()} for part in parts)
+    assert len(trained) > 1000
+    assert not (trained & validation or trained & test or validation & test)
+    with pytest.raises(UserError, match='seeds'):          # no seed reaches another generator
+        small(seeds=2 ** 40)
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):
-    """Of 40 files, each of a byte of its own, the parts share none; of the standard library no file is in two parts (but a comment, 38 bytes, is two files)."""
+    """40 files, each of a byte of its own, and the standard library: no file is in two parts."""
     for i in range(1, 41):
         (tmp_path / f'{i}.txt').write_bytes(bytes([i]) * 50)
-    cfg, task = train.make_config(train.read_config(flags(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32'))), tasks.make('text', str(tmp_path))
-    batches = train.Batches(cfg, [0], task, 'cpu')
-    seen = lambda many: set(torch.cat([tokens.flatten() for tokens in many]).tolist()) - {tasks.PAD}
-    parts = [seen(draw(batches, 0) for _ in range(200)), *(seen(tokens for tokens, _ in train.held_out(cfg, task, split, 'cpu').values()) for split in ('eval', 'test'))]
-    assert list(map(len, parts)) == [36, 2, 2] and len(set().union(*parts)) == 40
-    files = {part: {bytes(x) for x in found if len(x) > 38} for part, found in tasks.make('stdlib').parts.items()}
-    assert all(files.values()) and not any(files[a] & files[b] for a, b in (('train', 'val'), ('train', 'test'), ('val', 'test')))
+    cfg = small(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32')
+    task = tasks.make('text', str(tmp_path))
+    batches = train.Batches(cfg, 0, task, CPU)
+    drawn = [[draw(batches, 0) for _ in range(200)]]
+    for split in ('eval', 'test'):
+        sets = train.held_out(cfg, task, split, CPU)
+        drawn.append([tokens for tokens, _ in sets.values()])
+    parts = []
+    for part in drawn:
+        tokens = torch.cat([x.flatten() for x in part])
+        parts.append(set(tokens.tolist()) - {tasks.PAD})
+    assert [len(part) for part in parts] == [36, 2, 2] and len(set().union(*parts)) == 40
+
+    files = {}
+    for part, documents in tasks.make('stdlib').parts.items():
+        files[part] = {bytes(x) for x in documents if len(x) > 38}    # two hold one short comment
+    assert all(files.values())
+    for a, b in (('train', 'val'), ('train', 'test'), ('val', 'test')):
+        assert not files[a] & files[b]
 
 
 def test_learning_rate_schedules():
-    cfg = lambda **kw: train.make_config(train.read_config(flags(lr=1.0, max_steps=100, warmup_steps=10, min_lr=0.1, **kw)))
-    assert train.learning_rate(cfg(), 0) == 0.1 and train.learning_rate(cfg(), 9) == 1 == train.learning_rate(cfg(), 10)
-    close(train.learning_rate(cfg(), 55), 0.55)
-    close(train.learning_rate(cfg(decay='cosine'), 55), 0.55)
-    close(train.learning_rate(cfg(decay='cosine'), 100), 0.1)
-    assert train.learning_rate(cfg(decay='none'), 99) == 1
+    def rate(step, **kw):
+        cfg = small(lr=1.0, max_steps=100, warmup_steps=10, min_lr=0.1, **kw)
+        return train.learning_rate(cfg, step)
+    assert rate(0) == 0.1 and rate(9) == 1 == rate(10)
+    close(rate(55), 0.55)
+    close(rate(55, decay='cosine'), 0.55)
+    close(rate(100, decay='cosine'), 0.1)
+    assert rate(99, decay='none') == 1
 
+
+# --------------------------------------------------------------------------------------------------
+# input
 
 BAD = {
-    'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"), 'wrong type': (['--lr=fast'], '--lr: lr must be float'),
-    'not whole': (['--max_steps=1.5'], 'max_steps must be int'), 'no value': (['--lr'], '--lr needs a value'), 'unknown task': (['--task=pairty'], "'parity'"),
-    'unknown encoding': (['--pe=rop'], "'rope'"), 'odd head': (['--d_model=21'], 'even'), 'heads': (['--n_head=5'], 'divisible'),
-    'negative length': (['--train_lengths=-3'], 'train_lengths'), 'zero length': (['--eval_lengths=0-3'], 'eval_lengths'), 'no length': (['--train_lengths='], 'train_lengths'),
-    'too long': (['--task=sort', '--eval_lengths=1-200'], 'from 1 to 100'), 'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
-    'no cuda': (['--device=cuda:7'], 'CUDA'), 'bad device': (['--device=tpu'], 'cpu, cuda'), 'no folder': (['--out_dir=/dev/null/x'], 'cannot make the folder'),
-    'nothing to resume': (['--resume', '--out_dir=nowhere'], 'no run to resume'), 'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'no run to evaluate'),
-    'zero steps': (['--max_steps=0'], 'max_steps must be positive'), 'bad choice': (['--decay=exp'], 'linear'), 'bad bool': (['--tie=maybe'], 'tie must be bool'),
-    'bad schedule': (['--length_schedule=[(5, 3)]'], 'begin at step 0'), 'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'leaves no length'),
-    'odd schedule': (['--length_schedule=5'], 'length_schedule'), 'small set': (['--n_train=1'], 'fewer than batch_size'), 'no results': (['--results=/dev/null/x'], 'cannot write'),
-    'a point of a sweep': (['--d_model=32,33'], 'even'), 'nested lengths': (['--eval_lengths=[[1, 2]]'], 'eval_lengths'),
-    'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'), 'modulus': (['--task=polynomial:p=0'], 'modulus'), 'yarn': (['--pe=yarn', '--yarn_beta_fast=0'], 'yarn_beta_fast'),
-    'base': (['--rope_base=1'], 'rope_base'), 'unsorted': (['--length_schedule=[(0, 1), (9, 2), (5, 3)]'], 'in order'),
-    'two tables': (['--task=copy,scan', '--eval_lengths=22-24'], 'a sweep makes one table'), 'two scores': (['--task=parity,stdlib', '--eval_lengths=4'], 'a sweep makes one table'),
-    'no data': (['--task=jsb'], 'give --data=PATH'), 'data for none': (['--data=x'], 'reads no files'), 'untrained prompt': (['--prompt=x'], 'add --eval_only'),
-    'no such length': (['--task=scan', '--train_lengths=23'], 'no problems of the lengths train_lengths'), 'cut data set': (['--task=scan', '--n_train=9'], 'leave n_train out'),
-    'small data set': (['--task=scan', '--train_lengths=1', '--batch_size=7'], 'there are 6 problems'), 'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one run')}
+    # keys and types
+    'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"),
+    'wrong type': (['--lr=fast'], '--lr: lr must be float'),
+    'not whole': (['--max_steps=1.5'], 'max_steps must be int'),
+    'no value': (['--lr'], '--lr needs a value'),
+    'bad choice': (['--decay=exp'], 'linear'),
+    'bad bool': (['--tie=maybe'], 'tie must be bool'),
+    # names
+    'unknown task': (['--task=pairty'], "'parity'"),
+    'unknown encoding': (['--pe=rop'], "'rope'"),
+    # the model
+    'odd head': (['--d_model=21'], 'even'),
+    'heads': (['--n_head=5'], 'divisible'),
+    'yarn': (['--pe=yarn', '--yarn_beta_fast=0'], 'yarn_beta_fast'),
+    'base': (['--rope_base=1'], 'rope_base'),
+    # lengths and numbers
+    'negative length': (['--train_lengths=-3'], 'train_lengths'),
+    'zero length': (['--eval_lengths=0-3'], 'eval_lengths'),
+    'no length': (['--train_lengths='], 'train_lengths'),
+    'nested lengths': (['--eval_lengths=[[1, 2]]'], 'eval_lengths'),
+    'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'),
+    'too long': (['--task=sort', '--eval_lengths=1-200'], 'from 1 to 100'),
+    'modulus': (['--task=polynomial:p=0'], 'modulus'),
+    'zero steps': (['--max_steps=0'], 'max_steps must be positive'),
+    'small set': (['--n_train=1'], 'fewer than batch_size'),
+    # the curriculum
+    'bad schedule': (['--length_schedule=[(5, 3)]'], 'begin at step 0'),
+    'odd schedule': (['--length_schedule=5'], 'length_schedule'),
+    'unsorted': (['--length_schedule=[(0, 1), (9, 2), (5, 3)]'], 'in order'),
+    'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'leaves no length'),
+    # data
+    'no data': (['--task=jsb'], 'give --data=PATH'),
+    'data for none': (['--data=x'], 'reads no files'),
+    'no such length': (['--task=scan', '--train_lengths=23'],
+                       'no problems of the lengths train_lengths'),
+    'cut data set': (['--task=scan', '--n_train=9'], 'leave n_train out'),
+    'small data set': (['--task=scan', '--train_lengths=1', '--batch_size=7'],
+                       'there are 6 problems'),
+    # files and devices
+    'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
+    'no folder': (['--out_dir=/dev/null/x'], 'cannot make the folder'),
+    'no results': (['--results=/dev/null/x'], 'cannot write'),
+    'no cuda': (['--device=cuda:7'], 'CUDA'),
+    'bad device': (['--device=tpu'], 'cpu, cuda'),
+    'no graph': (['--graph'], '--graph needs a CUDA device'),
+    'no graph to time': (['--graph', '--benchmark'], '--graph needs a CUDA device'),
+    # what goes together
+    'nothing to resume': (['--resume', '--out_dir=nowhere'], 'no run to resume'),
+    'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'no run to evaluate'),
+    'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one run'),
+    'untrained prompt': (['--prompt=x'], 'add --eval_only'),
+    'a point of a sweep': (['--d_model=32,33'], 'even'),
+    'two tables': (['--task=copy,scan', '--eval_lengths=22-24'], 'a sweep makes one table'),
+    'two scores': (['--task=parity,stdlib', '--eval_lengths=4'], 'a sweep makes one table'),
+}
 
 
 @pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)
 def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = [f for f in flags() if f.split('=')[0] not in {a.split('=')[0] for a in argv}]
-    with pytest.raises(train.UserError, match=re.escape(says)) as error:
-        train.main(small + argv)
+    given = {word.split('=')[0] for word in argv}
+    others = [word for word in flags() if word.split('=')[0] not in given]
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        train.main(others + argv)
     assert '\n' not in str(error.value)
     assert not list(tmp_path.rglob('ckpt.pt'))
 
 
-def test_bad_config_files(tmp_path):
-    for text, says in (('lr = 1e-3\npee = 1\n', "unknown key 'pee', did you mean 'pe'"), ('lr = = 2', 'line 1: invalid syntax'), ('lr = 1\nseeds = [x]', 'line 2: NameError'),
-                       ('lr = "fast"', 'lr must be float'), ('foo = None', "unknown key 'foo'"), ('vocab_size = None', 'unknown key')):
-        (tmp_path / 'bad.py').write_text(text)
-        with pytest.raises(train.UserError, match=re.escape(says)) as error:
-            train.main([str(tmp_path / 'bad.py')])
-        assert 'bad.py' in str(error.value)
+BAD_FILES = [('lr = 1e-3\npee = 1\n', "unknown key 'pee', did you mean 'pe'"),
+             ('lr = = 2', 'line 1: invalid syntax'),
+             ('lr = 1\nseeds = [x]', 'line 2: NameError'),
+             ('lr = "fast"', 'lr must be float'),
+             ('foo = None', "unknown key 'foo'"),
+             ('vocab_size = None', 'unknown key')]
+
+
+@pytest.mark.parametrize('text, says', BAD_FILES)
+def test_bad_config_files(text, says, tmp_path):
+    (tmp_path / 'bad.py').write_text(text)
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        train.main([str(tmp_path / 'bad.py')])
+    assert 'bad.py' in str(error.value)
 
 
 def test_exit_code_2_without_a_traceback(tmp_path):
-    argvs = [['train.py', '--lr=fast'], ['train.py', *flags(out_dir=tmp_path / 'r', n_train=1)], ['train.py', '--task=jsb', f'--data={tmp_path}'],
-             ['tasks.py', 'pairty'], ['tasks.py', 'jsb'], ['tasks.py', 'parity', 'x'], ['model.py', '--pe=rop'], ['model.py', '--d_mode=4'],
-             ['model.py', 'none.py'], ['model.py', '--n_layer=x']]
+    argvs = [['train.py', '--lr=fast'],
+             ['train.py', '--task=jsb', f'--data={tmp_path}'],
+             ['tasks.py', 'pairty'],
+             ['tasks.py', 'jsb'],
+             ['tasks.py', 'parity', 'x'],
+             ['model.py', '--pe=rop'],
+             ['model.py', '--d_mode=4'],
+             ['model.py', 'none.py'],
+             ['model.py', '--n_layer=x']]
     for argv, run in zip(argvs, pythons(*argvs)):
-        assert run.returncode == 2 and run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
-
-
-def test_checkpoints_that_do_not_fit(tmp_path):
-    train.main(flags(out_dir=tmp_path))
-    for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'), (dict(pe='nope'), 'trained with pe=rope'), (dict(train_lengths='1-4'), 'train_lengths'),
-                     (dict(task='copy'), 'trained with task=parity'), (dict(seeds='0,1'), 'trained with seeds'), (dict(lr=0.5), 'trained with lr=0.001'), (dict(max_steps=99), 'max_steps')):
-        with pytest.raises(train.UserError, match=says):
-            train.main(flags(out_dir=tmp_path, resume=True, **kw))
-    checkpoint = torch.load(tmp_path / 'ckpt.pt')
-    for key in ('prism_layers', 'pope_frequencies', 'length_schedule'):                 # an older one, before there were these keys
-        del checkpoint['config'][key]
-    torch.save(checkpoint, tmp_path / 'ckpt.pt')
-    assert train.main(flags(out_dir=tmp_path, resume=True)) is None and train.load(tmp_path)[1].prism_layers == [1]
-    data = (tmp_path / 'ckpt.pt').read_bytes()
-    (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
-    for argv in ([f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True)):
-        with pytest.raises(train.UserError, match='no whole checkpoint'):
-            train.main(argv)
+        assert run.returncode == 2, run.stderr
+        assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
 
 
 def test_files_and_flags_chain(tmp_path):
-    (tmp_path / 'a.py').write_text('task = "copy"\nlr = 0.5\nmax_steps = 10\n')
-    (tmp_path / 'b.py').write_text('# on top of a\nlr = lr / 2\neval_lengths = range(1, 4)\n')
-    cfg = train.make_config(train.read_config([str(tmp_path / 'a.py'), str(tmp_path / 'b.py'), '--max_steps=1e3', '--eval_lengths=1-3,7', '--rope_heads=1']))
-    assert (cfg.task, cfg.lr, cfg.max_steps, cfg.eval_lengths, cfg.rope_heads) == ('copy', 0.25, 1000, [1, 2, 3, 7], 1)
-    assert (cfg.vocab_size, cfg.train_len, cfg.eval_len, cfg.out_dir) == (6, 35, 17, 'out/copy_rope')
+    a, b = tmp_path / 'a.py', tmp_path / 'b.py'
+    a.write_text('task = "copy"\nlr = 0.5\nmax_steps = 10\n')
+    b.write_text('# on top of a\nlr = lr / 2\neval_lengths = range(1, 4)\n')
+    cfg = read_config(str(a), str(b), '--max_steps=1e3', '--eval_lengths=1-3,7', '--rope_heads=1')
+    assert (cfg.task, cfg.lr, cfg.max_steps, cfg.rope_heads) == ('copy', 0.25, 1000, 1)
+    assert cfg.eval_lengths == [1, 2, 3, 7] and cfg.out_dir == 'out/copy_rope'
+    assert (cfg.vocab_size, cfg.train_len, cfg.eval_len) == (6, 35, 17)
 
 
 def test_help_names_every_key(capsys):
     train.main(['--help'])
     out = capsys.readouterr().out
-    for key in train.KEYS:
+    for key in config.keys(train.Config):
         line = re.search(rf'^  --{key}=(.*)$', out, re.M)
         assert line and len(line[1].split()) > 1, key
 
 
-@pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(HERE, 'configs'))))
-def test_configs_are_valid(name, cfq, request):
-    values = train.read_config([os.path.join(HERE, 'configs', name)])
-    data = cfq if values['task'] == 'cfq' else cfq / 'data' if values['task'] in READERS else ''
-    if values['task'] == 'maestro':
+# --------------------------------------------------------------------------------------------------
+# configs
+
+def config_file(name):
+    return os.path.join(CONFIGS, name + '.py')
+
+
+CHORALE = [[60, -1, 60, 60]]
+SMALL_DATA = {'jsb': json.dumps(dict(train=[CHORALE], valid=[CHORALE], test=[CHORALE])).encode(),
+              'genome': b'>x\n' + b'ACGT' * 999,
+              'openwebtext': bytes(9998)}
+
+
+@pytest.mark.parametrize('name', sorted(os.listdir(CONFIGS)))
+def test_configs_are_valid(name, tmp_path, request):
+    values = runs.read_config(train.Config, [os.path.join(CONFIGS, name)])
+    task = values['task']
+    if task in SMALL_DATA:
+        (tmp_path / 'data.bin').write_bytes(SMALL_DATA[task])
+        values['data'] = str(tmp_path / 'data.bin')
+    elif task == 'cfq':
+        values |= dict(data=str(request.getfixturevalue('cfq')), batch_size=12)
+    elif task == 'maestro':
         pytest.importorskip('miditok')
-        data = request.getfixturevalue('midi')
-    elif data and data != cfq:
-        data.write_bytes({'jsb': json.dumps(dict.fromkeys(('train', 'valid', 'test'), [[[60, -1, 60, 60]]])).encode(), 'genome': b'>x\n' + b'ACGT' * 999,
-                          'openwebtext': bytes(9998)}[values['task']])
-        data = data.rename(data.with_suffix('.bin'))
-    cfg = train.make_config(values | {'data': str(data)} | ({'batch_size': 12} if data == cfq else {}))
+        values['data'] = str(request.getfixturevalue('midi'))
+    cfg = train.make_config(values)
     if not name.startswith('paper_') and name != 'addition_prism.py':
         assert name == f'{cfg.task}_{cfg.pe}.py'
     Transformer(cfg)
 
 
-def test_the_paper_size_of_prism_goes_by_the_task():
-    """Lengths, layers and copy branch of prism.txt 6; SCAN's length split trains on up to 22 actions and tests on the rest, whatever the size."""
+def paper_prism_chains():
+    """{task's config: the words after it} of the chains that configs/paper_prism.py lists."""
+    with open(config_file('paper_prism')) as f:
+        listed = re.findall(r'^#   (.+)$', f.read(), re.M)
+    chains = {}
+    for line in listed:
+        words = re.split(', | or ', line)
+        first = words.index('paper_prism')
+        for name in words[:first]:
+            chains[name] = words[first:]
+    return chains
+
+
+@pytest.mark.parametrize('baseline', [False, True])
+def test_the_chains_of_paper_prism_are_the_papers(baseline):
+    """The lengths of PRISM section 6, the layers with PRISM, and where the copy branch is."""
     found = {}
-    for name in ('string_copy', 'stack', 'addition', 'scan_cot'):
-        cfg = train.make_config(train.read_config([os.path.join(HERE, f'configs/{part}.py') for part in (f'{name}_prism', 'paper_prism')]))
-        found[name] = max(cfg.train_lengths), cfg.length_schedule[-1], max(cfg.eval_lengths), cfg.prism_layers, cfg.prism_copy, cfg.n_test
-    assert found == {'string_copy': (40, [30000, 40], 150, [1], 'none', 1000), 'stack': (40, [30000, 40], 150, [1, 4], 'none', 1000),
-                     'addition': (10, [5000, 10], 30, [1], 'none', 1000), 'scan_cot': (22, [10000, 22], 48, [1], 'fixed', 10000)}
-
-
-def test_mean_of_the_best_evaluations(tmp_path):
-    """--top_evals=2: for each length and score its two best evaluations; none of those that saw other lengths."""
-    train.main(flags(out_dir=tmp_path, max_steps=6, eval_interval=2, top_evals=2, results=tmp_path / 'r.jsonl'))
-    evals = torch.load(tmp_path / 'ckpt.pt', weights_only=True)['seeds'][0]['evals']
-    found = json.loads((tmp_path / 'r.jsonl').read_text())['top']['0']
-    assert len(evals) == 3
-    for n, scores in found.items():
-        for key, value in scores.items():
-            assert abs(value - sum(sorted(e['lengths'][int(n)][key] for e in evals)[1:]) / 2) < 1e-5
-    checkpoint = {'seeds': {0: {'evals': [{'step': 1, 'lengths': {1: dict(exact=1.0, token=1.0, last=1.0)}}]}}}
-    assert train.top(train.Config(eval_lengths=[1, 2], top_evals=2), checkpoint) == {}
+    for name, words in paper_prism_chains().items():
+        words = [name, *words, *['paper_prism_baseline'] * baseline]
+        cfg = read_config(*(word if word.startswith('--') else config_file(word) for word in words))
+        found[name] = (max(cfg.train_lengths), cfg.length_schedule[-1], max(cfg.eval_lengths),
+                       cfg.prism_layers, cfg.prism_copy)
+        assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
+        assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
+        with torch.device('meta'):
+            Transformer(cfg)
+    long, short = (40, [30000, 40], 150), (10, [5000, 10], 30)
+    assert found == {'string_copy_prism': (*long, [1], 'none'),
+                     'string_reverse_prism': (*long, [1], 'fixed'),
+                     'odds_first_prism': (*long, [1, 4], 'none'),
+                     'stack_prism': (*long, [1, 4], 'none'),
+                     'addition_prism': (*short, [1], 'none'),
+                     'dyn_str_cpy_prism': (*short, [1], 'fixed'),
+                     'multiplication_cot_prism': (*short, [1], 'none'),
+                     'scan_cot_prism': (22, [10000, 22], 48, [1], 'fixed')}
