@@ -135,6 +135,7 @@ class Encoding(nn.Module):
     gains = False             # True: kernels.attention computes it faster than PyTorch's
     drawable = True           # False: left out of the picture of the zoo
     starts_blank = False      # True: has no effect at first; drawn with random parameters
+    reads_content = False     # True: positions come from the content, by state()
 
     def __init__(self, cfg):
         super().__init__()
@@ -250,8 +251,7 @@ def kernels_serve(cfg, q):
 
 def causal(like):
     """[T, T]: 0 where s <= t, -inf above the diagonal; T and dtype as in `like` [.., T, T]."""
-    shape = like.shape[-2:]
-    return torch.full(shape, float('-inf'), dtype=like.dtype, device=like.device).triu(1)
+    return torch.full(like.shape[-2:], -math.inf, dtype=like.dtype, device=like.device).triu(1)
 
 
 def pad_to_one_width(*xs):
@@ -818,6 +818,7 @@ class PRISM(Encoding):
     shift_invariant = True
     widens = True
     drawable = False  # equal content says nothing
+    reads_content = True
 
     def __init__(self, cfg, layer=0):
         super().__init__(cfg)
@@ -856,11 +857,9 @@ class PRISM(Encoding):
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
 
-ENCODINGS = {
-    'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random, 'shifted_ape': ShiftedAPE,
-    'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi, 't5': T5, 'fire': FIRE,
-    'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
-}
+ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
+             'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
+             't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -916,10 +915,8 @@ class Sum(Encoding):
         factors = [f for f in factors if f is not None]
         if not factors:
             return None
-        row, col = factors[0]
-        for r, c in factors[1:]:
-            row, col = row * r, col * c
-        return row, col
+        rows, cols = zip(*factors)
+        return math.prod(rows), math.prod(cols)
 
     def phases(self):
         found = [p.phases() for p in self.parts]

@@ -1837,14 +1837,15 @@ def tuning_curves(model, row, length, contents):
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
     enc = model.blocks[0].attn.pe
+    state = enc.state(torch.zeros(1, length, model.cfg.d_model), pos)
     added = not isinstance(model, Llama) and enc.embed(torch.zeros(1, length, model.cfg.d_model), pos).any()
     if added:
         block, x = model.blocks[0], model.embedding(row)
         see = lambda i: block.norm_1(enc.embed(x[:, i:i + 1].expand(1, length, -1), pos))
         heads = lambda x, i: block.attn.project(x)[i].unflatten(-1, (block.attn.heads, -1)).transpose(1, 2)
-        return torch.stack([curves_of(enc, heads(see(t), 0), heads(see(s), 1), None) for t, s in pairs])[None]
+        return torch.stack([curves_of(enc, heads(see(t), 0), heads(see(s), 1), state) for t, s in pairs])[None]
     everywhere = lambda x, i: x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()
-    return torch.stack([torch.stack([curves_of(enc, everywhere(q, t), everywhere(k, s), None) for t, s in pairs])
+    return torch.stack([torch.stack([curves_of(enc, everywhere(q, t), everywhere(k, s), state) for t, s in pairs])
                         for enc, q, k, _ in inside(model, row)])
 
 
@@ -1857,8 +1858,8 @@ def tuning(model, task, cfg, length=0, contents=24):
     preferred distance over contents, which PoPE's phases keep small and RoPE's confound does not; shares of the logits' variance: `where`
     by distance, `what` by content, `both` by neither alone.
     """
-    if any(isinstance(m, encodings.PRISM) for m in model.modules()):
-        raise UserError('tuning asks for a logit at any distance, and PRISM\'s positions come from the content: see the probe cursor')
+    if any(getattr(m, 'reads_content', False) for m in model.modules()):
+        raise UserError(f'tuning asks for a logit at any distance, and the positions of {cfg.pe} come from the content: see the probe cursor')
     length, (row,) = length or min(512, 2 * cfg.train_len), sequences(task, cfg.train_lengths, 0, 1)
     curves = tuning_curves(model, row, length, contents).double()                       # (L, N, H, d)
     if (curves.amax(dim=-1) - curves.amin(dim=-1)).max() <= 1e-5 * curves.abs().max():

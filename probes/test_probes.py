@@ -885,6 +885,24 @@ def test_sliding_over_everything_is_attention():
     close(std, ((points - mean) @ axes.T).std(dim=0))
 
 
+def test_tuning_of_a_new_encoding_with_a_state(monkeypatch):
+    """RoPE at positions divided by a state is RoPE at these positions; no state is None."""
+    class Slow(pe.RoPE):
+        def state(self, x, pos, total_len=None):
+            return x.new_full((), 2.0)
+
+        def qk(self, q, k, pos, state=None):
+            return super().qk(q, k, pos / state)
+    monkeypatch.setitem(pe.ENCODINGS, 'slow', Slow)
+    slow, cfg = nano(pe='slow')
+    row = cfg.the_task.sample(1, 5, torch.Generator())[0]
+    curves = probe.tuning_curves(slow, row, 9, 2)
+    rope, _ = nano(pe='rope')
+    close(curves[0, ..., ::2], probe.tuning_curves(rope, row, 5, 2)[0])
+    rows, _, _ = probe.tuning(slow, cfg.the_task, cfg, length=9, contents=2)
+    assert len(rows) == cfg.n_layer * cfg.n_head
+
+
 def test_tuning_curves_and_row_norms():
     """Curves with known answers; norms of the weights."""
     row = torch.randint(1, 11, (1, 9), generator=torch.Generator().manual_seed(0))
