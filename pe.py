@@ -108,8 +108,7 @@ def check_choices(cfg):
     for f in fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         if get_origin(f.type) is Literal and value not in choices:
-            known = ', '.join(map(str, choices))
-            raise ValueError(f'{f.name} must be one of {known}, not {value!r}')
+            raise ValueError(f'{f.name} must be one of {", ".join(choices)}, not {value!r}')
 
 
 def check_positive(cfg, *keys, zero=False):
@@ -824,8 +823,7 @@ class PRISM(Encoding):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]
-        start = max(first for first in starts if first <= layer)
-        self.layer = layer - start  # counted from its PRISM layer on
+        self.layer = layer - max(n for n in starts if n <= layer)  # counted from its PRISM layer on
         self.last_made = 0
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))  # mu = sigmoid(m)
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
