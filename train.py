@@ -44,10 +44,8 @@ class Config(ModelConfig):
     data: str = ''                 # file or folder, for a task that reads one
     train_lengths: list = range(1, 17)  # problem lengths trained on, mixed within a batch
     eval_lengths: list = range(1, 49)   # problem lengths evaluated
-    # curriculum: [(0, 5), (400, 10)] trains lengths <= 5 until step 400, then <= 10
-    length_schedule: list = ()
-    # training problems per length, drawn once, reshuffled every epoch; 0: endless fresh ones
-    n_train: int = 0
+    length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
+    n_train: int = 0               # training problems per length, drawn once; 0: endless fresh ones
     n_eval: int = 128              # validation problems per length, seen during training
     n_test: int = 1024             # test problems per length, disjoint from the validation ones
     top_evals: int = 0             # k > 0: report the per-length mean of the top k evaluations, too
@@ -68,12 +66,10 @@ class Config(ModelConfig):
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
-    # precision of matrix products: tf32 on tensor cores, bfloat16 by autocast
-    dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'
+    dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # bfloat16: autocast
     accumulate: int = 1            # micro-batches that a batch is cut into, to save memory
     compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
-    # replay the training step from a CUDA graph; None: on CUDA, unless compiled or split over GPUs
-    graph: bool = None
+    graph: bool = None             # replay a step from a CUDA graph; None: on CUDA, if not compiled
     resume: bool = False           # go on from out_dir's checkpoint (a sweep always does)
     eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
     prompt: str = ''               # with eval_only: continue this text instead of evaluating
@@ -466,9 +462,9 @@ def load(run_dir, seed=None):
     state = checkpoint.read(path, Config)
     cfg = make_config(state['config'])
     checkpoint.check_same(cfg, state['config'], path, [])
-    seed = checkpoint.first_sound(state) if seed is None else seed
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
-    model.load_state_dict(checkpoint.weights(state, seed, path))
+    chosen = checkpoint.first_sound(state) if seed is None else seed
+    model.load_state_dict(checkpoint.weights(state, chosen, path))
     return model.eval(), cfg
 
 
@@ -542,31 +538,13 @@ def main(argv):
     cfg = points[0][1]
     ranks = seeds.Ranks.of_torchrun(one_seed=not swept and len(cfg.seeds) == 1)
     shown = ', '.join(f'{key}={value}' for key, value in values.items())
-    print('\n'.join(textwrap.wrap(shown, 120)), end='\n\n')
+    print(textwrap.fill(shown, 120) + '\n')
 
     if cfg.eval_only or cfg.benchmark:
         if ranks.size > 1:
             raise UserError('--eval_only and --benchmark take a single process: no torchrun')
         return use(points, command)
-    stop = seeds.Stop(torchrun=ranks.size > 1)
-    if swept:
-        done, failed = runs.sweep(points[ranks.rank::ranks.size], train, stop, command)
-    else:
-        state, done = runs.run(cfg, train, stop, command, ranks)
-        failed = checkpoint.failures(state)
-    if done is None:
-        print('stopped and saved; go on with ' + ('the same command' if swept else '--resume'))
-        return 128 + stop.signal
-    if swept:
-        done, failed = runs.gather(ranks, points, done, failed)
-    if ranks.rank == 0:
-        if swept:
-            report.show_sweep(cfg, values['out_dir'], swept, done)
-        else:
-            report.show(cfg, done, report.top(cfg, state) if cfg.top_evals else None)
-    if failed:
-        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
-    return 0
+    return runs.train_points(points, swept, values['out_dir'], train, command, ranks)
 
 
 if __name__ == '__main__':

@@ -123,9 +123,27 @@ def sweep(points, train, stop, command):
     return done, failed
 
 
-def gather(ranks, points, done, failed):
-    """Put together what the processes of a sweep did, in the order of its points."""
-    parts = ranks.all_gather((done, failed))
-    found = {label: by_seed for part, _ in parts for label, by_seed in part.items()}
-    lines = [line for _, part in parts for line in part]
-    return {label: found[label] for label, _ in points if label in found}, lines
+def train_points(points, swept, out_dir, train, command, ranks):
+    """Train the one run or the points of a sweep and show what they found: the exit status."""
+    stop, cfg = seeds.Stop(torchrun=ranks.size > 1), points[0][1]
+    if swept:
+        done, failed = sweep(points[ranks.rank::ranks.size], train, stop, command)
+    else:
+        state, done = run(cfg, train, stop, command, ranks)
+        failed = checkpoint.failures(state)
+    if done is None:
+        print('stopped and saved; go on with ' + ('the same command' if swept else '--resume'))
+        return 128 + stop.signal
+    if swept:                                              # each process ran its own points
+        parts = ranks.all_gather((done, failed))
+        found = {label: by_seed for part, _ in parts for label, by_seed in part.items()}
+        done = {label: found[label] for label, _ in points if label in found}
+        failed = [line for _, lines in parts for line in lines]
+    if ranks.rank == 0:
+        if swept:
+            report.show_sweep(cfg, out_dir, swept, done)
+        else:
+            report.show(cfg, done, report.top(cfg, state) if cfg.top_evals else None)
+    if failed:
+        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
+    return 0
