@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import pe as encodings
@@ -206,9 +207,7 @@ class Batches:
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32
 
         def stack(parts, padding):
-            pads = [torch.nn.functional.pad(x.to(dtype), (0, T - x.shape[1]), value=padding)
-                    for x in parts]
-            return torch.cat(pads)
+            return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=padding) for x in parts])
         tokens, targets = zip(*problems)
         return stack(tokens, tasks.PAD), stack(targets, -100)
 
@@ -357,8 +356,8 @@ def make_group(cfg, device, ranks=None):
 
 def token_losses(logits, targets):
     """Cross-entropy of every token [B, T], 0 where it is not supervised."""
-    return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets,
-                                             ignore_index=-100, reduction='none')
+    return F.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=-100,
+                           reduction='none')
 
 
 @torch.no_grad()
