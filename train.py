@@ -206,8 +206,8 @@ class Batches:
         T = max(tokens.shape[1] for tokens, _ in problems)
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32
 
-        def stack(parts, padding):
-            return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=padding) for x in parts])
+        def stack(parts, fill):
+            return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=fill) for x in parts])
         tokens, targets = zip(*problems)
         return stack(tokens, tasks.PAD), stack(targets, -100)
 
