@@ -1,6 +1,8 @@
 """What several tests of the engine start from."""
 import json
+import os
 
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch: more threads only wait for each other
 import pytest
 
 import tasks
