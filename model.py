@@ -202,7 +202,7 @@ class Transformer(nn.Module):
 def main(argv):
     """Print the parameters of the model that config files and --key=value flags describe."""
     from engine import config
-    if '--help' in argv or '-h' in argv:
+    if config.wants_help(argv):
         return config.print_help(__doc__, ModelConfig)
     cfg = config.make(ModelConfig, config.read(ModelConfig, argv, extra_keys_in_files=True))
     model = Transformer(cfg)

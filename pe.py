@@ -29,15 +29,15 @@ class PEConfig:
     """What an encoding may read; model.ModelConfig adds the rest. Derived: heads and head_dim, the
     number and the width of the real attention heads. ValueError says what is wrong."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
-    rope_heads: int = None         # encode the first k heads only, the others are NoPE; None: all
+    rope_heads: int = None         # any encoding acts on the first k heads only; None: on all
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, half of a head NoPE
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
     train_len: int = 128           # longest total length in training (train.py sets it)
-    eval_len: int = 0              # longest total length in evaluation, for vipe_s='global' (same)
+    eval_len: int = 0              # longest total length in evaluation (train.py sets it)
     max_len: int = 1024            # learned, random: rows of the table; later positions: last row
     max_shift: int = 512           # shifted_ape: largest random offset in training
-    rope_base: float = 10000.0     # theta, the base wavelength of every sinusoid and rotation
+    rope_base: float = 10000.0     # base of the frequencies, as in theta_c = base^(-2c/d)
     yarn_beta_fast: float = 32.0   # yarn: keep features with more turns than this over train_len
     yarn_beta_slow: float = 1.0    # yarn: interpolate fully features with fewer turns than this
     t5_buckets: int = 32           # t5: number of distance buckets
@@ -115,7 +115,7 @@ def check_positive(cfg, *keys, zero=False):
     """ValueError if one of these fields is negative, or 0 unless `zero` allows it."""
     for key in keys:
         value = getattr(cfg, key)
-        if value < 0 or (value == 0 and not zero):
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             raise ValueError(f'{key} must be positive{" or 0" if zero else ""}, not {value}')
 
 
@@ -1087,12 +1087,13 @@ def draw(path, T=48):
 
 def main(argv):
     """Print the zoo, or draw it to the file named."""
-    if not argv:
-        zoo()
-    elif argv[0].startswith('-'):
-        print(__doc__)
-    else:
-        draw(argv[0])
+    from engine import config
+    if config.wants_help(argv):
+        return print(__doc__)
+    _, paths = config.parse(config.NoFlags, argv)
+    if len(paths) > 1 or not all('.' in path for path in paths):
+        raise config.UserError('name one picture to draw, as in python pe.py zoo.png')
+    return draw(*paths) if paths else zoo()
 
 
 if __name__ == '__main__':

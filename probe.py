@@ -34,8 +34,7 @@ import tasks
 import train
 from engine import checkpoint, config, data
 from engine.config import UserError
-from engine.report import look as style_of
-from engine.report import pyplot
+from engine.report import pyplot, style_of
 from model import Attention, Transformer
 
 COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')        # which the colour-blind can tell apart (Okabe and Ito)
@@ -2663,13 +2662,15 @@ def load(run, seed=None):
 
 def main(argv):
     """The program: the list of probes, or one probe on one run or on one Llama."""
-    if not argv or {'--help', '-h'} & set(argv):
-        return tell(argv[0] if argv and argv[0] in PROBES else None)
+    if not argv or argv[0] in ('--help', '-h'):
+        return tell()
     if argv[0] == 'report':
         if len(argv) != 2:
             raise UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
         return report(argv[1].replace('by_hand:', BY_HAND_DIR))
     config.check_name('probe', argv[0], PROBES)
+    if config.wants_help(argv):
+        return tell(argv[0])
     name, function = argv[0], PROBES[argv[0]]
     run_dir = argv[1] if len(argv) > 1 and not argv[1].startswith('--') else ''
     if not run_dir and not any(arg.startswith('--hf=') for arg in argv):

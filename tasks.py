@@ -781,9 +781,10 @@ class Arguments:
 
 def main(argv):
     """List the tasks, or print examples of one."""
-    from engine.config import check_name, parse
-    wants_help = {'-h', '--help'} & set(argv)
-    flags, words = parse(Arguments, [] if wants_help else argv)
+    from engine.config import check_name, parse, print_help, wants_help
+    if wants_help(argv):
+        return print_help(__doc__, Arguments)
+    flags, words = parse(Arguments, argv)
     if not words:
         for name, task in known().items():
             print(f'{name:18} {type(task).__doc__.splitlines()[0]}')

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import shlex
-import textwrap
 import time
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -48,7 +47,7 @@ class Config(ModelConfig):
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: endless fresh ones
     n_eval: int = 128              # validation problems per length, seen during training
-    n_test: int = 1024             # test problems per length, disjoint from the validation ones
+    n_test: int = 1024             # test problems per length, from a random stream of their own
     top_evals: int = 0             # k > 0: report the per-length mean of the top k evaluations, too
     # optimization: AdamW, linear warm-up, decay
     seeds: list = (0,)             # a model per seed, all trained together
@@ -67,11 +66,11 @@ class Config(ModelConfig):
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
-    dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # bfloat16: autocast
+    dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
     accumulate: int = 1            # micro-batches that a batch is cut into, to save memory
     compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
     graph: bool = None             # replay a step from a CUDA graph; None: on CUDA, if not compiled
-    resume: bool = False           # go on from out_dir's checkpoint (a sweep always does)
+    resume: bool = False           # go on from out_dir's checkpoint, with the config of that run
     eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
     prompt: str = ''               # with eval_only: continue this text instead of evaluating
     new_tokens: int = 200          # largest number of tokens that continue a prompt
@@ -158,7 +157,7 @@ class Config(ModelConfig):
                                  f'fewer than batch_size={self.batch_size}')
 
 
-# what a checkpoint's weights depend on
+# what a checkpoint's weights depend on (s of ViPE is 1 in training, whatever vipe_s is)
 ARCHITECTURE = ['task', 'train_lengths']
 ARCHITECTURE += [f.name for f in fields(ModelConfig)
                  if f.name not in (*Config.DERIVED, 'vipe_s', 'kernel', 'prism_alpha_lr')]
@@ -176,7 +175,7 @@ def make_config(values):
 # the batches
 
 def lengths_at(cfg, step):
-    """The problem lengths trained on at a step: train_lengths up to length_schedule's limit."""
+    """The problem lengths trained on at a step, up to the limit of length_schedule's stage."""
     limits = [limit for start, limit in cfg.length_schedule if start <= step]
     return [n for n in cfg.train_lengths if not limits or n <= limits[-1]]
 
@@ -280,11 +279,11 @@ class Trainer:
         self.run_update = seeds.Graph(self.update) if graph else self.update
 
     def step(self, number):
-        """Train one step; the loss before it."""
+        """One optimizer step; returns the loss before it."""
         tokens, targets = self.batches.next(number)
-        share = learning_rate(self.cfg, number) / self.cfg.lr
+        factor = learning_rate(self.cfg, number) / self.cfg.lr
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
-            group['lr'].fill_(share * peak)
+            group['lr'].fill_(factor * peak)
         return self.run_update(tokens, targets)
 
     def update(self, tokens, targets):
@@ -292,9 +291,9 @@ class Trainer:
         total = self.supervised(targets)
         loss = 0
         for x, y in self.micro_batches(tokens, targets):
-            share = self.supervised(y) / total             # 1 if the batch is in one piece
+            fraction = self.supervised(y) / total          # 1 if the batch is in one piece
             with self.autocast:
-                part = share * self.model(x, y)[1]
+                part = fraction * self.model(x, y)[1]      # the model gives (logits, mean loss)
             part.sum().backward()                          # .sum() is over the seeds of a Stack
             loss = loss + part.detach()
         self.ranks.add_gradients(self.model)               # of the processes that split the batch
@@ -323,7 +322,7 @@ class Trainer:
 
 
 def make_group(cfg, device, ranks=None):
-    """The models of this process's seeds, each with a Trainer or stacked in one."""
+    """One Trainer for this process's seeds: of a plain model for one, of a Stack for several."""
     ranks = ranks or seeds.Ranks()
     models, batches = [], []
     for seed in ranks.share(cfg.seeds):
@@ -419,7 +418,7 @@ def train(cfg, device, state, stop, ranks):
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', disable=True if ranks.rank else None, leave=False)
     for step in bar:
-        losses.append(group.step(step))
+        losses.append(group.step(step))                    # Trainer.step, above
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = evaluating or done % cfg.log_interval == 0
@@ -460,7 +459,7 @@ def load(run_dir, seed=None):
     path = os.path.join(run_dir, 'ckpt.pt')
     state = checkpoint.read(path, Config)
     cfg = make_config(state['config'])
-    checkpoint.check_same(cfg, state['config'], path, [])
+    checkpoint.check_same(cfg, state['config'], path, [])  # the vocabulary alone
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
     chosen = checkpoint.first_sound(state) if seed is None else seed
     model.load_state_dict(checkpoint.weights(state, chosen, path))
@@ -516,8 +515,8 @@ def continue_prompt(cfg):
     return task.decode(tokens[0].cpu())
 
 
-def use(points, command):
-    """What is not training: the benchmark of each configuration, a continued prompt, scores."""
+def run_without_training(points, command):
+    """The benchmark of each configuration, the continuation of its prompt, or its scores."""
     for label, cfg in points:
         if cfg.benchmark:
             bench.run(label, cfg, command, make_group)
@@ -529,20 +528,21 @@ def use(points, command):
 
 def main(argv):
     """One run, a sweep, or an evaluation; returns the exit status."""
-    if '--help' in argv or '-h' in argv:
+    if config.wants_help(argv):
         return config.print_help(__doc__, Config)
     values = runs.read_config(Config, argv)
     command = 'python train.py ' + shlex.join(argv)
     points, swept = runs.read_points(Config, values)
     cfg = points[0][1]
     ranks = seeds.Ranks.of_torchrun(one_seed=not swept and len(cfg.seeds) == 1)
-    shown = ', '.join(f'{key}={value}' for key, value in values.items())
-    print(textwrap.fill(shown, 120) + '\n')
+    usual = config.defaults(Config)
+    print(', '.join(f'{key}={value}' for key, value in values.items()
+                    if key in ('task', 'pe') or value != usual[key]) + '\n')
 
     if cfg.eval_only or cfg.benchmark:
         if ranks.size > 1:
             raise UserError('--eval_only and --benchmark take a single process: no torchrun')
-        return use(points, command)
+        return run_without_training(points, command)
     return runs.train_points(points, swept, values['out_dir'], train, command, ranks)
 
 

@@ -90,7 +90,7 @@ def run(label, cfg, command, make_group):
     print(f'\n{label}')
     report.print_table(rows)
     if cfg.results:
-        line = report.made_by(cfg, command, device) | dict(steps=rows)
+        line = report.provenance(cfg, command, device) | dict(steps=rows)
         checkpoint.append(cfg.results, json.dumps(line) + '\n')
 
 
@@ -249,7 +249,7 @@ def kernel_benchmark(tokens=16384, width=2048):
 
 def kernel_main(doc, argv):
     """Check the kernels; on a GPU time them, too."""
-    if '--help' in argv or '-h' in argv:
+    if config.wants_help(argv):
         return config.print_help(doc, KernelArguments)
     results = config.read(KernelArguments, argv)['results']
     if kernels.triton is None:

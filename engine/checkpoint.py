@@ -9,7 +9,7 @@ ended, lengths.json. ckpt.pt is a dictionary:
     moments   AdamW's averages, stacked over the seeds: {number of the parameter: {name: [S, ...]}}
     batches   where the data stand: the generators' states at the start of the epoch, and the place
     rng       of each process, the state of torch's generators (dropout)
-    losses    [steps, S] since the last line of the log
+    losses    [steps, all seeds] since the last line of the log
 """
 import contextlib
 import io
@@ -37,7 +37,7 @@ def write(path, data):
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
-        reason = f'{error.strerror}; the last checkpoint is whole'
+        reason = f'{error.strerror}; the old file, if any, is unchanged'
         raise UserError(f'cannot write {path}: {reason}') from None
 
 
@@ -87,6 +87,8 @@ def read(path, cls):
     except FileNotFoundError:
         fix = 'train the run first, or name it by --out_dir'
         raise UserError(f'no checkpoint {path}; {fix}') from None
+    except (PermissionError, IsADirectoryError) as error:
+        raise UserError(f'cannot read {path}: {error.strerror}') from None
     except Exception:                                      # cut off, or not a checkpoint at all
         pass
     raise UserError(f'{path} is not a whole checkpoint of train.py; delete it and train again')

@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import traceback
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
 
@@ -27,12 +27,17 @@ class UserError(Exception):
     """Something that the user can fix: a program prints it as one line and exits with status 2."""
 
 
+def suggestion(name, known, otherwise):
+    """The nearest of the known names as a question, or `otherwise`."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f', did you mean {near[0]!r}?' if near else otherwise
+
+
 def check_name(what, name, known):
     """UserError, with the nearest known name, if `name` is not among them."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        suggestion = f', did you mean {near[0]!r}?' if near else '.'
-        raise UserError(f'unknown {what} {name!r}{suggestion} There are: {", ".join(known)}')
+        near = suggestion(name, known, '.')
+        raise UserError(f'unknown {what} {name!r}{near} There are: {", ".join(known)}')
 
 
 def slug(text):
@@ -60,9 +65,8 @@ def defaults(cls):
 def check_key(cls, key, where):
     """UserError, with the nearest key, if the dataclass has no such key."""
     if key not in keys(cls):
-        near = difflib.get_close_matches(key, keys(cls), 1)
-        suggestion = f', did you mean {near[0]!r}?' if near else '; --help lists the keys'
-        raise UserError(f'{where}: unknown key {key!r}{suggestion}')
+        near = suggestion(key, keys(cls), '; --help lists the keys')
+        raise UserError(f'{where}: unknown key {key!r}{near}')
 
 
 def parse_list(text):
@@ -148,7 +152,7 @@ def read_file(cls, path, values, other_keys=False, swept=()):
     del names['__builtins__']
     result = dict(values)
     for key, value in names.items():
-        unchanged = key in values and value is values[key]
+        unchanged = key in values and value is values[key]         # the file did not assign it
         if not unchanged and (key in keys(cls) or not other_keys):
             result[key] = check(cls, key, value, path, swept)
     return result
@@ -174,6 +178,23 @@ def make(cls, values):
 # --------------------------------------------------------------------------------------------------
 # programs
 
+@dataclass
+class NoFlags:
+    """A command line of words alone, for parse()."""
+
+
+def wants_help(argv):
+    """Whether --help or -h is among the arguments."""
+    return '--help' in argv or '-h' in argv
+
+
+def show_default(default):
+    """A default as one would type it: 1-16, or 0,1, for lists."""
+    if isinstance(default, range):
+        return f'{default[0]}-{default[-1]}'
+    return ','.join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+
+
 def print_help(doc, cls):
     """Print a program's docstring and, from the source of its dataclass, each key's comment.
 
@@ -182,18 +203,21 @@ def print_help(doc, cls):
     """
     print(doc)
     for base in cls.__mro__[:-1]:
+        if base is not cls:
+            print(f'{base.__module__}.py')
         above = []
         for line in inspect.getsource(base).splitlines():
-            key = re.match(r'    (\w+): .+? = (.*?)(?: +# (.*))?$', line)
+            key = re.match(r'    (\w+): .+? = .*?(?: +# (.*))?$', line)
             comment = re.match(r'    # (.*)', line)
             if key and key[1] in keys(cls):
-                if key[3] and above:
+                if key[2] and above:
                     print('\n' + ' '.join(above))
-                text = key[3] or ' '.join(above)
-                choices = ' | '.join(map(str, get_args(keys(cls)[key[1]].type)))
+                field, text = keys(cls)[key[1]], key[2] or ' '.join(above)
+                choices = ' | '.join(map(str, get_args(field.type)))
                 if choices and ' | ' not in text:
                     text += f': {choices}'
-                print(f'  --{key[1]}={key[2]:<{max(1, 22 - len(key[1]))}} {text}')
+                flag = f'--{key[1]}={show_default(field.default)}'
+                print(f'  {flag:25} {text}')
             above = above + [comment[1]] if comment else []
         print()
 
@@ -205,6 +229,8 @@ def status_of(main, *errors):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)              # ... | head
     try:
         return main(sys.argv[1:]) or 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (UserError, OSError, *errors) as error:
         print(f'{os.path.basename(sys.argv[0])}: {error}', file=sys.stderr)
         return 2

@@ -253,7 +253,7 @@ COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()
 
 
-def look(name):
+def style_of(name):
     """Colour and style of an encoding, the same in every figure; nothing for other names."""
     if name not in encodings.ENCODINGS:
         return {}
@@ -268,7 +268,7 @@ def draw_corpus(fig, ax, cfg, rows):
         lengths = sorted(scores)
         values = [math.exp(scores[n]['loss']) for n in lengths]
         name = None if label in labelled else label
-        ax.plot(lengths, values, marker='o', ms=3, label=name, **look(label))
+        ax.plot(lengths, values, marker='o', ms=3, label=name, **style_of(label))
         labelled.add(label)
     ax.axvline(max(cfg.train_lengths), color='crimson', lw=1)
     ax.set(ylabel='perplexity of the same held-out text', yscale='log')
@@ -335,7 +335,8 @@ def show_sweep(cfg, out_dir, swept, by_label):
     lines = perplexities(cfg, [row[:2] for row in rows]) if corpus else strips(cfg, rows)
     print(f'\n{what}, ' + ' x '.join(swept))
     print('\n'.join(lines))
-    figure(os.path.join(out_dir, 'lengths.png'), cfg, rows, cfg.task)
+    title = '' if 'task' in swept else cfg.task
+    figure(os.path.join(out_dir, 'lengths.png'), cfg, rows, title)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -364,7 +365,7 @@ def machine(device):
     return found | dict(hardware=f'{cpu}, {torch.get_num_threads()} threads')
 
 
-def made_by(cfg, command, device):
+def provenance(cfg, command, device):
     """Configuration, command, versions and machine: what every line in results/ begins with."""
     return dict(config=asdict(cfg), command=command) | machine(device)
 
@@ -384,4 +385,4 @@ def append_result(cfg, by_seed, checkpoint, command, device):
         found['top'] = top(cfg, checkpoint)
     if failed := files.failures(checkpoint):
         found['failed'] = failed
-    files.append(cfg.results, json.dumps(made_by(cfg, command, device) | found) + '\n')
+    files.append(cfg.results, json.dumps(provenance(cfg, command, device) | found) + '\n')

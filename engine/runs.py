@@ -16,7 +16,7 @@ from engine.config import UserError
 
 
 def default_out_dir(values):
-    """out/TASK_PE, without those that a sweep varies."""
+    """out/TASK_PE; leaves out a key that a sweep varies."""
     names = [config.slug(values[key]) for key in ('task', 'pe')
              if not isinstance(values[key], config.Sweep)]
     return 'out/' + ('_'.join(names) or 'sweep')
@@ -25,7 +25,8 @@ def default_out_dir(values):
 def read_config(cls, argv):
     """Files and flags -> the value of every key, a Sweep where a comma list was given.
 
-    With --eval_only or --resume the run's own configuration is the base, and flags come on top.
+    With --eval_only or --resume the run's own configuration takes the place of the files, and flags
+    come on top.
     """
     # in lists, and in these keys, a comma belongs to the value
     swept = [key for key, field in config.keys(cls).items()
@@ -47,7 +48,8 @@ def read_config(cls, argv):
             what = 'evaluate' if values['eval_only'] else 'resume'
             raise UserError(f'no run to {what}: {path} does not exist; name the run by --out_dir')
         saved = checkpoint.read_json(path)
-        values |= {key: value for key, value in saved.items() if key in values}
+        for key in values.keys() & saved.keys():
+            values[key] = config.check(cls, key, saved[key], path)
         values |= {'resume': resume, 'out_dir': folder} | flags
     values['out_dir'] = values['out_dir'] or default_out_dir(values)
     return values
@@ -70,7 +72,10 @@ def read_points(cls, values):
 
 
 def run(cfg, train, stop, command, ranks):
-    """Train one configuration: (checkpoint, by_seed); by_seed is None if it was stopped."""
+    """Train one configuration, with cfg.resume from its checkpoint: (checkpoint, by_seed).
+
+    by_seed is None if it was stopped.
+    """
     device = seeds.pick_device(cfg)
     seeds.check_parallel(cfg, device, ranks)
     path = os.path.join(cfg.out_dir, 'ckpt.pt')

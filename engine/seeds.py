@@ -102,7 +102,7 @@ class Group:
         self.seeds = ranks.share(cfg.seeds)
 
     def step(self, number):
-        """Train one step; the losses [S] before it. On a GPU nothing here waits for the device."""
+        """One optimizer step; the losses [S] before it. On a GPU nothing here waits for it."""
         return self.trainer.step(number).view(-1)
 
     def learning_rate(self):
@@ -117,19 +117,19 @@ class Group:
         return [dict(zip(self.cfg.seeds, row)) for row in rows.tolist()]
 
     def local_losses(self, losses):
-        """The inverse of gather_losses: this process's [S] of each row of losses [steps, seeds]."""
+        """This process's part, [S] each, of the losses [steps, seeds] in a checkpoint."""
         x = next(self.models[0].parameters())
         mine = losses.to(x.device, x.dtype)[:, self.ranks.share_slice(len(self.cfg.seeds))]
         if self.ranks.split and self.ranks.rank:
             mine = torch.zeros_like(mine)                  # the parts of a split batch add up
         return list(mine)
 
-    def evaluate(self, evaluate, seeds, *args):
+    def evaluate(self, evaluate, alive, *args):
         """{seed: evaluate(model, *args)} of all processes; None where a weight is not finite."""
         found = {}
-        if not (self.ranks.split and self.ranks.rank):     # those that split a batch agree
+        if not (self.ranks.split and self.ranks.rank):     # else rank 0 evaluates the same model
             for seed, model in zip(self.seeds, self.models):
-                if seed in seeds:
+                if seed in alive:
                     finite = all(p.isfinite().all() for p in model.parameters())
                     found[seed] = evaluate(model, *args) if finite else None
         parts = self.ranks.all_gather(found)
@@ -379,7 +379,7 @@ def run_program(main, *errors):
         except (UserError, OSError, *errors):
             if int(os.environ.get('RANK', 0)):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(5)                              # torchrun ends this process, too
+                time.sleep(5)                              # rank 0 reports, torchrun ends the rest
             raise
         except RuntimeError as error:
             if not distributed.is_initialized() or 'gloo' not in str(error):

@@ -329,7 +329,7 @@ def panels(plt, name, rows=None):
         for row in rows or GRIDS[name].rows:
             if (name, row, column) in cells:
                 grey = dict(color='0.4', ls=('-', '--', ':')[len(styles) % 3])
-                style = styles.setdefault(row, report.look(row) or grey)
+                style = styles.setdefault(row, report.style_of(row) or grey)
                 yield ax, cells[name, row, column], style
     for ax in axes[:, 0]:
         ax.set_ylabel('exact match (%)')
@@ -569,7 +569,7 @@ def readme():
 
 def main(argv):
     """The program; returns the exit status."""
-    if argv in (['--help'], ['-h']):
+    if config.wants_help(argv):
         print(__doc__)
         return 0
     if argv[:1] == ['run'] and re.fullmatch(r'(\d+|\d*\.\d+)( [1-9]\d*)?', ' '.join(argv[1:])):
