@@ -116,7 +116,7 @@ def check_positive(cfg, *keys, zero=False):
     for key in keys:
         value = getattr(cfg, key)
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise ValueError(f'{key} must be positive{" or 0" if zero else ""}, not {value}')
+            raise ValueError(f'{key} must be {"0 or " * zero}positive and finite, not {value}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,8 +363,7 @@ class Random(Encoding):
         super().__init__(cfg)
         self.register_buffer('table', torch.randn(cfg.max_len, cfg.d_model) * 0.5 ** 0.5)
 
-    def embed(self, x, pos):
-        return x + F.embedding(pos.clamp(max=self.cfg.max_len - 1), self.table).to(x.dtype)
+    embed = Learned.embed
 
 
 # --------------------------------------------------------------------------------------------------
