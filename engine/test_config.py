@@ -105,6 +105,6 @@ def test_help_is_the_comments_of_the_fields(capsys):
     config.print_help('A program.', Config)
     out = capsys.readouterr().out
     assert out.startswith('A program.') and '\nhow it is trained\n' in out and '--size' not in out
-    for line in ('--rate=1e-3 +learning rate', '--width=8 +channels',
-                 "--decay='linear' +a comment too long for the line of its key stands above it"):
+    for line in ('--rate=0.001 +learning rate', '--width=8 +channels', '--lengths=1-3 +trained on',
+                 '--decay=linear +a comment too long for the line of its key stands above it'):
         assert re.search(f'^  {line}', out, re.M), line
