@@ -1774,7 +1774,7 @@ def test_cursor_scan_by_the_kernel(shape, sharpen, copy):
 
 
 @kernel_test
-@pytest.mark.parametrize('T, d_pe, copy, seed', [(120, 5, True, 0), (512, 4, False, 1)])
+@pytest.mark.parametrize('T, d_pe, copy, seed', [(120, 5, True, 0), (270, 4, False, 1)])
 def test_cursor_scan_with_512_offsets(T, d_pe, copy, seed):
     """Where two bins tie, sharpening doubles every rounding error at each step.
 
