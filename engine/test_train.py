@@ -328,9 +328,9 @@ def compare_seeds(numbers, steps, tol, **kw):
 
 @variants
 def test_seeds_together_train_as_each_alone(kw):
-    """40 steps of an encoding, 15 of one with switches or of a sum, in float64."""
+    """20 steps of an encoding, 10 of one with switches or of a sum, in float64."""
     plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
-    compare_seeds([5, 6, 7], 40 if plain else 15, 1e-9, dtype='float64', **kw)
+    compare_seeds([5, 6, 7], 20 if plain else 10, 1e-9, dtype='float64', **kw)
 
 
 @pytest.mark.parametrize('name', pe.ENCODINGS)
