@@ -776,6 +776,7 @@ def example(name, length):
 
 @dataclass
 class Arguments:
+    """The flag of python tasks.py."""
     data: str = ''  # the file or folder that the task reads, if it reads any
 
 

@@ -5,7 +5,7 @@ train.Trainer trains one model. What this file adds takes the place of one of it
     Stack, StackedBatches   its model and batches: many seeds as one, [S, B, T] -> losses [S]
     Graph                   its update(): recorded once on a GPU and replayed
     Ranks                   several processes, which share the seeds, or the batch of a single seed
-    Group                   the trainers of all seeds of a process, and their state
+    Group                   the models of a process's seeds behind one Trainer, and their state
 
 Nothing in a step mixes seeds: each one trains as it would alone.
 """
