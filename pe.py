@@ -387,9 +387,9 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len), so training is plain RoPE. The ramp w_c goes from 0 for features that
-    turn more than beta_fast times over train_len to 1 for those below beta_slow turns, linearly in
-    c (NTK-by-parts, as in the authors' code). Not prefix-consistent: give the model `total_len`.
+    s = max(1, T / train_len), so training is plain RoPE. The ramp w_c (NTK-by-parts) is linear:
+    0 for features with more than beta_fast turns over train_len, 1 below beta_slow turns, as in the
+    authors' code. Not prefix-consistent: give the model `total_len`.
     """
     def state(self, x, pos, total_len=None):
         return length_ratio(self.cfg, pos, total_len)

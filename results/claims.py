@@ -45,6 +45,7 @@ def in_rows(name, what, columns=None, rows=None):
 
 
 def at_paper_size(name, what, columns=None):
+    """The same rows at the size of the paper, for a cell of the table of claims."""
     return {"at the paper's size": in_rows(name, what, columns)}
 
 
@@ -76,14 +77,17 @@ def by_length(name):
 
 
 def percent(x):
+    """A share as a percentage."""
     return 100 * x
 
 
 def perplexity(x):
+    """Perplexity from minus the loss, which is a corpus's score."""
     return math.exp(-x)
 
 
 def loss(x):
+    """The loss from minus the loss, which is a corpus's score."""
     return -x
 
 
@@ -123,6 +127,7 @@ def single_heads(name, row, column):
 
 
 def head_layers(name, column, rows):
+    """For each row, each layer's share of what all heads are worth."""
     found = {row: single_heads(name, row, column) for row in rows}
     return listed({f'`{row}`': texts and texts[-1] for row, texts in found.items()}, between=', ')
 

@@ -81,6 +81,7 @@ def grid_table(name):
 
 
 def grid_lines(name):
+    """The lines of one grid: a row per encoding or variant, a column per task."""
     rows, columns = found_axes(name)
     grid = GRIDS[name]
     planned = len(grid.rows) * len(grid.columns)
@@ -190,6 +191,7 @@ def by_length_table(name):
 
 
 def made_by(name):
+    """The commands behind results/NAME.jsonl, folded away."""
     yield '\n<details><summary>Commands</summary>\n\n```'
     yield from dict.fromkeys(run['command'] for run in plan.runs(name))
     yield '```\n</details>'
@@ -226,6 +228,7 @@ def seeds_table():
 
 
 def one_step(cfg):
+    """The size of a training step, as text."""
     return f'{cfg.n_layer} layers, d={cfg.d_model}, batch {cfg.batch_size}, {cfg.train_len} tokens'
 
 
@@ -394,6 +397,7 @@ FIGURES = {
 
 
 def draw_figures():
+    """Draw every figure in assets/ that is made from results/*.jsonl."""
     plt = report.pyplot()
     if plt is None:
         raise UserError('the figures want matplotlib: pip install matplotlib')

@@ -68,6 +68,7 @@ ROWS['rope, d=80'] = '--pe=rope --d_model=80'           # as many parameters as 
 
 
 def some(*names):
+    """These rows of ROWS: {name: flags}."""
     return {name: ROWS[name] for name in names}
 
 
@@ -84,6 +85,7 @@ def variants(start, *switches):
 
 
 def on_off(part, flag, on=True, off=False):
+    """Two rows: with a part of an encoding and without it."""
     return {part: f'{flag}={on}', f'no {part}': f'{flag}={off}'}
 
 
@@ -115,6 +117,7 @@ THREE = 'polynomial', 'copy', 'parity'
 
 
 def iterative(task, layers, heads=1, steps=2000):
+    """A column: an iterative task trained to 8, its flags and twice that length."""
     flags = f'{SIZE}--task={task} {TO_8.format(steps)} --n_layer={layers} --n_head={heads}'
     return f'{flags} --lr=1e-3', [16]
 
@@ -343,6 +346,7 @@ def by_command(name):
 
 
 def look_up(name, argv):
+    """The line in results/NAME.jsonl that this command left, or None."""
     return by_command(name).get('python ' + shlex.join(argv))
 
 
