@@ -97,7 +97,8 @@ def check_scan(reset, step, gamma, table, copy):
 # PyTorch's fused attention, for what the kernels below do not compute
 
 def fused_attention(q, k, v, mask, scale):
-    """Causal attention [B, H, T, D] by PyTorch's fused kernels; mask [1, H, T, T] is added."""
+    """Causal attention [B, H, Tq, D] by PyTorch's fused kernels; a mask [1 or B, H, Tq, T] is added
+    to the logits and takes the place of causality."""
     if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
         return seeds_attention(q, k, v, mask, scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
@@ -117,12 +118,13 @@ def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
     S = info.batch_size
     q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
                for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
-    if mask is None or in_dims[3] is None:  # one mask: seeds into the batch
+    if mask is None or in_dims[3] is None and len(mask) == 1:  # one mask: seeds into the batch
         y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
         return y.unflatten(0, (S, -1)), 0
-    H = q.shape[2]  # a mask per seed: into the heads
+    H = q.shape[2]  # a mask per seed or row: seeds into the heads
     q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
-    mask = mask.movedim(in_dims[3], 1).flatten(1, 2)  # (1, S H, T, T)
+    mask = mask.expand(S, *mask.shape) if in_dims[3] is None else mask.movedim(in_dims[3], 0)
+    mask = mask.transpose(0, 1).flatten(1, 2)  # (1 or B, S H, Tq, T)
     return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 

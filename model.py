@@ -60,10 +60,10 @@ class Attention(nn.Module):
         q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
         q, k = self.tap_q(q), self.tap_k(k)  # (B, H, T, D)
         if self.tap_logits._forward_hooks:  # a probe listens: materialize them
-            weights = self.tap_logits(self.pe.logits(q, k, pos, state)).softmax(dim=-1)
-            y = self.pe.mix(weights, v, pos, state)
+            weights = self.tap_logits(self.pe.logits(q, k, pos, state, x)).softmax(dim=-1)
+            y = self.pe.mix(weights, v, pos, state, x)
         else:
-            y = self.pe.attend(q, k, v, pos, state)
+            y = self.pe.attend(q, k, v, pos, state, x)
         y = self.tap_head_out(y)  # (B, H, T, out_dim)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -135,14 +135,16 @@ class Transformer(nn.Module):
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
-    def forward(self, tokens, targets=None, total_len=None):
+    def forward(self, tokens, targets=None, total_len=None, pos=None):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
         loss: mean cross-entropy of the targets [B, T] that are not -100; in training, plus the
         encoding's penalty. total_len: the final length, if it is known that tokens are only the
-        beginning of the sequence (ViPE and YaRN depend on it).
+        beginning of the sequence (ViPE and YaRN depend on it). pos: positions other than 0..T-1,
+        [T], or [B, T] if rows differ.
         """
-        pos = torch.arange(tokens.shape[1], device=tokens.device)
+        if pos is None:
+            pos = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)  # (B, T, C)
         enc = self.blocks[0].attn.pe
         state = enc.state(x, pos, total_len)

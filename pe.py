@@ -9,12 +9,15 @@ embed() acts on the token embeddings before layer 1. A class overrides the one o
 needs. To add an encoding, write the class and name it in ENCODINGS: it can then be trained, tested
 and probed like the rest.
 
+In a model of your own: enc = build(PEConfig(...)) for layer 1 and enc.for_layer() for each further
+one; state = enc.state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
+
     python pe.py                 prints the zoo: equation, parameters, hooks that each one changes
     python pe.py zoo.png         draws it
 """
 import copy
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -122,9 +125,32 @@ def check_positive(cfg, *keys, zero=False):
 # --------------------------------------------------------------------------------------------------
 # the hooks
 
+@dataclass
+class At:
+    """What the hooks of attention may read. Positions have an axis for the heads, so that they
+    broadcast: t of the queries, [1, Tq] or [B, 1, Tq]; s of the keys, [1, T] or [B, 1, T]."""
+    t: torch.Tensor
+    s: torch.Tensor
+    state: object          # what state() returned
+    content: torch.Tensor  # x, or None where the caller has none
+
+    @property
+    def distance(self):
+        """t - s [1, Tq, T] or [B, 1, Tq, T]; 0 where s > t, which the causal mask hides."""
+        return (self.t[..., :, None] - self.s[..., None, :]).clamp(min=0)
+
+    @property
+    def x(self):
+        """[B, T, C]: the normalized input of the attention layer."""
+        if self.content is None:
+            raise ValueError('this encoding reads the input of the attention layer: '
+                             'attend(q, k, v, pos, state, x)')
+        return self.content
+
+
 class Encoding(nn.Module):
     """No encoding at all, and the base of every other: override the hooks that you need.
-    x [B, T, C]; q, k, v [B, H, T, D]; pos [T], integers from 0; state: what state() returned."""
+    x [B, T, C]; q [B, H, Tq, D]; k, v [B, H, T, D]; pos [T], or [B, T] if rows differ."""
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
     fp32 = False              # True: attention must not run in half precision
@@ -156,69 +182,90 @@ class Encoding(nn.Module):
         return state
     def penalty(self):                          # -> added to the training loss
         return 0.0
-    def qk(self, q, k, pos, state=None):        # -> q', k' [B, H, T, any]
+    def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
-    def rescale(self, q, k, pos, state=None):   # -> None, or (row, col) [.., T, 1]: logits times
-        return None                             # row_t col_s
+    def rescale(self, q, k, at):                # -> None, or (row [.., Tq, 1], col [.., T, 1]):
+        return None                             # logits times row_t col_s
     def phases(self):                           # -> None, or delta [H, D] where qk() is PoPE's
         return None
-    def bias(self, pos, state=None):            # -> None, or [H, T, T] added to the logits
-        return self.by_distance(distance(pos))
-    def by_distance(self, d):                   # -> None, or the bias [H, ..] of t - s in d [..]
-        return None
-    def value(self, v, pos, state=None):        # -> [B, H, T, any], before the average
+    def bias(self, at):                         # -> None, or [H, Tq, T] or [B, H, Tq, T], added to
+        return self.by_distance(at.distance)    # the logits; of T rows the last Tq count
+    def by_distance(self, d):                   # -> None, or the bias [.., H, Tq, T] of
+        return None                             # t - s in d [.., 1, Tq, T]
+    def value(self, v, at):                     # -> [B, H, T, any], before the average
         return v
-    def out(self, y, pos, state=None):          # -> [B, H, T, out_dim], after it
+    def out(self, y, at):                       # -> [B, H, Tq, out_dim], after it
         return y
 
-    def known_state(self, pos, state):
-        """The state, or where a caller gave none, that of the sequence at hand."""
-        return self.state(None, pos) if state is None else state
+    def at(self, q_len, pos, state=None, x=None):
+        """The At of the last q_len of the positions. Without a state: that of this length."""
+        if state is None:
+            state = self.state(None, pos)
+        s = pos.unsqueeze(-2)
+        return At(s[..., s.shape[-1] - q_len:], s, state, x)
 
-    def scaled_qk(self, q, k, pos, state=None):
+    def scaled_qk(self, q, k, at):
         """q' and k' times the factors of rescale(), which are computed from the raw q and k."""
-        factors = self.rescale(q, k, pos, state)
-        q, k = self.qk(q, k, pos, state)
+        factors = self.rescale(q, k, at)
+        q, k = self.qk(q, k, at)
         return (q, k) if factors is None else (q * factors[0], k * factors[1])
 
-    def logits(self, q, k, pos, state=None):
-        """Attention logits [B, H, T, T], -inf above the diagonal, for probes."""
-        q, k = self.scaled_qk(q, k, pos, state)
+    def logits(self, q, k, pos, state=None, x=None):
+        """Attention logits [B, H, Tq, T], -inf where s > t, for probes."""
+        check_shapes(q, k, k, pos)
+        at = self.at(q.shape[2], pos, state, x)
+        q, k = self.scaled_qk(q, k, at)
         logits = q @ k.transpose(-2, -1) * self.scale
-        bias = self.bias(pos, state)
-        return logits + causal(logits) if bias is None else logits + bias + causal(logits)
+        bias = self.bias(at)
+        if bias is not None:
+            logits = logits + bias[..., -q.shape[2]:, :]
+        return logits + causal(logits)
 
-    def mix(self, weights, v, pos, state=None):
-        """Attention's output [B, H, T, out_dim] from its weights [B, H, T, T], for probes."""
-        y = weights @ self.append_position(self.value(v, pos, state), pos)
-        return self.out(self.expected_distance(y, pos), pos, state)
+    def mix(self, weights, v, pos, state=None, x=None):
+        """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
+        at = self.at(weights.shape[-2], pos, state, x)
+        y = weights @ self.append_position(self.value(v, at), at)
+        return self.out(self.expected_distance(y, at), at)
 
-    def attend(self, q, k, v, pos, state=None):
-        """mix(softmax(logits), v) without keeping the logits. The kernels assume that pos counts
-        up by 1; a probe that moves positions sets kernel='reference'."""
-        if self.fusable and self.gains and kernels_serve(self.cfg, q):
+    def attend(self, q, k, v, pos, state=None, x=None):
+        """mix(softmax(logits), v) without keeping the logits: [B, H, Tq, out_dim].
+
+        q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
+        pos: of k and v; state: what state() returned, made if it depends on the length alone; x:
+        the normalized input of the attention layer, for encodings whose hooks read it. ValueError
+        if shapes do not fit. The kernels assume that pos counts up by 1; a probe that moves
+        positions sets kernel='reference'.
+        """
+        check_shapes(q, k, v, pos)
+        at = self.at(q.shape[2], pos, state, x)
+        whole = q.shape[2] == k.shape[2] and pos.dim() == 1
+        if self.fusable and self.gains and whole and kernels_serve(self.cfg, q):
             with torch.autocast(q.device.type, enabled=False):
-                y = self.attend_by_kernels(q, k, self.value(v, pos, state), pos, state)
-                return self.out(y, pos, state)
+                return self.out(self.attend_by_kernels(q, k, self.value(v, at), at), at)
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
-                return self.attend(q.float(), k.float(), v.float(), pos, state)
-        v = self.append_position(self.value(v, pos, state), pos)
-        q, k = self.scaled_qk(q, k, pos, state)
-        mask = self.bias(pos, state)
-        if mask is not None:
-            mask = (mask + causal(mask)).to(q.dtype).contiguous()[None]  # (1, H, T, T)
+                return self.attend(q.float(), k.float(), v.float(), pos, state, x)
+        v = self.append_position(self.value(v, at), at)
+        q, k = self.scaled_qk(q, k, at)
+        bias = self.bias(at)
+        if bias is None and not whole:
+            bias = q.new_zeros(1, q.shape[2], k.shape[2])
+        mask = None  # fused attention is causal without one
+        if bias is not None:
+            mask = bias[..., -q.shape[2]:, :]
+            mask = (mask + causal(mask)).to(q.dtype).expand(*bias.shape[:-3], q.shape[1], -1, -1)
+            mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
         width = v.shape[-1]
         q, k, v = pad_to_one_width(q, k, v)  # fused attention wants one width
         y = kernels.fused_attention(q, k, v, mask, self.scale)[..., :width]
-        return self.out(self.expected_distance(y, pos), pos, state)
+        return self.out(self.expected_distance(y, at), at)
 
-    def attend_by_kernels(self, q, k, v, pos, state):
+    def attend_by_kernels(self, q, k, v, at):
         """The average y by kernels.attention; only tensors as wide as q, k, v reach memory."""
-        factors = self.rescale(q.float(), k.float(), pos, state)
+        factors = self.rescale(q.float(), k.float(), at)
         delta = self.phases()
-        bias = self.by_distance(pos - pos[:1])
-        call = dict(bias=None if bias is None else bias[None], distance=self.distance)
+        bias = self.by_distance((at.s - at.s[..., :1])[..., None, :])  # (H, 1, T), or None
+        call = dict(bias=None if bias is None else bias[None, :, 0], distance=self.distance)
         if factors is not None:
             row, col = (f.squeeze(-1) for f in factors)
             call |= dict(row=row.expand(1, *q.shape[1:3]), col=col.expand(q.shape[:3]))
@@ -226,19 +273,32 @@ class Encoding(nn.Module):
             cfg = self.cfg
             call |= dict(delta=delta[None], base=cfg.rope_base, softplus=cfg.pope_softplus)
         else:
-            q, k = self.qk(q, k, pos, state)
+            q, k = self.qk(q, k, at)
         y, e = kernels.attention(q, k, v, **call)
         return torch.cat([y.float(), e[..., None]], dim=-1) if self.distance else y
 
-    def append_position(self, v, pos):
+    def append_position(self, v, at):
         """v, with the key's position as one more channel if out() needs the expected distance."""
-        s = pos.to(v.dtype)[:, None].expand(*v.shape[:-1], 1)
+        s = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)
         return torch.cat([v, s], dim=-1) if self.distance else v
 
-    def expected_distance(self, y, pos):
+    def expected_distance(self, y, at):
         """y, that channel turned from sum_s alpha_ts s into sum_s alpha_ts (t - s)."""
-        t = pos.to(y.dtype)[:, None]
+        t = at.t.to(y.dtype)[..., None]
         return torch.cat([y[..., :-1], t - y[..., -1:]], dim=-1) if self.distance else y
+
+
+def check_shapes(q, k, v, pos):
+    """ValueError if q, k, v and pos do not fit together."""
+    H, T = k.shape[1], k.shape[2]
+    if q.shape[1] != H:
+        raise ValueError(f'q has {q.shape[1]} heads and k has {H}: repeat grouped keys and values, '
+                         'k.repeat_interleave(groups, dim=1)')
+    if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
+        raise ValueError(f'q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: '
+                         'k and v have T places, q those or the last of them')
+    if pos.shape[-1] != T:
+        raise ValueError(f'pos {list(pos.shape)} must hold a position for each of the {T} keys')
 
 
 def kernels_serve(cfg, q):
@@ -249,8 +309,11 @@ def kernels_serve(cfg, q):
 
 
 def causal(like):
-    """[T, T]: 0 where s <= t, -inf above the diagonal; T and dtype as in `like` [.., T, T]."""
-    return torch.full(like.shape[-2:], -math.inf, dtype=like.dtype, device=like.device).triu(1)
+    """[Tq, T], of the size and dtype of `like` [.., Tq, T]: 0, and -inf at later keys than the
+    query's own; the last query is at the last key."""
+    Tq, T = like.shape[-2:]
+    future = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
+    return future.triu(1 + T - Tq)
 
 
 def pad_to_one_width(*xs):
@@ -274,20 +337,20 @@ def sinusoids(pos, width, base, like):
 
 
 def rotate(x, angle):
-    """Rotate the pairs (x_2c, x_2c+1) of x [B, H, T, D] by angle [T, D/2]: x_c e^(i angle_c)."""
+    """Rotate the pairs (x_2c, x_2c+1) of x [.., T, D] by angle [.., T, D/2]: x_c e^(i angle_c)."""
     pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))
     turned = pairs * torch.polar(torch.ones_like(angle), angle)  # (B, H, T, D/2)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-def distance(pos):
-    """t - s [T, T], 0 above the diagonal, where the causal mask hides it."""
-    return (pos[:, None] - pos[None, :]).clamp(min=0)
+def heads_first(y):
+    """[.., 1, Tq, T, H] -> [.., H, Tq, T]."""
+    return y.transpose(-4, -1).squeeze(-1)
 
 
 def length_ratio(cfg, pos, total_len):
     """max(1, T / train_len): how much longer the whole sequence is than any trained on."""
-    return max(1.0, (total_len or pos.shape[0]) / cfg.train_len)
+    return max(1.0, (total_len or pos.shape[-1]) / cfg.train_len)
 
 
 def check_even(n, name, what):
@@ -314,7 +377,7 @@ class APE(Encoding):
         super().__init__(cfg)
         check_even(cfg.d_model, 'ape', 'd_model')
 
-    def embed(self, x, pos):  # pos [T], or [B, T] if they differ
+    def embed(self, x, pos):
         return x + sinusoids(pos, x.shape[-1], self.cfg.rope_base, x).to(x.dtype)
 
 
@@ -351,7 +414,8 @@ class Learned(Encoding):
         self.table = nn.Parameter(torch.randn(cfg.max_len, cfg.d_model) * 0.02)
 
     def embed(self, x, pos):
-        return x + F.embedding(pos.clamp(max=self.cfg.max_len - 1), self.table).to(x.dtype)
+        row = pos.round().long().clamp(max=self.cfg.max_len - 1)
+        return x + F.embedding(row, self.table).to(x.dtype)
 
 
 class Random(Encoding):
@@ -378,9 +442,9 @@ class RoPE(Encoding):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'rope', 'the head dimension')
 
-    def qk(self, q, k, pos, state=None):
-        angle = pos[:, None] * frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (T, D/2)
-        return rotate(q, angle), rotate(k, angle)
+    def qk(self, q, k, at):
+        theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
+        return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
 
 
 class YaRN(RoPE):
@@ -408,11 +472,11 @@ class YaRN(RoPE):
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)
         return (1 - w) * theta + w * theta / s
 
-    def qk(self, q, k, pos, state=None):
-        s = self.known_state(pos, state)
-        angle = pos[:, None] * self.scaled_frequencies(s, q)  # (T, D/2)
-        temperature = 0.1 * math.log(s) + 1
-        return rotate(q, angle) * temperature, rotate(k, angle) * temperature
+    def qk(self, q, k, at):
+        theta = self.scaled_frequencies(at.state, q)  # (D/2,)
+        temperature = 0.1 * math.log(at.state) + 1
+        return (rotate(q, at.t[..., None] * theta) * temperature,
+                rotate(k, at.s[..., None] * theta) * temperature)
 
 
 class PoPE(Encoding):
@@ -449,10 +513,10 @@ class PoPE(Encoding):
     def phases(self):
         return self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
 
-    def qk(self, q, k, pos, state=None):
+    def qk(self, q, k, at):
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if self.cfg.pope_softplus else (q, k)
-        phase_q = pos[:, None] * self.theta(q)  # (T, D)
-        phase_k = phase_q + self.phases()[:, None]  # (H, T, D)
+        phase_q = at.t[..., None] * self.theta(q)  # (1, Tq, D)
+        phase_k = at.s[..., None] * self.theta(k) + self.phases()[:, None]  # (H, T, D)
         return (torch.cat([mu_q * phase_q.cos(), mu_q * phase_q.sin()], dim=-1).to(q.dtype),
                 torch.cat([mu_k * phase_k.cos(), mu_k * phase_k.sin()], dim=-1).to(k.dtype))
 
@@ -478,7 +542,7 @@ class ALiBi(Encoding):
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
 
     def by_distance(self, d):
-        return -self.slope.view(-1, *[1] * d.dim()) * d
+        return -self.slope[:, None, None] * d
 
 
 class T5(Encoding):
@@ -503,10 +567,11 @@ class T5(Encoding):
         n, exact = self.cfg.t5_buckets, self.cfg.t5_buckets // 2
         log = torch.log(d.clamp(min=1) / exact)  # 0 at exact
         log = log / math.log(self.cfg.t5_max_distance / exact)  # 1 at t5_max_distance
-        return torch.where(d < exact, d, (exact + (log * (n - exact)).long()).clamp(max=n - 1))
+        far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)
+        return torch.where(d < exact, d.long(), far)
 
     def by_distance(self, d):
-        return F.embedding(self.bucket(d), self.table).movedim(-1, 0)  # (.., H) -> (H, ..)
+        return heads_first(F.embedding(self.bucket(d), self.table))
 
 
 class FIRE(Encoding):
@@ -526,11 +591,11 @@ class FIRE(Encoding):
     def psi(self, x):
         return torch.log(self.c.abs() * x + 1)
 
-    def bias(self, pos, state=None):
+    def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
-        reach = torch.maximum(pos.to(threshold.dtype), threshold)  # (T,)
-        x = self.psi(distance(pos)) / (self.psi(reach)[:, None] + 1e-6)  # (T, T)
-        return self.mlp(x[..., None]).permute(2, 0, 1)  # (H, T, T)
+        reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
+        x = self.psi(at.distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
+        return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -546,14 +611,14 @@ class VRoPE(Encoding):
 
     def turn(self, v, pos):
         d = self.cfg.head_dim  # other encodings' channels stay
-        angle = pos[:, None] * frequencies(d // 2, self.cfg.rope_base, v)  # (T, D/2)
+        angle = pos[..., None] * frequencies(d // 2, self.cfg.rope_base, v)  # (1, T, D/2)
         return torch.cat([rotate(v[..., :d].contiguous(), angle), v[..., d:]], dim=-1)
 
-    def value(self, v, pos, state=None):
-        return self.turn(v, pos)
+    def value(self, v, at):
+        return self.turn(v, at.s)
 
-    def out(self, y, pos, state=None):
-        return self.turn(y, -pos)
+    def out(self, y, at):
+        return self.turn(y, -at.t)
 
 
 class ViPE(Encoding):
@@ -596,18 +661,16 @@ class ViPE(Encoding):
             return (1 + r) * (s - r + r ** 2 / s)
         return self.g_param[0] * s + (self.g_param[1] if self.cfg.vipe_g == 'as+b' else 0)
 
-    def rescale(self, q, k, pos, state=None):
-        s = self.known_state(pos, state)
-        n = (pos + 1).to(q.dtype)[:, None]  # (T, 1)
-        row = self.g(s) * (n.log() if self.cfg.vipe_logn else torch.ones_like(n))
-        col = 1 + k @ self.u[..., None] if self.cfg.vipe_u else torch.ones_like(n)  # (B, H, T, 1)
-        return row, col
+    def rescale(self, q, k, at):
+        n = (at.t + 1).to(q.dtype)[..., None]  # (1, Tq, 1)
+        row = self.g(at.state) * (n.log() if self.cfg.vipe_logn else torch.ones_like(n))
+        col = 1 + k @ self.u[..., None] if self.cfg.vipe_u else torch.ones_like(k[..., :1])
+        return row, col  # (1, Tq, 1), (B, H, T, 1)
 
-    def out(self, y, pos, state=None):
+    def out(self, y, at):
         if not self.cfg.vipe_value:
             return y
-        s = self.known_state(pos, state)
-        code = y[..., -1:] / s * self.W_p + self.b_p  # (B, H, T, d_p)
+        code = y[..., -1:] / at.state * self.W_p + self.b_p  # (B, H, Tq, d_p)
         return torch.cat([y[..., :-1], code], dim=-1)
 
 
@@ -795,7 +858,7 @@ class Cursors(nn.Module):
         e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe)
         e = e.permute(1, 2, 0, 3, 5, 4, 6)  # (2, layers, B, H, T, cursors, d_pe)
         if cfg.prism_absolute:  # Algorithm 3
-            here = sinusoids(pos, d_pe, cfg.rope_base, x)[:, None]
+            here = sinusoids(pos.unsqueeze(-2), d_pe, cfg.rope_base, x)[..., None, :]
             e = torch.cat([e, here.expand(*e.shape[:4], T, 1, d_pe)], dim=-2)
         if cfg.prism_norm == 'scale':
             # |f|^2 = d_pe / 2, so sqrt(d_pe) is the norm over the branches if all are one-hot
@@ -835,6 +898,9 @@ class PRISM(Encoding):
         return type(self)(self.cfg, self.last_made)
 
     def state(self, x, pos, total_len=None):
+        if x is None:
+            raise ValueError('prism needs state=enc.state(x, pos) of the first layer\'s instance, '
+                             'x [B, T, C] the embedded tokens')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
@@ -844,8 +910,9 @@ class PRISM(Encoding):
         penalized = self.layer == 0 and self.cfg.prism_recurrent == 'penalty'
         return self.cursors.penalty() if penalized else 0.0
 
-    def qk(self, q, k, pos, state=None):
-        g_q, g_k = state[:, self.layer]  # (B, H, T, branches d_pe)
+    def qk(self, q, k, at):
+        g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]  # (B, H, T, branches d_pe)
+        g_q = g_q[..., k.shape[2] - q.shape[2]:, :]
         mu = torch.sigmoid(self.m)
         factor = 4 if self.cfg.prism_norm == 'none' else 1
         factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5  # attention divides by sqrt(d)
@@ -885,8 +952,9 @@ class Sum(Encoding):
     def for_layer(self):
         return type(self)(self.cfg, *(p.for_layer() for p in self.parts))
 
-    def with_states(self, state):
-        return list(zip(self.parts, [None] * len(self.parts) if state is None else state))
+    def each(self, at):
+        """[(part, the At with that part's state)]."""
+        return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state)]
 
     def embed(self, x, pos):
         for p in self.parts:
@@ -897,18 +965,18 @@ class Sum(Encoding):
         return [p.state(x, pos, total_len) for p in self.parts]
 
     def restate(self, x, pos, state):
-        return [p.restate(x, pos, s) for p, s in self.with_states(state)]
+        return [p.restate(x, pos, s) for p, s in zip(self.parts, state)]
 
     def penalty(self):
         return sum(p.penalty() for p in self.parts)
 
-    def qk(self, q, k, pos, state=None):
-        for p, s in sorted(self.with_states(state), key=lambda part: part[0].widens):
-            q, k = p.qk(q, k, pos, s)
+    def qk(self, q, k, at):
+        for p, here in sorted(self.each(at), key=lambda part: part[0].widens):
+            q, k = p.qk(q, k, here)
         return q, k
 
-    def rescale(self, q, k, pos, state=None):
-        factors = [p.rescale(q, k, pos, s) for p, s in self.with_states(state)]
+    def rescale(self, q, k, at):
+        factors = [p.rescale(q, k, here) for p, here in self.each(at)]
         factors = [f for f in factors if f is not None]
         if not factors:
             return None
@@ -919,27 +987,28 @@ class Sum(Encoding):
         found = [p.phases() for p in self.parts]
         return next((delta for delta in found if delta is not None), None)
 
-    def bias(self, pos, state=None):
-        return added([p.bias(pos, s) for p, s in self.with_states(state)])
+    def bias(self, at):
+        return added([p.bias(here) for p, here in self.each(at)])
 
     def by_distance(self, d):
         return added([p.by_distance(d) for p in self.parts])
 
-    def value(self, v, pos, state=None):
-        for p, s in self.with_states(state):
-            v = p.value(v, pos, s)
+    def value(self, v, at):
+        for p, here in self.each(at):
+            v = p.value(v, here)
         return v
 
-    def out(self, y, pos, state=None):
-        for p, s in reversed(self.with_states(state)):
-            y = p.out(y, pos, s)
+    def out(self, y, at):
+        for p, here in reversed(self.each(at)):
+            y = p.out(y, here)
         return y
 
 
 def added(biases):
-    """The sum of those that are not None, None if there is none."""
+    """The sum of those that are not None, in the rows that all have; None if there is none."""
     biases = [b for b in biases if b is not None]
-    return sum(biases) if biases else None
+    rows = min((b.shape[-2] for b in biases), default=0)
+    return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
 
 
 class FirstHeads(Sum):
@@ -954,27 +1023,27 @@ class FirstHeads(Sum):
         rest = F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))
         return torch.cat([first, rest], dim=1)  # (B, H, T, wide)
 
-    def qk(self, q, k, pos, state=None):
-        first_q, first_k = super().qk(q[:, :self.k], k[:, :self.k], pos, state)
+    def qk(self, q, k, at):
+        first_q, first_k = super().qk(q[:, :self.k], k[:, :self.k], at)
         return self.join(first_q, q[:, self.k:]), self.join(first_k, k[:, self.k:])
 
-    def rescale(self, q, k, pos, state=None):
-        factors = super().rescale(q[:, :self.k], k[:, :self.k], pos, state)
+    def rescale(self, q, k, at):
+        factors = super().rescale(q[:, :self.k], k[:, :self.k], at)
         if factors is None:
             return None
-        ones = torch.ones_like(q[..., :1])  # (B, H, T, 1)
-        first, rest = ones[:, :self.k], ones[:, self.k:]
-        return tuple(torch.cat([first * f, rest], dim=1) for f in factors)
+        row, col = torch.ones_like(q[..., :1]), torch.ones_like(k[..., :1])  # (B, H, .., 1)
+        return tuple(torch.cat([ones[:, :self.k] * factor, ones[:, self.k:]], dim=1)
+                     for ones, factor in zip((row, col), factors))
 
-    def bias(self, pos, state=None):
-        bias = super().bias(pos, state)
+    def bias(self, at):
+        bias = super().bias(at)
         return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, self.cfg.heads - self.k))
 
-    def value(self, v, pos, state=None):
-        return self.join(super().value(v[:, :self.k], pos, state), v[:, self.k:])
+    def value(self, v, at):
+        return self.join(super().value(v[:, :self.k], at), v[:, self.k:])
 
-    def out(self, y, pos, state=None):
-        first = super().out(y[:, :self.k], pos, state)
+    def out(self, y, at):
+        first = super().out(y[:, :self.k], at)
         return self.join(first, y[:, self.k:, :, :self.cfg.head_dim])
 
 
@@ -986,13 +1055,13 @@ class SecondHalf(Sum):
         super().__init__(cfg, part)
         self.fusable = False
 
-    def qk(self, q, k, pos, state=None):
+    def qk(self, q, k, at):
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
-        q_p, k_p = super().qk(q_p, k_p, pos, state)
+        q_p, k_p = super().qk(q_p, k_p, at)
         return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
 
-    def rescale(self, q, k, pos, state=None):
-        return super().rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], pos, state)
+    def rescale(self, q, k, at):
+        return super().rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], at)
 
 
 def build(cfg):

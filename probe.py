@@ -160,8 +160,9 @@ def inside(model, tokens):
 
 def logits_at(enc, q, k, pos_q, pos_k, state=None):
     """Logits [B, H, Tq, Tk] of queries at pos_q and keys at pos_k, wherever those are, unmasked; of encodings that see distances only."""
-    (q, _), (_, k) = enc.scaled_qk(q, q, pos_q, state), enc.scaled_qk(k, k, pos_k, state)
-    bias = enc.by_distance((pos_q[:, None] - pos_k).clamp(min=0))
+    at = dataclasses.replace(enc.at(0, pos_k, state), t=pos_q[None])
+    q, k = enc.scaled_qk(q, k, at)
+    bias = enc.by_distance(at.distance)
     logits = q @ k.transpose(-2, -1) * enc.scale
     return logits if bias is None else logits + F.pad(bias, (0, 0, 0, 0, 0, logits.shape[1] - len(bias)))
 
@@ -712,7 +713,7 @@ def first_attention(model, tokens, cfg):
         model(tokens)
     (_, _, x), (_, _, logits), (_, _, z) = heard
     v = block.attn.project(x)[2].unflatten(-1, (cfg.heads, -1)).transpose(1, 2)
-    if not torch.equal(block.attn.pe.value(v, torch.arange(tokens.shape[1]), None), v):
+    if not torch.equal(block.attn.pe.value(v, block.attn.pe.at(0, torch.arange(tokens.shape[1]))), v):
         raise UserError(f'{cfg.pe} turns the values by their positions, so that z is no average of them: take another encoding')
     return logits.softmax(dim=-1), v, z[..., :v.shape[-1]]                              # ViPE's distance code stands behind the values
 
@@ -1033,7 +1034,8 @@ def diagonal_means(L):
 
 def toeplitz_matrix(a):
     """T_ij = a_(i-j) [.., T, T] on and below the main diagonal, 0 above, of a [.., T]."""
-    return a[..., encodings.distance(torch.arange(a.shape[-1], device=a.device))].tril()
+    t = torch.arange(a.shape[-1], device=a.device)
+    return a[..., (t[:, None] - t).clamp(min=0)].tril()
 
 
 def variance_share(part, L):
@@ -1117,7 +1119,7 @@ def turns_of(enc, q, pos, state):
     """By what the encoding multiplies the pairs (2m, 2m+1) of q [B, H, T, D]: complex [H, T, D/2], RoPE's e^(i theta_m t), 1 without turns.
     """
     one = torch.zeros_like(q[:1]).index_fill(-1, torch.arange(0, q.shape[-1], 2), 1.0)
-    return torch.view_as_complex(enc.qk(one, one, pos, state)[0][0].unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(enc.qk(one, one, enc.at(len(pos), pos, state))[0][0].unflatten(-1, (-1, 2)))
 
 
 def gram_terms(attn, x, position, pos, state):
@@ -1125,16 +1127,16 @@ def gram_terms(attn, x, position, pos, state):
     content, turned = x - position, {}
     for name, part in (('c', content), ('p', position)):
         q, k, _ = project(attn, part)
-        turned[name] = attn.pe.qk(q, k, pos, state)
+        turned[name] = attn.pe.qk(q, k, attn.pe.at(len(pos), pos, state))
     terms = {f'q{a} k{b}': turned[a][0] @ turned[b][1].mT * attn.pe.scale for a in 'cp' for b in 'cp'}
-    bias = attn.pe.bias(pos, state)
+    bias = attn.pe.bias(attn.pe.at(len(pos), pos, state, x))
     return {name: term for name, term in terms.items() if term.any()} | ({} if bias is None else {'B': bias})
 
 
 def logit_shares(attn, x, position, pos, state, linear, turns):
     """(L [B, H, T, T], {name: share [H]}, {equation: (its right side, L)}) of a layer with the input x [B, T, C]; see toeplitz()."""
     q, k, _ = project(attn, x)
-    L = attn.pe.logits(q, k, pos, state)
+    L = attn.pe.logits(q, k, pos, state, x)
     L = L.masked_fill(L.isinf(), 0)                                                     # 0 above the diagonal
     by_head = lambda z: z.expand_as(L)[(..., *torch.tril_indices(*L.shape[-2:]))].transpose(0, 1).flatten(1)           # (H, B entries)
     a, equations = diagonal_means(L), {}                                                # (B, H, T)
@@ -1357,7 +1359,7 @@ def spectrum(model, task, cfg, length=0, n=8):
     turns, pairs, factors = is_linear(net) and any(isinstance(m, encodings.RoPE) for m in net.modules()), {}, {}
     for layer, (attn, x, pos, state, _) in enumerate(attention_inputs(net, tokens)):
         q, k, _ = project(attn, x)
-        bias, logits = attn.pe.bias(pos, state), attn.pe.logits(q, k, pos, state)
+        bias, logits = attn.pe.bias(attn.pe.at(T, pos, state, x)), attn.pe.logits(q, k, pos, state, x)
         content, whole = q @ k.mT * attn.pe.scale, logits.masked_fill(logits.isinf(), 0)
         if turns:
             turn = turns_of(attn.pe, q, pos, state)
@@ -2458,9 +2460,9 @@ class LlamaRoPE(encodings.RoPE):
         super().__init__(cfg)
         self.theta, self.scaling = rotary.inv_freq.float(), getattr(rotary, 'attention_scaling', 1.0)
 
-    def qk(self, q, k, pos, state=None):
-        angle = pos[:, None] * self.theta                                               # (T, D/2)
-        return encodings.rotate(q, angle) * self.scaling, encodings.rotate(k, angle) * self.scaling
+    def qk(self, q, k, at):
+        turned = encodings.rotate(q, at.t[..., None] * self.theta), encodings.rotate(k, at.s[..., None] * self.theta)
+        return turned[0] * self.scaling, turned[1] * self.scaling
 
 
 class LlamaAttention(Attention):

@@ -783,7 +783,7 @@ def test_prism_comes_last_in_a_sum(other):
     of_content = parts[other].logits(q, k, pos, states[other]).tril()
     of_place = parts['prism'].logits(0 * q, k, pos, states['prism']).tril()
     if other == 'vipe':
-        row, col = parts['vipe'].rescale(q, k, pos, states['vipe'])
+        row, col = parts['vipe'].rescale(q, k, parts['vipe'].at(10, pos, states['vipe']))
         of_place = row * of_place * col.mT
     close(logits.tril(), torch.sigmoid(parts['prism'].m) * of_content + of_place)
 
@@ -816,9 +816,122 @@ def test_attend_is_softmax_of_logits_times_value(kw):
         q, k, v, pos = qkv(heads, T, enc.cfg.head_dim)
         x = torch.randn(2, T, 32, dtype=torch.float64)
         state = enc.restate(x, pos, first.state(x, pos))
-        y = enc.attend(q, k, v, pos, state)
-        close(y, enc.mix(enc.logits(q, k, pos, state).softmax(-1), v, pos, state))
+        y = enc.attend(q, k, v, pos, state, x)
+        weights = enc.logits(q, k, pos, state, x).softmax(dim=-1)
+        close(y, enc.mix(weights, v, pos, state, x))
         assert y.shape == (2, heads, T, enc.out_dim)
+
+
+@variants
+def test_decoding_with_a_cache(kw):
+    """A query against the keys and values so far gives its row of the whole sequence.
+
+    The state is made of the tokens so far and the final length, or is that of the whole sequence.
+    """
+    first, enc = (block.attn.pe for block in make(**kw).blocks)
+    T = 2 * TRAIN_LEN
+    q, k, v, pos = qkv(enc.cfg.heads, T, enc.cfg.head_dim)
+    x = torch.randn(2, T, 32, dtype=torch.float64)
+    state = enc.restate(x, pos, first.state(x, pos))
+    whole, logits = enc.attend(q, k, v, pos, state, x), enc.logits(q, k, pos, state, x)
+    for t in (0, 5, T - 1):
+        row, far = slice(t, t + 1), slice(t + 1)
+        here = x[:, far], pos[far]
+        so_far = enc.restate(*here, first.state(*here, total_len=T))
+        past = k[:, :, far], v[:, :, far], pos[far]
+        close(enc.attend(q[:, :, row], *past, so_far, x[:, far]), whole[:, :, row])
+        close(enc.attend(q[:, :, row], *past, state, x[:, far]), whole[:, :, row])
+    close(enc.attend(q[:, :, 9:], k, v, pos, state, x), whole[:, :, 9:])  # a chunk of queries
+    close(enc.logits(q[:, :, 9:], k, pos, state, x), logits[:, :, 9:])
+    weights = logits[:, :, 9:].softmax(dim=-1)
+    close(enc.mix(weights, v, pos, state, x), whole[:, :, 9:])
+
+
+@variants
+def test_rows_with_positions_of_their_own(kw):
+    """A batch whose rows stand at positions of their own, fractions too, equals its rows alone."""
+    model = make(**kw)
+    tokens = torch.randint(11, (1, 14)).expand(3, -1)
+    steps = 3 * torch.rand(14, dtype=torch.float64)
+    pos = torch.stack([torch.arange(14).double(), torch.arange(14) + 7.0, steps.cumsum(0)])
+    with torch.no_grad():
+        logits = model(tokens, pos=pos)[0]
+        for i in range(3):
+            close(model(tokens[i:i + 1], pos=pos[i])[0], logits[i:i + 1])
+        close(model(tokens)[0], logits[:1].expand(3, -1, -1))  # 0..T-1 are the usual positions
+    shift_invariant = model.blocks[0].attn.pe.shift_invariant
+    assert torch.allclose(logits[0], logits[1]) == shift_invariant
+
+
+def test_attend_refuses_what_does_not_fit():
+    q, k, v, pos = qkv(4)
+    enc = encoding('rope', heads=4)
+    with pytest.raises(ValueError, match='q has 4 heads and k has 2: repeat grouped keys'):
+        enc.attend(q, k[:, :2], v[:, :2], pos)
+    with pytest.raises(ValueError, match='do not fit'):
+        enc.attend(q, k, v[:, :, :9], pos)
+    with pytest.raises(ValueError, match='do not fit'):
+        enc.attend(q, k[:, :, :9], v[:, :, :9], pos[:9])
+    with pytest.raises(ValueError, match='a position for each of the 10 keys'):
+        enc.attend(q, k, v, pos[:9])
+    with pytest.raises(ValueError, match='needs state=enc.state'):
+        encoding('prism+rope', heads=4).attend(q, k, v, pos)
+
+
+class FoX(pe.Encoding):
+    """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
+    f_j = sigmoid(w_h x_j + b_h), x the normalized input of the layer."""
+    shift_invariant = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.gate = torch.nn.Linear(cfg.d_model, cfg.heads)
+
+    def bias(self, at):
+        c = F.logsigmoid(self.gate(at.x)).cumsum(dim=1).transpose(1, 2)  # (B, H, T)
+        return c[..., :, None] - c[..., None, :]
+
+
+@pytest.fixture
+def fox(monkeypatch):
+    monkeypatch.setitem(pe.ENCODINGS, 'fox', FoX)
+
+
+@pytest.mark.parametrize('kw', [dict(pe='fox'), dict(pe='fox+rope'),
+                                dict(pe='alibi+fox', rope_heads=3)], ids=str)
+def test_a_bias_may_depend_on_content(kw, fox):
+    """An encoding written naturally, alone and in a sum, keeps the contract."""
+    for contract in (test_attend_is_softmax_of_logits_times_value, test_decoding_with_a_cache,
+                     test_rows_with_positions_of_their_own, test_shift_invariance_where_declared):
+        contract(kw)
+
+
+def test_fox(fox):
+    enc = encoding('fox')
+    q, k, v, pos = qkv()
+    x = torch.randn(2, 10, 16, dtype=torch.float64)
+    logits = enc.logits(q, k, pos, x=x)
+    f = torch.sigmoid(torch.einsum('btc,hc->bht', x, enc.gate.weight) + enc.gate.bias[:, None])
+    for b, h, t, s in itertools.product((0, 1), (0, 1), range(10), range(10)):
+        if s <= t:
+            forgotten = sum(math.log(f[b, h, j].item()) for j in range(s + 1, t + 1))
+            close(logits[b, h, t, s], content(q[b, h, t], k[b, h, s]) + forgotten)
+    with pytest.raises(ValueError, match='reads the input of the attention layer'):
+        enc.attend(q, k, v, pos)
+
+
+@pytest.mark.parametrize('name', ['fox', 'alibi', 'rope', 'fire'])
+def test_seeds_in_one_pass_with_positions_of_their_own(name, fox):
+    """Under vmap, masks that differ by seed, by row, or both, are each row's and seed's own."""
+    models = [make(pe=name, seed=seed) for seed in (0, 1)]
+    params, buffers = torch.func.stack_module_state(models)
+    tokens, pos = torch.randint(11, (3, 9)), torch.rand(3, 9, dtype=torch.float64).cumsum(dim=1)
+    for kw in (dict(), dict(pos=pos)):
+        def logits_of(params, buffers, kw=kw):
+            return torch.func.functional_call(models[0], (params, buffers), (tokens,), kw)[0]
+        together = torch.func.vmap(logits_of)(params, buffers)
+        for model, logits in zip(models, together):
+            close(logits, model(tokens, **kw)[0])
 
 
 @variants
@@ -874,7 +987,7 @@ def test_shift_invariance_where_declared(kw):
     x = torch.randn(2, TRAIN_LEN, 32, dtype=torch.float64)
 
     def outputs(pos):
-        return enc.attend(q, k, v, pos, enc.state(x, pos)), enc.embed(x, pos)
+        return enc.attend(q, k, v, pos, enc.state(x, pos), x), enc.embed(x, pos)
 
     same = all(torch.allclose(a, b) for a, b in zip(outputs(pos), outputs(pos + 7)))
     assert same == enc.shift_invariant

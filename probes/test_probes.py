@@ -1,5 +1,6 @@
 """The probes."""
 import cmath
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -388,7 +389,7 @@ def test_eq_2_with_a_factor_for_each_frequency_is_rope():
     turn = torch.polar(torch.ones(2, 10, 4, dtype=torch.float64), pos[:, None] * pe.frequencies(4, 1e4, q).expand(2, 1, 4))
     L, G = probe.grams(q, k, turn)
     close(L[1, 1].real, brute, 1e-12)
-    close(L.real, torch.matmul(*(z if i == 0 else z.mT for i, z in enumerate(encoding('rope').qk(q, k, pos)))), 1e-12)
+    close(L.real, torch.matmul(*(z if i == 0 else z.mT for i, z in enumerate(encoding('rope').qk(q, k, encoding('rope').at(len(pos), pos))))), 1e-12)
     close(G.real, q @ k.mT, 1e-12)
 
 
@@ -891,8 +892,8 @@ def test_tuning_of_a_new_encoding_with_a_state(monkeypatch):
         def state(self, x, pos, total_len=None):
             return x.new_full((), 2.0)
 
-        def qk(self, q, k, pos, state=None):
-            return super().qk(q, k, pos / state)
+        def qk(self, q, k, at):
+            return super().qk(q, k, dataclasses.replace(at, t=at.t / at.state, s=at.s / at.state))
     monkeypatch.setitem(pe.ENCODINGS, 'slow', Slow)
     slow, cfg = nano(pe='slow')
     row = cfg.the_task.sample(1, 5, torch.Generator())[0]
