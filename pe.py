@@ -248,7 +248,7 @@ class Encoding(nn.Module):
         v = self.append_position(self.value(v, at), at)
         q, k = self.scaled_qk(q, k, at)
         bias = self.bias(at)
-        if bias is None and not whole:
+        if bias is None and q.shape[2] < k.shape[2]:
             bias = q.new_zeros(1, q.shape[2], k.shape[2])
         mask = None  # fused attention is causal without one
         if bias is not None:
@@ -677,28 +677,6 @@ class ViPE(Encoding):
 # --------------------------------------------------------------------------------------------------
 # positions that the content decides
 
-class Orthogonal(nn.Module):
-    """parametrizations.orthogonal for W [n, k], n >= k, without cuSOLVER: CUDA graphs refuse that.
-
-    W = base H_1 .. H_k cut to k columns, H_i = 1 - 2 v_i v_i^T / |v_i|^2, v_i the i-th column of V:
-    X below its diagonal, 1 on it. In one piece: H_1 .. H_k = 1 - V S^-1 V^T, S the upper triangle
-    of V^T V with half its diagonal. In float64, which neither autocast nor tf32 shortens.
-    """
-    def forward(self, X):  # (n, k)
-        eye = torch.eye(*X.shape, device=X.device, dtype=torch.float64)
-        V = X.double().tril(-1) + eye
-        S = V.T @ V
-        S = S.triu(1) + S.tril().triu() / 2
-        H = eye - V @ torch.linalg.solve_triangular(S, V[:X.shape[1]].T, upper=True)
-        return self.base @ -H.to(X.dtype)  # X = 0 makes H = -1
-
-    def right_inverse(self, W):
-        n, k = W.shape
-        Q, R = torch.linalg.qr(torch.cat([W, torch.randn(n, n - k)], dim=1))
-        self.register_buffer('base', Q * R.diagonal().sign())  # W and columns that complete it
-        return torch.zeros_like(W)
-
-
 def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms, in float32 or
     float64: superposed encodings [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
@@ -758,7 +736,7 @@ class Cursors(nn.Module):
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
         if cfg.prism_recurrent == 'orthogonal':
-            nn.utils.parametrize.register_parametrization(self.W_h, 'weight', Orthogonal())
+            nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
             self.s = nn.Parameter(torch.tensor(0.5))
         if cfg.prism_sharpen:  # gamma = 1 + softplus(g), 2 at first

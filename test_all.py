@@ -684,34 +684,6 @@ def test_prism_branches_and_norms_are_algorithm_3():
     close(encodings('unit'), plain / plain.norm(dim=-1, keepdim=True) * d_pe ** 0.5)
 
 
-def test_orthogonal_is_pytorchs():
-    """The same parameters give the same matrix and the same gradient as PyTorch's own."""
-    def parametrized(parametrize):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(5, 15, dtype=torch.float64)
-        torch.nn.init.orthogonal_(layer.weight)
-        start = layer.weight.detach().clone()
-        parametrize(layer)
-        close(layer.weight.detach(), start, 1e-6)
-        return layer
-
-    def by_ours(layer):
-        torch.nn.utils.parametrize.register_parametrization(layer, 'weight', pe.Orthogonal())
-
-    theirs = parametrized(torch.nn.utils.parametrizations.orthogonal)
-    ours = parametrized(by_ours)
-    with torch.no_grad():
-        theirs.parametrizations.weight.original.add_(torch.randn(15, 5).double().tril(-1))
-    ours.load_state_dict(theirs.state_dict())
-    close(ours.weight.detach(), theirs.weight.detach())
-    direction = torch.randn(15, 5, dtype=torch.float64)
-    grads = []
-    for layer in (ours, theirs):
-        loss = (layer.weight * direction).sum()
-        grads += torch.autograd.grad(loss, layer.parametrizations.weight.original)
-    close(*grads)
-
-
 def test_prism_layers():
     """A second PRISM layer reads the residual stream before its layer; later layers use it."""
     model = make(pe='prism', n_layer=5, prism_layers=[1, 4])
