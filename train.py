@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import pe as encodings
@@ -87,6 +88,7 @@ class Config(ModelConfig):
             config.check_name('encoding', name, encodings.ENCODINGS)
         self.check_numbers()
         self.check_lengths()
+        self.check_task()
         self.check_schedule()
         if self.kernel == 'triton' and self.dtype == 'float64':
             raise ValueError('kernel=triton computes in float32: use kernel=reference for float64')
@@ -115,14 +117,17 @@ class Config(ModelConfig):
                 raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
 
     def check_lengths(self):
-        """ValueError if the task has no such problems; drop the lengths that a data set lacks."""
-        task = self.the_task
+        """ValueError if lengths or seeds are not whole numbers in range; drop repeats."""
         for key, low in (('train_lengths', 1), ('eval_lengths', 1), ('seeds', 0)):
             value = list(getattr(self, key))
             if not value or any(type(x) is not int or not low <= x < 2 ** 28 for x in value):
                 raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; '
                                  f'it is {value}')
             setattr(self, key, list(dict.fromkeys(value)))
+
+    def check_task(self):
+        """ValueError if the task does not fit the keys; drop the lengths that a data set lacks."""
+        task = self.the_task
         for key, part in (('train_lengths', 'train'), ('eval_lengths', None)):
             lengths = task.existing(sorted(getattr(self, key)), part)
             if not lengths:
@@ -131,11 +136,11 @@ class Config(ModelConfig):
             setattr(self, key, lengths)
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
-                task.of_part(part)
+                task.of_part(part)                         # says now what is missing
+            if self.top_evals:
+                raise ValueError('top_evals is for exact match, which a corpus does not have')
         if task.fixed and self.n_train:
             raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
-        if task.corpus and self.top_evals:
-            raise ValueError('top_evals is for exact match, which a corpus does not have')
 
     def check_schedule(self):
         """ValueError if length_schedule is malformed or leaves too few problems at some step."""
@@ -264,10 +269,10 @@ class Trainer:
     """A model, its optimizer and its batches: one seed on one device.
 
     engine/seeds.py puts other things in their place behind the same calls: a Stack of many models,
-    for which tokens are [S, B, T] and losses [S], and a Graph for update().
+    for which tokens are [S, B, T] and losses [S], its clipping, and a Graph for update().
     """
-    def __init__(self, cfg, model, batches, device, ranks, graph=False):
-        self.cfg, self.model, self.batches, self.ranks = cfg, model, batches, ranks
+    def __init__(self, cfg, model, batches, device, clip=clip_grad_norm_, graph=False):
+        self.cfg, self.model, self.batches, self.clip = cfg, model, batches, clip
         groups = model.optim_groups(cfg.lr, cfg.weight_decay)
         for group in groups:                               # a CUDA graph reads rates from tensors
             dtype = torch.float32 if device.type == 'cuda' else torch.float64
@@ -296,29 +301,20 @@ class Trainer:
                 part = fraction * self.model(x, y)[1]      # the model gives (logits, mean loss)
             part.sum().backward()                          # .sum() is over the seeds of a Stack
             loss = loss + part.detach()
-        self.ranks.add_gradients(self.model)               # of the processes that split the batch
         if self.cfg.grad_clip:
-            self.clip(self.cfg.grad_clip)
+            self.clip(self.model.parameters(), self.cfg.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
-
-    def clip(self, largest):
-        """Scale the gradient to a norm of at most `largest`."""
-        if isinstance(self.model, seeds.Stack):
-            self.model.clip_grad_norm_(largest)            # each seed's by itself
-        else:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
     def supervised(self, targets):
         """How many targets of a batch are supervised."""
         return (targets != -100).sum(dim=(-2, -1), dtype=DTYPES[self.cfg.dtype])
 
     def micro_batches(self, tokens, targets):
-        """This process's part of a batch in `accumulate` pieces: [(tokens, targets)]."""
-        x = self.ranks.rows(tokens).tensor_split(self.cfg.accumulate, dim=-2)
-        y = self.ranks.rows(targets).tensor_split(self.cfg.accumulate, dim=-2)
-        return zip(x, y)
+        """A batch in `accumulate` pieces: [(tokens, targets)]."""
+        pieces = self.cfg.accumulate
+        return zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2))
 
 
 def make_group(cfg, device, ranks=None):
@@ -329,24 +325,23 @@ def make_group(cfg, device, ranks=None):
         torch.manual_seed(seed)
         models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
         batches.append(Batches(cfg, seed, cfg.the_task, device))
-    if ranks.split:
-        torch.manual_seed(cfg.seeds[0] + ranks.rank)       # each process has dropout of its own
 
     compiled, graph = cfg.compile, cfg.graph
     if compiled is None:
         size = sum(p.numel() for p in models[0].parameters())
         compiled = device.type == 'cuda' and size >= 1e7
     if graph is None:
-        graph = device.type == 'cuda' and not compiled and not ranks.split
+        graph = device.type == 'cuda' and not compiled
     if compiled:
         torch._dynamo.reset()                              # or a sweep's ninth model runs eagerly
 
-    model, data = models[0], batches[0]
+    model, data, clip = models[0], batches[0], clip_grad_norm_
     if len(models) > 1:
         model, data = seeds.Stack(cfg, models, device, compiled), seeds.StackedBatches(batches)
+        clip = seeds.clip_each
     elif compiled:
         model = torch.compile(model, dynamic=False)
-    trainer = Trainer(cfg, model, data, device, ranks, graph)
+    trainer = Trainer(cfg, model, data, device, clip, graph)
     return seeds.Group(cfg, models, batches, trainer, ranks)
 
 
@@ -384,12 +379,12 @@ def evaluate(model, task, sets, autocast=None):
         asked = targets != -100
         states = asked if task.end is None else asked & (targets != task.end)
         last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
-        found = dict(exact=(right | ~asked).all(dim=1).double().mean(),
+        score = dict(exact=(right | ~asked).all(dim=1).double().mean(),
                      token=((right & asked).sum() / asked.sum()).double(),
                      last=right.gather(1, last).double().mean())
         if task.corpus:
-            found['loss'] = loss / asked.sum()
-        scores[length] = {key: round(x.item(), 6) for key, x in found.items()}
+            score['loss'] = loss / asked.sum()
+        scores[length] = {key: round(x.item(), 6) for key, x in score.items()}
         scores[length]['n'] = len(tokens)
     model.train(training)
     return scores
@@ -407,16 +402,15 @@ def train(cfg, device, state, stop, ranks):
     group = make_group(cfg, device, ranks)
     validation, test = (held_out(cfg, task, split, device) for split in ('eval', 'test'))
     run = checkpoint.Run(cfg, state, ranks)
-    losses = []                                            # since the last logged step: (S,) each
     first = state['step']
     if first:
-        losses = group.local_losses(state.pop('losses', torch.empty(0, len(cfg.seeds))))
         group.restore(state)
 
     print(report.title(cfg, group.models[0], device, ranks))
     began = time.time()
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', disable=True if ranks.rank else None, leave=False)
+    losses = []                                            # (S,) each, still on the device
     for step in bar:
         losses.append(group.step(step))                    # Trainer.step, above
         done = step + 1
@@ -427,14 +421,12 @@ def train(cfg, device, state, stop, ranks):
             continue
 
         # here alone the loop waits for the device
-        recent = group.gather_losses(losses)               # {seed: loss} of each step
-        for number, loss in enumerate(recent, done - len(recent) + 1):
-            run.drop(number, 'the loss', {seed: math.isfinite(loss[seed]) for seed in loss})
+        run.add_losses(done, group.gather_losses(losses))  # {seed: loss} of each step
+        losses.clear()
         if logging:
             speed = (done - first) / (time.time() - began)
-            mean = run.log_losses(done, recent, group.learning_rate(), speed)
+            mean = run.log_losses(done, group.learning_rate(), speed)
             bar.set_postfix(loss=f'{mean:.4f}')
-            losses.clear()
         if not (evaluating or stopping):
             continue
 
@@ -444,10 +436,10 @@ def train(cfg, device, state, stop, ranks):
         run.drop(done, 'a weight', {seed: x is not None for seed, x in scores.items()})
         if evaluating:
             run.log_scores(done, scores)
-            found = report.mean_scores({seed: scores[seed] for seed in run.alive})
+            mean_scores = report.mean_scores({seed: scores[seed] for seed in run.alive})
             tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  '
-                       f'{report.brief(cfg, found)}')
-        run.save(done, ranks.gather(group.state()), [] if logging else recent)
+                       f'{report.brief(cfg, mean_scores)}')
+        run.save(done, group.gather_state())
         if stopping and done < cfg.max_steps:
             return None
         began += time.time() - pause                       # evaluations do not count as training
@@ -534,7 +526,7 @@ def main(argv):
     command = 'python train.py ' + shlex.join(argv)
     points, swept = runs.read_points(Config, values)
     cfg = points[0][1]
-    ranks = seeds.Ranks.of_torchrun(one_seed=not swept and len(cfg.seeds) == 1)
+    ranks = seeds.Ranks.of_torchrun()
     usual = config.defaults(Config)
     print(', '.join(f'{key}={value}' for key, value in values.items()
                     if key in ('task', 'pe') or value != usual[key]) + '\n')
@@ -543,7 +535,9 @@ def main(argv):
         if ranks.size > 1:
             raise UserError('--eval_only and --benchmark take a single process: no torchrun')
         return run_without_training(points, command)
-    return runs.train_points(points, swept, values['out_dir'], train, command, ranks)
+    if swept:
+        return runs.train_sweep(points, swept, values['out_dir'], train, command, ranks)
+    return runs.train_run(cfg, train, command, ranks)
 
 
 if __name__ == '__main__':

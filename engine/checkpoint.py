@@ -14,6 +14,7 @@ ended, lengths.json. ckpt.pt is a dictionary:
 import contextlib
 import io
 import json
+import math
 import os
 
 import torch
@@ -25,50 +26,50 @@ from engine.config import UserError
 # --------------------------------------------------------------------------------------------------
 # writing and reading
 
+@contextlib.contextmanager
+def explain(what, fix=''):
+    """Make an OSError in the block one line: cannot `what`: its reason, and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f'cannot {what}: {error.strerror}{fix}') from None
+
+
 def write(path, data):
     """Write bytes or text so that the file is always either the old one or the new one, whole."""
     data = data.encode() if isinstance(data, str) else data
-    try:
-        with open(path + '.tmp', 'wb') as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + '.tmp', path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(path + '.tmp')
-        reason = f'{error.strerror}; the old file, if any, is unchanged'
-        raise UserError(f'cannot write {path}: {reason}') from None
+    with explain(f'write {path}', '; the old file, if any, is unchanged'):
+        try:
+            with open(path + '.tmp', 'wb') as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(path + '.tmp', path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(path + '.tmp')
+            raise
 
 
 def append(path, text):
     """Append text to a file in one piece, even if several processes do."""
-    try:
-        with open(path, 'ab', buffering=0) as f:
-            f.write(text.encode())
-    except OSError as error:
-        raise UserError(f'cannot write {path}: {error.strerror}') from None
+    with explain(f'write {path}'), open(path, 'ab', buffering=0) as f:
+        f.write(text.encode())
 
 
 def make_folder(path):
     """Make a folder, if it is not there."""
-    try:
+    with explain(f'make the folder {path}', '; choose another --out_dir'):
         os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        reason = f'{error.strerror}; choose another --out_dir'
-        raise UserError(f'cannot make the folder {path}: {reason}') from None
 
 
 def read_json(path):
     """The dictionary in a JSON file of a run."""
-    try:
-        with open(path) as f:
-            value = json.load(f)
-    except (OSError, ValueError) as error:
-        raise UserError(f'cannot read {path}: {error}') from None
-    if not isinstance(value, dict):
-        raise UserError(f'cannot read {path}: it does not hold a dictionary')
-    return value
+    with explain(f'read {path}'), open(path) as f, contextlib.suppress(ValueError):
+        value = json.load(f)
+        if isinstance(value, dict):
+            return value
+    raise UserError(f'{path} does not hold a dictionary in JSON')
 
 
 def read_lengths(path):
@@ -79,18 +80,14 @@ def read_lengths(path):
 
 def read(path, cls):
     """The dictionary in a checkpoint; keys of `cls` that it does not have get their defaults."""
-    try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-        if {'config', 'seeds', 'step'} <= checkpoint.keys():
-            checkpoint['config'] = config.defaults(cls) | checkpoint['config']
+    if not os.path.exists(path):
+        raise UserError(f'no checkpoint {path}; train the run first, or name it by --out_dir')
+    # torch says in many ways that a file is cut off, or not a checkpoint at all
+    with explain(f'read {path}'), open(path, 'rb') as f, contextlib.suppress(Exception):
+        checkpoint = torch.load(f, map_location='cpu', weights_only=True)
+        checkpoint['config'] = config.defaults(cls) | checkpoint['config']
+        if {'seeds', 'step'} <= checkpoint.keys():
             return checkpoint
-    except FileNotFoundError:
-        fix = 'train the run first, or name it by --out_dir'
-        raise UserError(f'no checkpoint {path}; {fix}') from None
-    except (PermissionError, IsADirectoryError) as error:
-        raise UserError(f'cannot read {path}: {error.strerror}') from None
-    except Exception:                                      # cut off, or not a checkpoint at all
-        pass
     raise UserError(f'{path} is not a whole checkpoint of train.py; delete it and train again')
 
 
@@ -124,9 +121,9 @@ def weights(checkpoint, seed, path):
 
 
 def first_sound(checkpoint):
-    """The first seed that did not fail; the first of all if none is left."""
+    """The first seed that did not fail; a run without one is not saved."""
     sound = [seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry]
-    return [*sound, *checkpoint['config']['seeds']][0]
+    return sound[0]
 
 
 def failures(checkpoint):
@@ -143,13 +140,14 @@ def finished(cfg):
     state, scores = read(path, type(cfg)), read_lengths(table)
     check_same(cfg, state['config'], path)
     sound = [seed for seed in cfg.seeds if 'failed' not in state['seeds'][seed]]
-    wanted = set(cfg.eval_lengths)
+    ended, wanted = state['step'] == cfg.max_steps, set(cfg.eval_lengths)
     for seed in sound:
         there = scores.get(seed, {}).keys()
-        # other lengths of a corpus are other text
-        if not wanted <= there or (cfg.the_task.corpus and wanted != there):
-            return None, None
-    if state['step'] < cfg.max_steps:
+        if cfg.the_task.corpus:                            # other lengths of it are other text
+            ended &= there == wanted
+        else:
+            ended &= there >= wanted
+    if not ended:
         return None, None
     return state, {seed: {n: scores[seed][n] for n in cfg.eval_lengths} for seed in sound}
 
@@ -169,9 +167,8 @@ class Run:
             checkpoint['seeds'] = {seed: {'evals': []} for seed in cfg.seeds}
         self.entries = checkpoint['seeds']
         self.alive = [seed for seed in cfg.seeds if 'failed' not in self.entries[seed]]
-        if not self.alive:
-            fix = 'train it into another --out_dir with a lower --lr'
-            raise Diverged(f'every seed of this run has failed; {fix}')
+        saved = checkpoint.get('losses', torch.empty(0)).tolist()
+        self.recent = [dict(zip(cfg.seeds, row)) for row in saved]     # since the log's last line
         path = os.path.join(cfg.out_dir, 'log.jsonl')
         self.log = open(path if ranks.rank == 0 else os.devnull, 'a', buffering=1)
 
@@ -189,16 +186,23 @@ class Run:
                 raise Diverged(f'{entry["failed"]}. {fix}')
             tqdm.write(entry['failed'])
 
-    def log_losses(self, step, recent, lr, steps_per_s):
-        """A line for each seed: its mean loss over `recent`, [{seed: loss}] of the last steps.
+    def add_losses(self, step, losses):
+        """Take in [{seed: loss}] of the last steps up to `step`; drop seeds that are not finite."""
+        for number, loss in enumerate(losses, step - len(losses) + 1):
+            self.drop(number, 'the loss', {seed: math.isfinite(x) for seed, x in loss.items()})
+        self.recent += losses
+
+    def log_losses(self, step, lr, steps_per_s):
+        """A line for each seed: its mean loss since the last line.
 
         Returns the last step's loss, averaged over seeds.
         """
         for seed in self.alive:
-            loss = sum(losses[seed] for losses in recent) / len(recent)
+            loss = sum(losses[seed] for losses in self.recent) / len(self.recent)
             point = dict(step=step, seed=seed, loss=loss, lr=lr, steps_per_s=round(steps_per_s, 2))
             self.log.write(json.dumps(point) + '\n')
-        return sum(recent[-1][seed] for seed in self.alive) / len(self.alive)
+        last, self.recent = self.recent[-1], []
+        return sum(last[seed] for seed in self.alive) / len(self.alive)
 
     def log_scores(self, step, scores):
         """A line for each seed: its {length: scores}, which go into the checkpoint as well."""
@@ -206,34 +210,21 @@ class Run:
             self.entries[seed]['evals'].append({'step': step, 'lengths': scores[seed]})
             self.log.write(json.dumps(dict(step=step, seed=seed, eval=scores[seed])) + '\n')
 
-    def save(self, step, states, recent):
-        """Write ckpt.pt from the states of all processes, seeds.Group.state() of each.
-
-        The file does not depend on how many processes there are. A failed seed keeps its last
-        model. recent: [{seed: loss}], the losses that are not in the log yet.
-        """
+    def save(self, step, state):
+        """Write ckpt.pt, given seeds.Group.gather_state(). A failed seed keeps its last model."""
         self.checkpoint['step'] = step
         for seed in self.alive:
             self.entries[seed]['step'] = step
         if self.ranks.rank:
             return
-        parts = [state for state in states if 'models' in state]
-        for part in parts:
-            for seed in part['models'].keys() & set(self.alive):
-                self.entries[seed]['model'] = part['models'][seed]
-        moments = {}
-        for i, first in parts[0]['moments'].items():
-            moments[i] = dict(first)
-            for key, x in first.items():
-                if x.dim():
-                    moments[i][key] = torch.cat([part['moments'][i][key] for part in parts])
-        starts = [start for part in parts for start in part['batches']['starts']]
-        rows = [list(losses.values()) for losses in recent]
-        self.checkpoint.update(moments=moments, batches=parts[0]['batches'] | {'starts': starts},
-                               rng=[state['rng'] for state in states])
+        models = state.pop('models')
+        for seed in self.alive:
+            self.entries[seed]['model'] = models[seed]
+        rows = [list(losses.values()) for losses in self.recent]
         losses = torch.tensor(rows, dtype=torch.float64).view(-1, len(self.cfg.seeds))
+        self.checkpoint.update(state, losses=losses)
         buffer = io.BytesIO()
-        torch.save(self.checkpoint | {'losses': losses}, buffer)
+        torch.save(self.checkpoint, buffer)
         write(os.path.join(self.cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
 
 

@@ -36,22 +36,22 @@ def read_config(cls, argv):
     for path in paths:
         values = config.read_file(cls, path, values, swept=swept)
     values |= flags
+    values['out_dir'] = values['out_dir'] or default_out_dir(values)
     sweeps = any(isinstance(value, config.Sweep) for value in values.values())
     if values['prompt'] and not values['eval_only']:
         raise UserError('--prompt needs a trained model: add --eval_only and --out_dir=RUN')
     if values['eval_only'] and sweeps:
         raise UserError('--eval_only takes one run: name its folder by --out_dir')
     if (values['eval_only'] or values['resume']) and not sweeps:
-        folder, resume = values['out_dir'] or default_out_dir(values), values['resume']
-        path = os.path.join(folder, 'config.json')
+        here = {key: values[key] for key in ('out_dir', 'resume')}
+        path = os.path.join(values['out_dir'], 'config.json')
         if not os.path.exists(path):
             what = 'evaluate' if values['eval_only'] else 'resume'
             raise UserError(f'no run to {what}: {path} does not exist; name the run by --out_dir')
         saved = checkpoint.read_json(path)
         for key in values.keys() & saved.keys():
             values[key] = config.check(cls, key, saved[key], path)
-        values |= {'resume': resume, 'out_dir': folder} | flags
-    values['out_dir'] = values['out_dir'] or default_out_dir(values)
+        values |= flags | here
     return values
 
 
@@ -104,10 +104,23 @@ def run(cfg, train, stop, command, ranks):
     return state, by_seed
 
 
-def sweep(points, train, stop, command):
-    """Run each (label, config): {label: by_seed}, None if stopped; and a line per failure."""
-    done, failed = {}, []
-    for label, cfg in points:
+def train_run(cfg, train, command, ranks):
+    """Train one run and show its scores: the exit status."""
+    stop = seeds.Stop(torchrun=ranks.size > 1)
+    state, by_seed = run(cfg, train, stop, command, ranks)
+    if by_seed is None:
+        print('stopped and saved; go on with --resume')
+        return 128 + stop.signal
+    if ranks.rank == 0:
+        report.show(cfg, by_seed, report.top(cfg, state) if cfg.top_evals else None)
+    return check_failures(checkpoint.failures(state))
+
+
+def train_sweep(points, swept, out_dir, train, command, ranks):
+    """Train each (label, config), every process its share, and show a table: the exit status."""
+    stop = seeds.Stop(torchrun=ranks.size > 1)
+    scores, failed = {}, []
+    for label, cfg in points[ranks.rank::ranks.size]:
         print(f'--- {label} ({cfg.out_dir})')
         state, by_seed = checkpoint.finished(cfg)
         if by_seed:
@@ -119,36 +132,23 @@ def sweep(points, train, stop, command):
                 failed.append(f'{label}: {error}')
                 continue
         if by_seed is None:
-            return None, failed
+            print('stopped and saved; go on with the same command')
+            return 128 + stop.signal
         failed += [f'{label} {line}' for line in checkpoint.failures(state)]
-        done[label] = by_seed
+        scores[label] = by_seed
         print(report.brief(cfg, report.mean_scores(by_seed)))
         if len(by_seed) > 1:
             print(report.over_seeds(cfg, by_seed))
-    return done, failed
-
-
-def train_points(points, swept, out_dir, train, command, ranks):
-    """Train the one run or the points of a sweep and show what they found: the exit status."""
-    stop, cfg = seeds.Stop(torchrun=ranks.size > 1), points[0][1]
-    if swept:
-        done, failed = sweep(points[ranks.rank::ranks.size], train, stop, command)
-    else:
-        state, done = run(cfg, train, stop, command, ranks)
-        failed = checkpoint.failures(state)
-    if done is None:
-        print('stopped and saved; go on with ' + ('the same command' if swept else '--resume'))
-        return 128 + stop.signal
-    if swept:                                              # each process ran its own points
-        parts = ranks.all_gather((done, failed))
-        found = {label: by_seed for part, _ in parts for label, by_seed in part.items()}
-        done = {label: found[label] for label, _ in points if label in found}
-        failed = [line for _, lines in parts for line in lines]
+    scores = seeds.merge(ranks.all_gather(scores))
+    failed = sum(ranks.all_gather(failed), [])
     if ranks.rank == 0:
-        if swept:
-            report.show_sweep(cfg, out_dir, swept, done)
-        else:
-            report.show(cfg, done, report.top(cfg, state) if cfg.top_evals else None)
+        in_order = {label: scores[label] for label, _ in points if label in scores}
+        report.show_sweep(points[0][1], out_dir, swept, in_order)
+    return check_failures(failed)
+
+
+def check_failures(failed):
+    """UserError if a seed or a point of a sweep diverged: a line about each is in `failed`."""
     if failed:
         raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
     return 0

@@ -2,12 +2,11 @@
 
 train.Trainer trains one model. What this file adds takes the place of one of its parts:
 
-    Stack, StackedBatches   its model and batches: many seeds as one, [S, B, T] -> losses [S]
-    Graph                   its update(): recorded once on a GPU and replayed
-    Ranks                   several processes, which share the seeds, or the batch of a single seed
-    Group                   the models of a process's seeds behind one Trainer, and their state
+    Stack, StackedBatches, clip_each   its model, batches and clipping: many seeds as one
+    Graph                              its update(): recorded once on a GPU and replayed
 
-Nothing in a step mixes seeds: each one trains as it would alone.
+Group holds the models of a process's seeds behind one Trainer; Ranks, the processes that share the
+seeds. Nothing in a step mixes seeds: each one trains as it would alone.
 """
 import contextlib
 import datetime
@@ -66,14 +65,8 @@ class Stack:
         model, state = self.models[0], (params, buffers)
         return torch.func.functional_call(model, state, (tokens, targets), tie_weights=False)[1]
 
-    def clip_grad_norm_(self, largest):
-        """Scale each seed's gradient to a norm of at most `largest`."""
-        grads = [p.grad for p in self.params.values()]
-        norms = [grad.reshape(len(grad), -1).norm(dim=1) for grad in grads]
-        norm = torch.stack(norms).norm(dim=0)              # (S,)
-        scale = (largest / (norm + 1e-6)).clamp(max=1)
-        for grad in grads:
-            grad.mul_(scale.view(-1, *[1] * (grad.dim() - 1)))
+    def parameters(self):
+        return self.params.values()
 
     def optim_groups(self, lr, weight_decay):
         """The parameter groups of one model, with the stacks in place of its parameters."""
@@ -94,6 +87,16 @@ class StackedBatches:
         return torch.stack(tokens), torch.stack(targets)
 
 
+def clip_each(params, largest):
+    """Scale each seed's gradient to a norm of at most `largest`; params: stacks [S, ...]."""
+    grads = [p.grad for p in params]
+    norms = [grad.reshape(len(grad), -1).norm(dim=1) for grad in grads]
+    norm = torch.stack(norms).norm(dim=0)                  # (S,)
+    scale = (largest / (norm + 1e-6)).clamp(max=1)
+    for grad in grads:
+        grad.mul_(scale.view(-1, *[1] * (grad.dim() - 1)))
+
+
 class Group:
     """The models of this process's seeds, behind one Trainer, and the state of their training."""
     def __init__(self, cfg, models, batches, trainer, ranks):
@@ -112,85 +115,80 @@ class Group:
     def gather_losses(self, losses):
         """[{seed: loss}] of all processes from this one's losses, [S] of each step."""
         mine = torch.stack(losses).cpu()                   # (steps, S): waits for the device
-        parts = self.ranks.all_gather(mine)
-        rows = sum(parts) if self.ranks.split else torch.cat(parts, dim=1)
+        rows = torch.cat(self.ranks.all_gather(mine), dim=1)
         return [dict(zip(self.cfg.seeds, row)) for row in rows.tolist()]
-
-    def local_losses(self, losses):
-        """This process's part, [S] each, of the losses [steps, seeds] in a checkpoint."""
-        x = next(self.models[0].parameters())
-        mine = losses.to(x.device, x.dtype)[:, self.ranks.share_slice(len(self.cfg.seeds))]
-        if self.ranks.split and self.ranks.rank:
-            mine = torch.zeros_like(mine)                  # the parts of a split batch add up
-        return list(mine)
 
     def evaluate(self, evaluate, alive, *args):
         """{seed: evaluate(model, *args)} of all processes; None where a weight is not finite."""
-        found = {}
-        if not (self.ranks.split and self.ranks.rank):     # else rank 0 evaluates the same model
-            for seed, model in zip(self.seeds, self.models):
-                if seed in alive:
-                    finite = all(p.isfinite().all() for p in model.parameters())
-                    found[seed] = evaluate(model, *args) if finite else None
-        parts = self.ranks.all_gather(found)
-        return {seed: scores for part in parts for seed, scores in part.items()}
+        scores = {}
+        for seed, model in zip(self.seeds, self.models):
+            if seed in alive:
+                finite = all(p.isfinite().all() for p in model.parameters())
+                scores[seed] = evaluate(model, *args) if finite else None
+        return merge(self.ranks.all_gather(scores))
 
-    def state(self):
-        """What this process adds to a checkpoint, on the CPU."""
-        device = next(self.models[0].parameters()).device
-        rng = [torch.get_rng_state()]
-        if device.type == 'cuda':
-            rng.append(torch.cuda.get_rng_state(device))
-        if self.ranks.split and self.ranks.rank:
-            return {'rng': rng}
+    def gather_state(self):
+        """The part of a checkpoint that restore() reads, of all processes; None but on rank 0."""
         models = {}
         for seed, model in zip(self.seeds, self.models):
             weights = model.state_dict().items()
             models[seed] = {name: x.to('cpu', copy=True) for name, x in weights}
+        starts = [batches.start for batches in self.batches]
+        rng = [torch.get_rng_state()]
+        if self.batches[0].device.type == 'cuda':
+            rng.append(torch.cuda.get_rng_state())
+        parts = self.ranks.gather((models, starts, rng, self.moments()))
+        if self.ranks.rank:
+            return None
+
+        models, starts, rng, all_moments = zip(*parts)
+        moments = {}
+        for i, state in all_moments[0].items():
+            moments[i] = dict(state)
+            for key, x in state.items():
+                if x.dim():
+                    moments[i][key] = torch.cat([part[i][key] for part in all_moments])
         first = self.batches[0]
-        place = {'starts': [batches.start for batches in self.batches],
-                 'lengths': first.lengths, 'at': first.at}
-        return {'rng': rng, 'models': models, 'moments': self.moments(), 'batches': place}
+        place = {'starts': sum(starts, []), 'lengths': first.lengths, 'at': first.at}
+        return {'models': merge(models), 'moments': moments, 'batches': place, 'rng': list(rng)}
 
     def moments(self):
         """AdamW's state, stacked over the seeds: {number of the parameter: {name: [S, ...]}}."""
-        found = {}
+        moments = {}
         for i, state in self.trainer.optimizer.state_dict()['state'].items():
-            found[i] = {}
+            moments[i] = {}
             for key, x in state.items():
                 if x.dim() and len(self.models) == 1:      # a single model has no axis of seeds
                     x = x[None]
-                found[i][key] = x.cpu()
-        return found
+                moments[i][key] = x.cpu()
+        return moments
 
     def restore(self, checkpoint):
-        """Put back what checkpoint.Run.save wrote, from however many processes."""
-        for seed, model in zip(self.seeds, self.models):
+        """Go on from a checkpoint, written by however many processes."""
+        rows = [self.cfg.seeds.index(seed) for seed in self.seeds]
+        place = checkpoint['batches']
+        for seed, row, model, batches in zip(self.seeds, rows, self.models, self.batches):
             entry = checkpoint['seeds'][seed]
             if 'model' in entry:                           # else it failed before its first one
                 model.load_state_dict(entry['model'])
-        mine = self.ranks.share_slice(len(self.cfg.seeds))
-        part = mine.start if len(self.models) == 1 else mine
-        moments = {}
-        for i, state in checkpoint['moments'].items():
-            moments[i] = {key: x[part] if x.dim() else x for key, x in state.items()}
-        optimizer = self.trainer.optimizer
-        groups = optimizer.state_dict()['param_groups']
-        rates = [group['lr'] for group in optimizer.param_groups]
-        optimizer.load_state_dict({'state': moments, 'param_groups': groups})
-        for group, rate in zip(optimizer.param_groups, rates):
-            group['lr'] = rate                             # loading put a copy in its place
-        saved = checkpoint['batches']
-        for batches, start in zip(self.batches, saved['starts'][mine]):
-            batches.resume(start, saved['lengths'], saved['at'])
+            batches.resume(place['starts'][row], place['lengths'], place['at'])
+        self.restore_moments(checkpoint['moments'], rows if len(rows) > 1 else rows[0])
         if len(checkpoint['rng']) != self.ranks.size:      # saved by another number of processes
             torch.manual_seed(checkpoint['step'] << 16 | self.ranks.rank)
             return
         cpu, *cuda = checkpoint['rng'][self.ranks.rank]
         torch.set_rng_state(cpu)
-        device = next(self.models[0].parameters()).device
-        if cuda and device.type == 'cuda':
-            torch.cuda.set_rng_state(cuda[0], device)
+        if cuda:
+            torch.cuda.set_rng_state(cuda[0])
+
+    def restore_moments(self, moments, rows):
+        """Give AdamW these rows of what moments() returned for all seeds."""
+        optimizer = self.trainer.optimizer
+        params = [p for group in optimizer.param_groups for p in group['params']]
+        for i, state in moments.items():
+            p = params[i]
+            optimizer.state[p] = {key: (x[rows] if x.dim() else x).to(p.device)
+                                  for key, x in state.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,11 +201,8 @@ def pick_device(cfg):
     if cfg.device == 'cpu' or cfg.device == 'auto' and not torch.cuda.is_available():
         return torch.device('cpu')
     count = torch.cuda.device_count()
-    number = 0
-    if ':' in cfg.device:
-        number = int(cfg.device[5:])
-    elif count:
-        number = torch.cuda.current_device()  # each of torchrun's processes has its own
+    current = torch.cuda.current_device() if count else 0  # torchrun's processes have one each
+    number = int(cfg.device.partition(':')[2] or current)
     if number >= count:
         raise UserError(f'--device={cfg.device}: this machine has {count} CUDA devices; '
                         'use --device=cpu')
@@ -260,50 +255,29 @@ class Graph:
 # several processes
 
 class Ranks:
-    """The processes that work on one run; this is number `rank` of `size`.
-
-    Each has its share of the seeds. A single seed they all have, and its batch is `split`.
-    """
-    def __init__(self, rank=0, size=1, split=False):
-        self.rank, self.size, self.split = rank, size, split
+    """The processes that share the seeds of a run, or a sweep: this is number `rank` of `size`."""
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
 
     @classmethod
-    def of_torchrun(cls, one_seed):
+    def of_torchrun(cls):
         """The processes that torchrun started. Each takes a GPU in turn; only rank 0 prints."""
         if int(os.environ.get('WORLD_SIZE', 1)) == 1:
             return cls()
+        backend = 'gloo'
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ['LOCAL_RANK']) % torch.cuda.device_count())
-        backend = 'cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'
+            backend = 'cpu:gloo,cuda:nccl'
         # torchrun ends this process when another one dies, so there is no need for a time limit
         distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
         if distributed.get_rank():
             sys.stdout = open(os.devnull, 'w')
-        return cls(distributed.get_rank(), distributed.get_world_size(), one_seed)
-
-    def share_slice(self, count):
-        """Which of `count` seeds are this process's."""
-        if self.split:
-            return slice(0, 1)
-        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        return cls(distributed.get_rank(), distributed.get_world_size())
 
     def share(self, seeds):
         """The seeds of this process."""
-        return seeds[self.share_slice(len(seeds))]
-
-    def rows(self, tokens):
-        """This process's rows of a batch [.., B, T]: all of them, unless the batch is split."""
-        return tokens.tensor_split(self.size, dim=-2)[self.rank] if self.split else tokens
-
-    def add_gradients(self, model):
-        """Sum the gradients of processes that split a batch."""
-        if not self.split:
-            return
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        distributed.all_reduce(flat)
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(total.view_as(grad))
+        count = len(seeds)
+        return seeds[count * self.rank // self.size:count * (self.rank + 1) // self.size]
 
     def all_gather(self, part):
         """Every process's part, in order, on all of them."""
@@ -321,40 +295,35 @@ class Ranks:
         return parts
 
 
+def merge(parts):
+    """One dictionary of several processes' parts of it."""
+    return {key: x for part in parts for key, x in part.items()}
+
+
 def check_parallel(cfg, device, ranks):
     """UserError if the processes, the device and the run do not go together."""
-    seeds, pieces = len(cfg.seeds), ranks.size * cfg.accumulate
-    if cfg.graph and (device.type != 'cuda' or ranks.split):
-        needs = 'a model of its own for every process' if ranks.split else 'a CUDA device'
-        raise UserError(f'--graph needs {needs}; leave it out')
-    if seeds > 1 and ranks.size > seeds:
-        raise UserError(f'{ranks.size} processes are too many for {seeds} seeds: '
+    if cfg.graph and device.type != 'cuda':
+        raise UserError('--graph needs a CUDA device; leave it out')
+    if ranks.size > len(cfg.seeds):
+        seeds = '1 seed' if len(cfg.seeds) == 1 else f'{len(cfg.seeds)} seeds'
+        raise UserError(f'{ranks.size} processes are too many for {seeds}: '
                         'start at most one per seed')
-    if ranks.split and pieces > cfg.batch_size:
-        raise UserError(f'{ranks.size} processes with accumulate={cfg.accumulate} cut '
-                        f'batch_size={cfg.batch_size} into more parts than it has sequences')
-    gpus = torch.cuda.device_count()
-    here = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    if ranks.split and gpus and cfg.device != 'cpu' and (':' in cfg.device or here > gpus):
-        raise UserError(f'{here} processes that split a batch need a GPU each and --device=auto; '
-                        f'this machine has {gpus}')
 
 
 class Stop:
     """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once.
 
     torchrun repeats the signals that it gets, and kills after 30 seconds: under torchrun a second
-    signal changes nothing, but torchrun's own end stops the run.
+    signal changes nothing.
     """
     def __init__(self, torchrun=False):
-        self.signal = 0
-        self.parent = os.getppid() if torchrun else None
+        self.signal, self.torchrun = 0, torchrun
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, self.handle)
 
     def handle(self, number, frame):
         self.signal = number
-        if self.parent is None:
+        if not self.torchrun:
             signal.signal(number, signal.SIG_DFL)
 
     def agreed(self, step, ranks):
@@ -362,8 +331,6 @@ class Stop:
 
         A process sees its own signals at once; several agree at every tenth step.
         """
-        if self.parent not in (None, os.getppid()):
-            self.signal = self.signal or signal.SIGTERM
         if ranks.size > 1:
             if step % 10:
                 return 0
@@ -382,9 +349,10 @@ def run_program(main, *errors):
                 time.sleep(5)                              # rank 0 reports, torchrun ends the rest
             raise
         except RuntimeError as error:
-            if not distributed.is_initialized() or 'gloo' not in str(error):
-                raise
-            raise UserError('another process has ended, and so does this one') from None
+            if 'out of memory' in str(error) or 'allocate memory' in str(error):
+                raise UserError('not enough memory: use a smaller batch_size, a larger accumulate '
+                                'or shorter lengths') from None
+            raise
     status = config.status_of(main_of_rank, *errors)
     if distributed.is_initialized():                       # closing gloo's threads may abort
         sys.stdout.flush()
