@@ -1,6 +1,6 @@
 """The core's contracts: read a test to learn what a piece of nanoPE promises.
 
-    python -m pytest test_all.py            on a CPU in some minutes
+    python -m pytest test_all.py            on a CPU in some minutes (pip install pytest)
     python -m pytest test_all.py -k rope    what concerns one encoding
 
 Each encoding is compared with its equation, written as a loop over plain numbers in float64. What
@@ -24,7 +24,12 @@ import warnings
 
 # For torch and for the programs that tests run: on tensors this small, threads mostly wait.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import pytest
+if __name__ == '__main__' and {'-h', '--help'} & set(sys.argv):
+    sys.exit(print(__doc__))  # works without pytest
+try:
+    import pytest
+except ImportError:
+    sys.exit('the tests need pytest: pip install pytest')
 import torch
 import torch.nn.functional as F
 
@@ -2050,7 +2055,7 @@ def test_gpu_kernels_at_32768_tokens(name):
 # the programs
 
 def test_every_program_has_help():
-    programs = sorted(f for f in os.listdir(HERE) if re.fullmatch(r'(?!test_)\w+\.py', f))
+    programs = sorted(f for f in os.listdir(HERE) if f.endswith('.py'))
     for program, run in zip(programs, pythons(*([program, '--help'] for program in programs))):
         assert run.returncode == 0, (program, run.stderr)
         assert run.stdout, program
@@ -2070,3 +2075,7 @@ def test_every_file_runs():
     assert 'predicted: ' in examples
     assert re.search(r'embedding.weight +\[\d+, 128\]', shapes)
     assert 'total' in shapes
+
+
+if __name__ == '__main__':
+    sys.exit(pytest.main(sys.argv))

@@ -331,7 +331,9 @@ def make_group(cfg, device, ranks=None):
         size = sum(p.numel() for p in models[0].parameters())
         compiled = device.type == 'cuda' and size >= 1e7
     if graph is None:
-        graph = device.type == 'cuda' and not compiled
+        # a capture refuses the factorization that keeps PRISM's matrix orthogonal
+        capturable = cfg.prism_recurrent != 'orthogonal'
+        graph = device.type == 'cuda' and not compiled and capturable
     if compiled:
         torch._dynamo.reset()                              # or a sweep's ninth model runs eagerly
 
