@@ -148,7 +148,7 @@ def train_points(points, swept, out_dir, train, command, ranks):
         if swept:
             report.show_sweep(cfg, out_dir, swept, done)
         else:
-            report.show(cfg, done, report.top(cfg, state) if cfg.top_evals else None)
+            report.show(cfg, done)
     if failed:
         raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
     return 0
