@@ -219,6 +219,16 @@ def mapped(path, dtype):
     return np.memmap(path, dtype, 'r', shape=size // np.dtype(dtype).itemsize)
 
 
+def read_text(path):
+    """The content of a text file. DataError if it is not UTF-8."""
+    try:
+        with open(path, encoding='utf-8', newline='') as f:
+            return f.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f'{path} is not UTF-8 text (byte {error.start}); '
+                        '--task=text reads any file, as bytes') from None
+
+
 class Text(Corpus):
     """Files as bytes, a document each. `length`: bytes in a context."""
     needs = 'a file, or a folder of files'
@@ -255,15 +265,7 @@ class TextCharacters(Corpus):
 
     @functools.cached_property
     def texts(self):
-        texts = []
-        for part, path in files_in(self.data, self.needs):
-            try:
-                with open(path, encoding='utf-8', newline='') as f:
-                    texts.append((part, f.read()))
-            except UnicodeDecodeError as error:
-                raise DataError(f'{path} is not UTF-8 text (byte {error.start}); '
-                                '--task=text reads any file, as bytes') from None
-        return texts
+        return [(part, read_text(path)) for part, path in files_in(self.data, self.needs)]
 
     @functools.cached_property
     def vocab(self):
@@ -304,14 +306,11 @@ class Tokens(Corpus):
             return mapped(path, np.uint16)
         try:
             array = np.load(path, mmap_mode='r')
-        except (ValueError, EOFError):
-            array = None
-        if not isinstance(array, np.ndarray):
-            raise DataError(f'{path} is not {self.needs}')
-        if array.ndim != 1 or array.dtype.kind not in 'ui':
-            raise DataError(f'{path} should be one row of whole numbers; '
-                            f'it is {array.dtype} of shape {array.shape}')
-        return array
+            if array.ndim == 1 and array.dtype.kind in 'ui':
+                return array
+        except (AttributeError, EOFError, ValueError):  # an archive, cut off, or something else
+            pass
+        raise DataError(f'{path} is not a row of whole numbers; --data should be {self.needs}')
 
 
 class GPT2(Tokens):
@@ -359,24 +358,20 @@ class JSB(Corpus):
 
     def read(self):
         chorales = read_json(self.data, self.needs)
+        known = [-1, *range(21, 109)]
         documents = []
         try:
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
-                documents += [(part, np.array(chorale)) for chorale in chorales[name]]
+                for chorale in chorales[name]:
+                    pitches = np.array(chorale)
+                    if pitches.shape[1:] != (4,) or not np.isin(pitches, known).all():
+                        raise ValueError(f'a chorale of {name} is not rows of four pitches, '
+                                         'each -1 or 21 to 108')
+                    documents.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f'{self.data} is not {self.needs}: '
                             f'{type(error).__name__} {error}') from None
-        for part, pitches in documents:
-            played = (pitches == -1) | (pitches > 20) & (pitches < 109)
-            if pitches.dtype.kind != 'i' or pitches.shape[1:] != (4,) or not played.all():
-                raise DataError(f'{self.data}: a chorale of {part} is not rows of four pitches, '
-                                f'each -1 or 21 to 108; --data should be {self.needs}')
-        return [(part, np.where(x < 0, 0, x - 20).ravel()) for part, x in documents]
-
-    def chorale(self, row):
-        """The pitches [frames, 4] of a row of tokens, -1 for silence."""
-        row = row[row != PAD].view(-1, 4)
-        return torch.where(row == 1, -1, row + 19)
+        return documents
 
 
 class MIDI(Corpus):
