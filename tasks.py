@@ -1,8 +1,7 @@
 """Every task, one small class each: generated tasks and SCAN; engine/data.py reads files.
 
-    python tasks.py                         lists the tasks
-    python tasks.py parity 5                prints examples of parity at length 5
-    python tasks.py jsb 64 --data=Jsb16thSeparated.json
+    python tasks.py                                         lists the tasks
+    python tasks.py jsb 64 --data=Jsb16thSeparated.json     prints examples of a task and length
 
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
 `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, a row of tokens as text.
@@ -58,8 +57,8 @@ class Task:
         return self.sample(n, length, generator)
 
     def held_out(self, split, n, lengths, generator):
-        """{length: (tokens, targets)} of split eval or test: at most n problems of each length, drawn
-        by generator(length)."""
+        """{length: (tokens, targets)} of split eval or test: at most n problems of each length.
+        generator(length) gives the random generator for a length."""
         return {length: self.sample(n, length, generator(length)) for length in lengths}
 
     def existing(self, lengths, part):
@@ -594,8 +593,8 @@ class Pairs(Task):
 
 @functools.cache
 def scan():
-    """SCAN's grammar (Lake & Baroni 2018), in words: the actions of every clause, the clauses of
-    every phrase, as ['walk left', 'walk left'] of 'walk left twice', the actions of every command."""
+    """SCAN's grammar (Lake & Baroni 2018): {clause: actions}, {phrase: its clauses} and
+    {command: actions}. The clauses of 'walk left twice' are ['walk left', 'walk left']."""
     verbs = {'walk': 'I_WALK', 'look': 'I_LOOK', 'run': 'I_RUN', 'jump': 'I_JUMP'}
     clauses = dict(verbs)
     for direction, turn in (('left', 'I_TURN_LEFT'), ('right', 'I_TURN_RIGHT')):
@@ -621,7 +620,7 @@ def scan_pairs(split='length', part='train'):
     length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
     the rest (4,182); the published files are another draw."""
     if split not in ('length', 'simple') or part not in ('train', 'test'):
-        raise ValueError(f'SCAN has splits length and simple, parts train and test: {split}, {part}')
+        raise ValueError(f'SCAN splits are length and simple, parts train and test: {split}, {part}')
     pairs = list(scan()[2].items())
     train = part == 'train'
     if split == 'length':

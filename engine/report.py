@@ -264,7 +264,10 @@ def show(cfg, by_seed):
 
     print(f'\n{cfg.task} with {cfg.pe}, {seeds}, {held_out}')
     print('\n'.join(table(cfg, rows)))
-    print(over_seeds(cfg, by_seed) if len(by_seed) > 1 else brief(cfg, scores))
+    if len(by_seed) > 1:
+        print(over_seeds(cfg, by_seed))
+    elif task.corpus:
+        print(brief(cfg, scores))
     if task.corpus:
         longest = max(map(len, task.of_part('test')))
         if longest < max(cfg.eval_lengths):
