@@ -620,7 +620,7 @@ def scan_pairs(split='length', part='train'):
     length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
     the rest (4,182); the published files are another draw."""
     if split not in ('length', 'simple') or part not in ('train', 'test'):
-        raise ValueError(f'SCAN splits are length and simple, parts train and test: {split}, {part}')
+        raise ValueError(f'SCAN splits are length and simple, parts train, test: {split}, {part}')
     pairs = list(scan()[2].items())
     train = part == 'train'
     if split == 'length':
