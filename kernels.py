@@ -1,7 +1,6 @@
 """Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan: Triton kernels beside their references (the scan's: pe.cursor_scan).
 
     python kernels.py               checks the kernels against the references in float64; with a GPU, prints the benchmark
-    python kernels.py --results=results/kernels.jsonl        ... and adds it there, a line for each shape
 
 Queries t and keys s <= t count from 0. One forward and two backward kernels, with a compile-time switch for every part, compute
 

@@ -1,8 +1,7 @@
 """Every task, one small class each: generated tasks and SCAN; engine/data.py reads files.
 
-    python tasks.py                         lists the tasks
-    python tasks.py parity 5                prints examples of parity at length 5
-    python tasks.py jsb 64 --data=Jsb16thSeparated.json
+    python tasks.py                                         lists the tasks
+    python tasks.py jsb 64 --data=Jsb16thSeparated.json     prints examples of a task and length
 
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
 `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, a row of tokens as text.
@@ -19,6 +18,7 @@ import string
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 PAD, BOS, EOI, EOS = range(4)  # the same in every task that has them
@@ -30,6 +30,7 @@ class DataError(ValueError):
 
 class Task:
     """Base of all tasks. A subclass gives problems(n, length, draw) -> (tokens, targets)."""
+    name = 'the task'      # as make() was asked for it
     separator = ' '        # between tokens in a text
     end = None
     min_length = 1
@@ -43,19 +44,21 @@ class Task:
     def sample(self, n, length, generator=None):
         """n problems of a length: (tokens, targets), both [n, T]. DataError if it has none."""
         if not self.min_length <= length <= self.max_length:
-            raise DataError(f'{type(self).__name__} problems have lengths from {self.min_length} '
-                            f'to {self.max_length}, not {length}')
+            longest = 'on' if self.max_length == math.inf else f'to {self.max_length}'
+            self.refuse(length, f'from {self.min_length} {longest}')
         return self.problems(n, length, Draw(generator))
+
+    def refuse(self, length, lengths):
+        raise DataError(f'{self.name} has problems of lengths {lengths}, not {length}: '
+                        'change --train_lengths or --eval_lengths')
 
     def pool(self, n, length, generator):
         """An epoch's training problems of a length: n new ones, or all that a data set has."""
         return self.sample(n, length, generator)
 
     def held_out(self, split, n, lengths, generator):
-        """{length: (tokens, targets)} to evaluate on: at most n problems of each length.
-
-        split: eval or test. generator(length) gives the random generator for a length.
-        """
+        """{length: (tokens, targets)} of split eval or test: at most n problems of each length.
+        generator(length) gives the random generator for a length."""
         return {length: self.sample(n, length, generator(length)) for length in lengths}
 
     def existing(self, lengths, part):
@@ -78,8 +81,8 @@ class Task:
         """The token indices [T] of a text. DataError if a word is not in the vocabulary."""
         words = text.split() if self.separator else list(text)
         if unknown := ' '.join(sorted(set(words) - set(self.vocab[1:]))):
-            raise DataError(f'{unknown!r} is not in the vocabulary of this task, which begins with '
-                            f'{" ".join(self.vocab[1:33])!r}')
+            raise DataError(f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
+                            f'with {" ".join(self.vocab[1:33])!r}')
         return torch.tensor([self.vocab.index(word) for word in words], dtype=torch.int64)
 
 
@@ -87,7 +90,7 @@ class Draw:
     """Random numbers from one generator, on its device."""
     def __init__(self, generator):
         self.g = generator
-        self.device = generator.device if generator is not None else 'cpu'
+        self.device = generator.device if generator else 'cpu'
 
     def integers(self, high, *shape):
         """Uniform on 0..high-1; high: an int, or a tensor that broadcasts to shape."""
@@ -231,9 +234,7 @@ class Sort(Iterative):
 class IndirectIndexing(Task):
     """The letter at a given shift from a given letter (PoPE A.1). `length`: letters in the source.
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
-    shift is uniform on those in -15..+15 that stay inside it. A letter, digit, sign or comma is a
-    token; only the last letter is supervised. After a shift of one digit a padding token follows.
-    indirect_indexing:letters=12:shift=2 is a smaller problem: 12 letters and shifts of at most 2.
+    shift is uniform on those in -15..+15 that stay inside it. Only the last letter is supervised.
     >>> example('indirect_indexing', 20)
     'MjrbCDsiSNgcktphwTOe, t, -3, g'
     """
@@ -248,20 +249,20 @@ class IndirectIndexing(Task):
         self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet[:letters]]
 
     def problems(self, n, length, draw):
-        comma, plus, minus, digit, letter = 1, 2, 3, 4, 14
+        comma, plus, minus, digit, letter = 1, 2, 3, 4, 14  # the first of each in the vocabulary
         source = draw.permutation(n, self.max_length)[:, :length] + letter
         i = draw.integers(length, n, 1)
         low = (-i).clamp(min=-self.max_shift)
         high = (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
         size = shift.abs()
-        commas = torch.full_like(shift, comma)
         sign = torch.where(shift < 0, minus, plus)
+        commas = torch.full_like(shift, comma)
         target = source.gather(1, i + shift)
-        prompt = torch.cat([source, commas, source.gather(1, i), commas, sign], dim=1)
-        one_digit = torch.cat([size + digit, commas, target, torch.full_like(i, PAD)], dim=1)
         two_digits = torch.cat([size // 10 + digit, size % 10 + digit, commas, target], dim=1)
-        tokens = torch.cat([prompt, torch.where(size < 10, one_digit, two_digits)], dim=1)
+        one_digit = pad(two_digits[:, 1:], (0, 1), value=PAD)
+        end = torch.where(size < 10, one_digit, two_digits)
+        tokens = torch.cat([source, commas, source.gather(1, i), commas, sign, end], dim=1)
         return tokens, supervise(tokens, length + 6 + (size >= 10).long())
 
     def decode(self, row):
@@ -272,8 +273,8 @@ class IndirectIndexing(Task):
 # the Toeplitz study's tasks: a vocabulary of 574 tokens, classes included
 
 class Classification(Task):
-    """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. A subclass puts its
-    triggers in place of background tokens, which are uniform: place() -> (words, class)."""
+    """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
+    uniform; a subclass puts triggers in their place: place(words, draw) -> (words, class)."""
     query, first_class, classes, triggers = 1, 2, 32, 0
 
     def __init__(self):
@@ -294,8 +295,7 @@ class Classification(Task):
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
-    span: a model trained at length 128 has seen every class, whatever the length of the test.
-    distance:span=16 is for training at 16.
+    span, 128 or, as in distance:span=16, the length to train at: so training shows every class.
     >>> example('distance', 9)
     'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
     """
@@ -306,32 +306,28 @@ class Distance(Classification):
         if span < self.triggers:
             raise ValueError(f'span must be at least {self.triggers}, not {span}')
         self.span = span
-        self.pairs = self.triggers // 2
 
     def place(self, words, draw):
-        places = self.places(words, draw)
-        # draw a row again while two of its triggers share a place
-        while (clash := (places.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)).any():
-            places = torch.where(clash[:, None], self.places(words, draw), places)
-        flip = draw.integers(2, len(words), self.pairs)  # which of a pair comes first
-        first = 2 * torch.arange(self.pairs, device=draw.device)
+        n, length = words.shape
+        pairs = self.triggers // 2
+        places = torch.zeros(n, 2 * pairs, dtype=torch.int64, device=draw.device)
+        clash = torch.ones(n, 1, dtype=torch.bool, device=draw.device)
+        while clash.any():  # draw a row again while two of its triggers share a place
+            d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)
+            i = draw.integers(length - d, n, pairs)
+            places = torch.where(clash, torch.stack([i, i + d], dim=2).flatten(1), places)
+            clash = (places.sort(dim=1).values.diff(dim=1) == 0).any(dim=1, keepdim=True)
+        flip = draw.integers(2, n, pairs)  # which of a pair comes first
+        first = 2 * torch.arange(pairs, device=draw.device)
         order = torch.stack([first + flip, first + 1 - flip], dim=2).flatten(1)
         words.scatter_(1, places, self.first_trigger + order)
         total = (places[:, 1::2] - places[:, ::2]).sum(dim=1, keepdim=True)
-        return words, total * self.classes // (self.pairs * self.span)
-
-    def places(self, words, draw):
-        """i < j for each pair of triggers [n, 2 pairs]; pairs may share a place."""
-        n, length = words.shape
-        d = 1 + draw.integers(min(length, self.span) - 1, n, self.pairs)
-        i = draw.integers(length - d, n, self.pairs)
-        return torch.stack([i, i + d], dim=2).flatten(1)
+        return words, total * self.classes // (pairs * self.span)
 
 
 class DistanceSum(Distance):
     """The sum of two trigger distances (the Toeplitz study, appendix E): triggers 0, 1 and 2, 3.
-    class = 32 (|i - j| + |k - l|) // (2 span). Each distance is drawn as in `distance`, given that
-    the four places differ. distance_sum:span=16 is for training at 16.
+    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four places.
     >>> example('distance_sum', 9)
     'w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1'
     """
@@ -340,8 +336,7 @@ class DistanceSum(Distance):
 
 class TriggerCount(Classification):
     """Task 2: the number of trigger tokens, of 20 kinds (the Toeplitz study, section 4.1).
-    The count is the class, uniform on 0..31. To train at 16, trigger_count:most=16 keeps counts at
-    most 16 in longer problems too, so that every one has been trained.
+    The count is the class, uniform on 0..31; trigger_count:most=16, to train at 16: on 0..16.
     >>> example('trigger_count', 9)
     'trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3'
     """
@@ -376,7 +371,17 @@ class Characters(Task):
     separator = ''
 
     def problems(self, n, length, draw):
-        tokens = join(self.write(*self.inputs(n, length, draw)))
+        columns = []
+        for part in self.write(*self.inputs(n, length, draw)):
+            if isinstance(part, str):
+                text = [CHARACTERS.index(character) for character in part]
+                text = torch.tensor(text, dtype=torch.int64, device=draw.device)
+                columns.append(text.expand(n, -1))
+            else:
+                columns.append(torch.where(part < 0, -1, part + 1))  # digit 0 is token 1
+        tokens = torch.cat(columns, dim=1)
+        gaps_last = (tokens < 0).byte().argsort(dim=1, stable=True)
+        tokens = tokens.gather(1, gaps_last).clamp(min=PAD)
         equals = (tokens == CHARACTERS.index('=')).long().argmax(dim=1, keepdim=True)
         return tokens, supervise(tokens, equals + 1)
 
@@ -384,33 +389,10 @@ class Characters(Task):
         return [draw.integers(10, n, length)]
 
 
-def join(parts):
-    """The tokens [n, T] of texts and digits [n, k]; the first part is digits."""
-    columns = [chars(x, parts[0]) if isinstance(x, str) else digits(x) for x in parts]
-    return close_up(torch.cat(columns, dim=1))
-
-
-def chars(text, like):
-    """The tokens of a text, the same [n, len(text)] for every row of `like` [n, ..]."""
-    tokens = [CHARACTERS.index(c) for c in text]
-    return torch.tensor(tokens, dtype=torch.int64, device=like.device).expand(len(like), -1)
-
-
-def digits(x):
-    """The tokens of digits; -1, no digit, stays -1."""
-    return torch.where(x < 0, x, x + 1)
-
-
-def close_up(tokens):
-    """Move the gaps, -1, of every row to its end, as padding."""
-    order = (tokens < 0).byte().argsort(dim=1, stable=True)
-    return tokens.gather(1, order).clamp(min=PAD)
-
-
 class StringCopy(Characters):
     """Copy a string of digits. `length` is its length.
-    >>> written('string_copy', '8349216')
-    '8349216=8349216.'
+    >>> example('string_copy', 7)
+    '4930397=4930397.'
     """
     def write(self, x):
         return [x, '=', self.answer(x), '.']
@@ -421,8 +403,8 @@ class StringCopy(Characters):
 
 class StringReverse(StringCopy):
     """Reverse a string of digits. `length` is its length.
-    >>> written('string_reverse', '8349216')
-    '8349216=6129438.'
+    >>> example('string_reverse', 7)
+    '4930397=7930394.'
     """
     def answer(self, x):
         return x.flip(1)
@@ -430,19 +412,19 @@ class StringReverse(StringCopy):
 
 class OddsFirst(StringCopy):
     """Digits at odd places, then those at even places, counted from 0. `length` is the string's.
-    >>> written('odds_first', '012345')
-    '012345=135024.'
+    >>> example('odds_first', 6)
+    '493039=909433.'
     """
     def answer(self, x):
         return torch.cat([x[:, 1::2], x[:, ::2]], dim=1)
 
 
 class Stack(StringCopy):
-    """A stack of 0 and 1, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
-    The first stack is written bottom first. The answer is the final one, top first, a 2, and zeros
-    up to length + 1. `length` counts stack and actions; the stack's is uniform on 1..length-1.
-    >>> written('stack', '0110422')
-    '0110422=11020000.'
+    """A stack of 0 and 1, bottom first, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
+    The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
+    actions; the size of the stack is uniform on 1..length-1.
+    >>> example('stack', 7)
+    '1104223=01120000.'
     """
     def inputs(self, n, length, draw):
         size = 1 + draw.integers(max(1, length - 1), n, 1)
@@ -467,8 +449,8 @@ class Stack(StringCopy):
 
 class DynStrCpy(Characters):
     """The string from a digit on that occurs in it once, anywhere. `length` is the string's.
-    >>> written('dyn_str_cpy', '5839472', '3')
-    '5839472,3=39472.'
+    >>> example('dyn_str_cpy', 7)
+    '0278481,4=481.'
     """
     def inputs(self, n, length, draw):
         d = draw.integers(10, n, 1)
@@ -483,11 +465,10 @@ class DynStrCpy(Characters):
 
 class AdditionCoT(Characters):
     """Add two numbers, both written lowest digit first, with a chain of thought.
-    For each column: digit of a, digit of b, carry out, digit of the sum. After its end a number
-    counts as 0; the sum has one digit more if the last carry is 1. `length` is the longer number's
-    number of digits, the other's is uniform on 1..length; only a one-digit number begins with 0.
-    >>> written('addition_cot', '829', '03')
-    '829+03=8008,2305,9009→859.'
+    For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
+    digits of the longer number. The other's number is uniform on 1..length; no leading zeros.
+    >>> example('addition_cot', 3)
+    '33+497=3407,3912,0708→728.'
     """
     def inputs(self, n, length, draw):
         long = number(n, length, draw, length)
@@ -510,10 +491,9 @@ class AdditionCoT(Characters):
 class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
     For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
-    digit (+0), the places that it is shifted. `length` is b's number of digits, a's is uniform on
-    1..length; only a one-digit number begins with 0.
-    >>> written('multiplication_cot', '675', '1259')
-    '675x1259=675x[1*(1+1)(2+0)(5+0)(9+0)+2*(2+1)(5+0)(9+0)+5*(5+1)(9+0)+9*(9+1)].'
+    digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros.
+    >>> example('multiplication_cot', 4)
+    '9x1613=9x[1*(1+1)(6+0)(1+0)(3+0)+6*(6+1)(1+0)(3+0)+1*(1+1)(3+0)+3*(3+1)].'
     """
     def inputs(self, n, length, draw):
         a = number(n, length, draw, 1 + draw.integers(length, n, 1))
@@ -531,21 +511,12 @@ class MultiplicationCoT(Characters):
 
 
 def number(n, length, draw, size):
-    """Digits [n, length] of n numbers of `size` digits (int or [n, 1]), lowest first, -1 beyond.
-    Only in a one-digit number the highest may be 0."""
+    """Digits [n, length] of n numbers, lowest first, -1 beyond `size` (int or [n, 1]) digits."""
     x = draw.integers(10, n, length)
     highest = 1 + draw.integers(9, n, length)
     t = torch.arange(length, device=draw.device)
-    x = torch.where((t == size - 1) & (size > 1), highest, x)
+    x = torch.where((t == size - 1) & (size > 1), highest, x)  # no leading zeros
     return torch.where(t >= size, -1, x)
-
-
-def written(name, *numbers):
-    """The problem of that task with these digits, as text."""
-    width = max(map(len, numbers)) if name == 'addition_cot' else 0
-    rows = [[int(c) for c in text] + [-1] * (width - len(text)) for text in numbers]
-    task = make(name)
-    return task.decode(join(task.write(*(torch.tensor([row]) for row in rows)))[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -555,10 +526,11 @@ PARTS = ('train', 'val', 'test')
 
 
 class Pairs(Task):
-    """A fixed data set in parts. A subclass gives texts(part), [(length, text)]. In a text,
-    marks[0] ends the command, marks[1] the answer; all after marks[0] is supervised."""
+    """A fixed data set in parts. A subclass gives texts(part), [(length, text)]. marks[0] ends the
+    command, marks[1] the answer, which is supervised."""
     fixed = True
-    marks = ('EoI', 'EoS')
+    end = EOS
+    marks = ('EoI', 'EoS')  # tokens EOI and EOS, whatever they are called
 
     @functools.cached_property
     def vocab(self):
@@ -566,52 +538,46 @@ class Pairs(Task):
         return ['<pad>', 'BoS', *self.marks, *sorted(words - {'BoS', *self.marks})]
 
     @functools.cached_property
-    def end(self):
-        return self.vocab.index(self.marks[1])
-
-    @functools.cached_property
     def rows(self):
         """{part: {length: (tokens, targets)}}."""
         index = {word: i for i, word in enumerate(self.vocab)}
-        found = {part: {} for part in PARTS}
+        sets = {part: {} for part in PARTS}
         for part in PARTS:
             rows = collections.defaultdict(list)
             for length, text in self.texts(part):
                 rows[length].append(torch.tensor([index[word] for word in text.split()]))
             for length in sorted(rows):
                 tokens = pad_sequence(rows[length], batch_first=True, padding_value=PAD)
-                mark = (tokens == index[self.marks[0]]).long().argmax(dim=1, keepdim=True)
-                found[part][length] = tokens, supervise(tokens, mark + 1)
-        return found
+                mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)
+                sets[part][length] = tokens, supervise(tokens, mark + 1)
+        return sets
 
     def find(self, length, *parts):
         """(tokens, targets) of a length in the first of the parts that has it."""
-        return next(self.rows[part][length] for part in parts if length in self.rows[part])
+        for part in parts:
+            if length in self.rows[part]:
+                return self.rows[part][length]
+        self.refuse(length, sorted(set().union(*self.rows.values())))
 
     def sample(self, n, length, generator=None):
         """n training problems of a length, with replacement; of val or test where it has none."""
-        there = sorted(set().union(*self.rows.values()))
-        if length not in there:
-            raise DataError(f'{type(self).__name__} problems have lengths {there}, not {length}')
         tokens, targets = self.find(length, *PARTS)
         draw = Draw(generator)
         i = draw.integers(len(tokens), n).cpu()
         return tokens[i].to(draw.device), targets[i].to(draw.device)
 
     def pool(self, n, length, generator):
-        device = Draw(generator).device
-        return tuple(x.to(device) for x in self.rows['train'][length])
+        return [x.to(Draw(generator).device) for x in self.rows['train'][length]]
 
     def held_out(self, split, n, lengths, generator):
-        """Validation (split='eval') or test problems. A length that has none takes those of the
-        other split, or else training problems."""
+        """Validation (split='eval') or test problems; where a length has none, of other parts."""
         order = ('val', 'test', 'train') if split == 'eval' else ('test', 'val', 'train')
-        found = {}
+        sets = {}
         for length in lengths:
             tokens, targets = self.find(length, *order)
             i = torch.randperm(len(tokens), generator=generator(length))[:n]
-            found[length] = tokens[i], targets[i]
-        return found
+            sets[length] = tokens[i], targets[i]
+        return sets
 
     def existing(self, lengths, part):
         parts = [part] if part else PARTS
@@ -621,14 +587,14 @@ class Pairs(Task):
         return sum(len(self.rows['train'][n][0]) for n in lengths)
 
     def width(self, lengths):
-        found = [self.rows[part][n] for part in PARTS for n in lengths if n in self.rows[part]]
-        return max(tokens.shape[1] for tokens, _ in found)
+        return max(self.rows[part][n][0].shape[1]
+                   for part in PARTS for n in lengths if n in self.rows[part])
 
 
 @functools.cache
 def scan():
-    """SCAN's grammar (Lake & Baroni 2018): ({clause: actions}, {command: actions}), in words.
-    A clause is a command without twice, thrice, and, after."""
+    """SCAN's grammar (Lake & Baroni 2018): {clause: actions}, {phrase: its clauses} and
+    {command: actions}. The clauses of 'walk left twice' are ['walk left', 'walk left']."""
     verbs = {'walk': 'I_WALK', 'look': 'I_LOOK', 'run': 'I_RUN', 'jump': 'I_JUMP'}
     clauses = dict(verbs)
     for direction, turn in (('left', 'I_TURN_LEFT'), ('right', 'I_TURN_RIGHT')):
@@ -637,31 +603,25 @@ def scan():
             clauses[f'{verb} {direction}'] = step
             clauses[f'{verb} opposite {direction}'] = f'{turn} {step}'
             clauses[f'{verb} around {direction}'] = ' '.join([step] * 4)
-    phrases = {}
-    for clause, actions in clauses.items():
+    phrases, commands = {}, {}
+    for clause in clauses:
         for n, times in enumerate(('', ' twice', ' thrice'), 1):
-            phrases[clause + times] = ' '.join([actions] * n)
-    commands = dict(phrases)
-    for x, x_actions in phrases.items():
-        for y, y_actions in phrases.items():
-            commands[f'{x} and {y}'] = f'{x_actions} {y_actions}'
-            commands[f'{x} after {y}'] = f'{y_actions} {x_actions}'
-    return clauses, commands
+            phrases[clause + times] = [clause] * n
+            commands[clause + times] = ' '.join([clauses[clause]] * n)
+    for x in phrases:
+        for y in phrases:
+            commands[f'{x} and {y}'] = f'{commands[x]} {commands[y]}'
+            commands[f'{x} after {y}'] = f'{commands[y]} {commands[x]}'
+    return clauses, phrases, commands
 
 
 def scan_pairs(split='length', part='train'):
     """[(command, actions)] of SCAN's 20,910, for part 'train' or 'test' of a split.
     length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
-    the rest (4,182); the published files are another draw.
-    >>> len(scan_pairs('length', 'train')), len(scan_pairs('length', 'test'))
-    (16990, 3920)
-    >>> scan_pairs()[5]
-    ('look thrice', 'I_LOOK I_LOOK I_LOOK')
-    """
+    the rest (4,182); the published files are another draw."""
     if split not in ('length', 'simple') or part not in ('train', 'test'):
-        raise ValueError('SCAN has the splits length and simple, and the parts train and test; '
-                         f'not {split}, {part}')
-    pairs = list(scan()[1].items())
+        raise ValueError(f'SCAN splits are length and simple, parts train, test: {split}, {part}')
+    pairs = list(scan()[2].items())
     train = part == 'train'
     if split == 'length':
         return [pair for pair in pairs if (len(pair[1].split()) <= 22) == train]
@@ -670,12 +630,13 @@ def scan_pairs(split='length', part='train'):
 
 
 class SCAN(Pairs):
-    """SCAN, a command and its actions (Lake & Baroni 2018), split by length. `length`: actions,
-    1 to 22 in training and 24 to 48 in the test.
+    """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions.
+    scan is split by length, 1 to 22 in training and 24 to 48 in the test; scan_simple at random.
     >>> example('scan', 4)
     'BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS'
     """
-    split = 'length'
+    def __init__(self, simple=0):
+        self.split = 'simple' if simple else 'length'
 
     def texts(self, part):
         pairs = scan_pairs(self.split, part) if part != 'val' else []
@@ -685,54 +646,36 @@ class SCAN(Pairs):
         return f'BoS {command} EoI {actions} EoS'
 
 
-class SCANSimple(SCAN):
-    """SCAN's simple split: a random 80 % of its commands for training. `length`: actions.
-    >>> example('scan_simple', 2)
-    'BoS run and run EoI I_RUN I_RUN EoS'
-    """
-    split = 'simple'
-
-
 class SCANCoT(SCAN):
     """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: the actions in SCAN.
     twice and thrice are written out, then the actions of every clause, in the order of execution.
     >>> example('scan_cot', 3)
     'jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .'
-    >>> print(SCANCoT().text('run after turn left twice', '').partition(' = ')[2])
-    run after turn left + turn left → turn left : I_TURN_LEFT turn left : I_TURN_LEFT run : I_RUN .
     """
     marks = ('=', '.')
 
     def text(self, command, actions):
-        first, *rest = re.split(' (and|after) ', command)
-        clauses = self.clauses(first)
-        plan = ' + '.join(clauses)
-        if rest:
-            conjunction, second = rest
-            more = self.clauses(second)
-            plan += f' {conjunction} ' + ' + '.join(more)
-            clauses = clauses + more if conjunction == 'and' else more + clauses
-        steps = ' '.join(f'{clause} : {scan()[0][clause]}' for clause in clauses)
+        actions_of, clauses_of, _ = scan()
+        conjunction = ' after ' if ' after ' in command else ' and '
+        halves = [clauses_of[phrase] for phrase in command.split(conjunction)]
+        plan = conjunction.join(' + '.join(clauses) for clauses in halves)
+        if conjunction == ' after ':
+            halves.reverse()
+        steps = ' '.join(f'{clause} : {actions_of[clause]}' for half in halves for clause in half)
         return f'{command} = {plan} → {steps} .'
-
-    def clauses(self, phrase):
-        """'walk left twice' -> ['walk left', 'walk left']."""
-        clause, _, times = phrase.rpartition(' ')
-        n = {'twice': 2, 'thrice': 3}.get(times)
-        return [clause] * n if n else [phrase]
 
 
 # --------------------------------------------------------------------------------------------------
-# names
+# names, and the program
 
 TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count': Count(),
          'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
-         'indirect_indexing': IndirectIndexing(), 'distance': Distance(),
-         'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
+         'indirect_indexing': IndirectIndexing(),
+         'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
-         'stack': Stack(), 'dyn_str_cpy': DynStrCpy(), 'addition_cot': AdditionCoT(),
-         'multiplication_cot': MultiplicationCoT(),
-         'scan': SCAN(), 'scan_simple': SCANSimple(), 'scan_cot': SCANCoT()}
+         'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
+         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
+         'scan': SCAN(), 'scan_simple': SCAN(simple=1), 'scan_cot': SCANCoT()}
 
 
 def known():
@@ -753,15 +696,14 @@ def make(name, data=''):
         raise DataError(f'{base} reads files: give --data=PATH, {task.needs}')
     if data and not task.needs:
         raise DataError(f'{base} reads no files: leave --data={data} out')
-    if not options and not data:
-        return task
-    takes = inspect.signature(type(task)).parameters
-    given = dict(re.findall(r'(\w+)=(\d+)', name))
-    if [f'{k}={v}' for k, v in given.items()] != options or not given.keys() <= takes.keys():
-        raise ValueError(f'{name!r} has options that {base} does not know: it has '
-                         f'{", ".join(takes) or "none"}, written as in polynomial:p=7')
-    task = type(task)(**{k: int(v) for k, v in given.items()})
-    task.data = data
+    if options or data:
+        takes = inspect.signature(type(task)).parameters
+        given = dict(re.findall(r'(\w+)=(\d+)', name))
+        if [f'{k}={v}' for k, v in given.items()] != options or not given.keys() <= takes.keys():
+            raise ValueError(f'{name!r} has options that {base} does not know: it has '
+                             f'{", ".join(takes) or "none"}, written as in polynomial:p=7')
+        task = type(task)(**{k: int(v) for k, v in given.items()})
+    task.name, task.data = name, data
     return task
 
 
@@ -770,9 +712,6 @@ def example(name, length):
     tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
     return make(name).decode(tokens[0])
 
-
-# --------------------------------------------------------------------------------------------------
-# the program
 
 @dataclass
 class Arguments:

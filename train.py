@@ -49,7 +49,6 @@ class Config(ModelConfig):
     n_train: int = 0               # training problems per length, drawn once; 0: endless fresh ones
     n_eval: int = 128              # validation problems per length, seen during training
     n_test: int = 1024             # test problems per length, from a random stream of their own
-    top_evals: int = 0             # k > 0: report the per-length mean of the top k evaluations, too
     # optimization: AdamW, linear warm-up, decay
     seeds: list = (0,)             # a model per seed, all trained together
     batch_size: int = 64           # sequences per step
@@ -111,7 +110,7 @@ class Config(ModelConfig):
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
         encodings.check_positive(self, 'n_train', 'min_lr', 'warmup_steps', 'weight_decay',
-                                 'grad_clip', 'top_evals', 'temperature', zero=True)
+                                 'grad_clip', 'temperature', zero=True)
         for key in ('beta1', 'beta2'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
@@ -137,8 +136,6 @@ class Config(ModelConfig):
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
                 task.of_part(part)                         # says now what is missing
-            if self.top_evals:
-                raise ValueError('top_evals is for exact match, which a corpus does not have')
         if task.fixed and self.n_train:
             raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
 

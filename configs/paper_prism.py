@@ -27,4 +27,3 @@ eval_lengths = [*range(2, 42, 2), 50, 60, 80, 100, 150]
 eval_interval = 1000
 n_eval = 1000
 n_test = 1000
-top_evals = 3

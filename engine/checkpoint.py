@@ -96,7 +96,7 @@ def read(path, cls):
 
 # what may differ when a run goes on
 FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval',
-        'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'top_evals', 'results', 'resume',
+        'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume',
         'eval_only', 'benchmark', 'prompt', 'new_tokens', 'temperature')
 
 

@@ -46,14 +46,13 @@ class CFQ(Pairs):
     def parts(self):
         splits = read_json(os.path.join(self.data, 'splits', f'{self.split}.json'), self.needs)
         entries = read_json(os.path.join(self.data, 'dataset.json'), self.needs)
-        found = {}
+        keys = dict(zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs')))
         try:
-            for part, key in zip(PARTS, ('trainIdxs', 'devIdxs', 'testIdxs')):
-                found[part] = [self.text(entries[i]) for i in splits[key]]
+            return {part: [self.text(entries[i]) for i in splits[keys[part]]] for part in PARTS}
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             what = f'{type(error).__name__} {error} in dataset.json or splits/{self.split}.json'
-            raise DataError(f'{self.data} is not CFQ: {what}; it should be {self.needs}') from None
-        return found
+            raise DataError(f'{self.data} is not CFQ: {what}; --data should be {self.needs}') \
+                from None
 
     def texts(self, part):
         return self.parts[part]
@@ -79,14 +78,14 @@ SHARES = {'train': (0, 0.9), 'val': (0.9, 0.95), 'test': (0.95, 1)}
 class Corpus(Task):
     """Documents in parts. A subclass gives read(), [(part, document)]: a document is an array of
     symbols, mapped from disk where it is large, and token = symbol + first.
-    Files and folders with a name in PART_NAMES belong to that part. If there are none, parts are
-    SHARES of all documents, in a random order drawn once, or of each if there are fewer than 20."""
+    A part is what the name of the file or of its folder says (PART_NAMES). If no name says it, the
+    parts are SHARES: of the documents in an order drawn once, or of each if there are under 20."""
     corpus = True
     fixed = True
     min_length = 2
     separator = ''
-    first = 1   # the token of symbol 0
-    stride = 1  # contexts begin at multiples of it
+    first = 1              # the token of symbol 0
+    stride = 1             # contexts begin at multiples of it
 
     @property
     def n_symbols(self):
@@ -145,10 +144,6 @@ class Corpus(Task):
         tokens, targets = self.lay_out(pieces, length)
         return tokens.to(draw.device), targets.to(draw.device)
 
-    def step(self, length):
-        """Predictions in a whole context: the next context starts so much later."""
-        return (length - 1) // self.stride * self.stride
-
     def held_out(self, split, n, lengths, generator):
         """The same text for every length: n stretches, each cut into contexts of `length` tokens.
 
@@ -157,22 +152,25 @@ class Corpus(Task):
         is predicted once. The last context may be short: lengths compare best if they divide the
         longest into about equal parts. With a stride, contexts are up to a stride shorter.
         """
+        def step(length):  # from one context's start to the next: the predictions in a whole one
+            return (length - 1) // self.stride * self.stride
+
         documents = self.of_part('val' if split == 'eval' else 'test')
-        sizes = np.array([len(document) for document in documents])
-        longest = self.step(max(lengths))
-        starts = [np.arange(0, size - 1, longest) for size in sizes]
-        which = np.repeat(np.arange(len(documents)), [len(x) for x in starts])
-        starts = np.concatenate(starts)
-        order = torch.randperm(len(starts), generator=generator(max(lengths))).numpy()
-        short = (sizes[which] - starts <= longest)[order]
-        chosen = order[np.argsort(short, kind='stable')][:n]  # whole stretches first
-        stretches = [documents[which[k]][starts[k]:starts[k] + longest + 1] for k in chosen]
-        found = {}
+        longest = step(max(lengths))
+        stretches = []
+        for document in documents:
+            starts = range(0, len(document) - 1, longest)
+            stretches += [(document, start) for start in starts]
+        order = torch.randperm(len(stretches), generator=generator(max(lengths)))
+        stretches = [stretches[i] for i in order]
+        stretches.sort(key=lambda x: len(x[0]) - x[1] <= longest)  # whole ones first
+        texts = [document[start:start + longest + 1] for document, start in stretches[:n]]
+        sets = {}
         for length in lengths:
-            step = self.step(length)
-            pieces = [x[i:i + step + 1] for x in stretches for i in range(0, len(x) - 1, step)]
-            found[length] = self.lay_out(pieces, length)
-        return found
+            pieces = [text[i:i + step(length) + 1]
+                      for text in texts for i in range(0, len(text) - 1, step(length))]
+            sets[length] = self.lay_out(pieces, length)
+        return sets
 
     def existing(self, lengths, part):
         return [n for n in lengths if n >= self.min_length]
@@ -187,9 +185,11 @@ def share(x, part):
     return x[int(low * len(x)):int(high * len(x))]
 
 
-def files_in(data, needs, endings=''):
-    """[(part, path)] of a file, or of all files below a folder with one of the endings, but hidden
-    ones. part: what a name in the path says, or None."""
+def files_in(data, needs, endings='', skip=()):
+    """[(part, path)] of a file, or of the files in a folder and below with one of the endings.
+
+    part: what a name in the path says, or None. Hidden files and folders in `skip` are left out.
+    """
     def refuse(error):
         raise error  # a folder that may not be read
 
@@ -197,18 +197,18 @@ def files_in(data, needs, endings=''):
         return [(None, data)]
     if not os.path.isdir(data):
         raise DataError(f'--data={data} does not exist; it should be {needs}')
-    found = []
+    files = []
     for folder, folders, names in os.walk(data, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith('.'))
+        folders[:] = sorted(name for name in folders if name[0] != '.' and name not in skip)
         for name in sorted(names):
-            if name.lower().endswith(endings) and not name.startswith('.'):
+            if name.lower().endswith(endings) and name[0] != '.':
                 path = os.path.join(folder, name)
                 words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
                 parts = [PART_NAMES[word] for word in words if word in PART_NAMES]
-                found.append((parts[0] if parts else None, path))
-    if not found:
+                files.append((parts[0] if parts else None, path))
+    if not files:
         raise DataError(f'--data={data} has no such files; it should be {needs}')
-    return found
+    return files
 
 
 def mapped(path, dtype):
@@ -254,13 +254,8 @@ class StandardLibrary(Text):
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
 
     def read(self):
-        documents = []
-        for folder, folders, names in os.walk(sysconfig.get_path('stdlib')):
-            folders[:] = sorted(set(folders) - self.skip)
-            for name in sorted(names):
-                if name.endswith('.py'):
-                    documents.append((None, mapped(os.path.join(folder, name), np.uint8)))
-        return documents
+        files = files_in(sysconfig.get_path('stdlib'), '', '.py', self.skip)
+        return [(None, mapped(path, np.uint8)) for _, path in files]
 
 
 class TextCharacters(Corpus):
@@ -291,7 +286,6 @@ class Tokens(Corpus):
     '0 99'
     """
     needs = 'a .bin (uint16) or .npy file of tokens, or a folder of them'
-    endings = ('.bin', '.npy')
     separator = ' '
 
     def __init__(self, size=50257):
@@ -302,7 +296,7 @@ class Tokens(Corpus):
         return ['<pad>', *map(str, range(self.size))]
 
     def read(self):
-        paths = files_in(self.data, self.needs, self.endings)
+        paths = files_in(self.data, self.needs, ('.bin', '.npy'))
         return [(part, self.read_file(path)) for part, path in paths]
 
     def read_file(self, path):
@@ -312,23 +306,18 @@ class Tokens(Corpus):
             return mapped(path, np.uint16)
         try:
             array = np.load(path, mmap_mode='r')
-        except (ValueError, EOFError):
-            array = None
-        if not isinstance(array, np.ndarray):
-            raise DataError(f'{path} is not {self.needs}')
-        if array.ndim != 1 or array.dtype.kind not in 'ui':
-            raise DataError(f'{path} should be one row of whole numbers; '
-                            f'it is {array.dtype} of shape {array.shape}')
-        return array
+            if array.ndim == 1 and array.dtype.kind in 'ui':
+                return array
+        except (AttributeError, EOFError, ValueError):  # an archive, cut off, or something else
+            pass
+        raise DataError(f'{path} is not a row of whole numbers; --data should be {self.needs}')
 
 
 class GPT2(Tokens):
-    """GPT-2's byte pairs: files of tokens, as nanoGPT's prepare.py writes for OpenWebText, or text.
-    The padding and 50,257 byte pairs, filled up to a multiple of 64, 50,304, for an aligned output
-    matrix; no data hold the unused tokens, and decode() skips them. To read or print text, it needs
+    """GPT-2's byte pairs in files of tokens, as nanoGPT's prepare.py writes them for OpenWebText.
+    The vocabulary is the padding and 50,257 byte pairs, and unused tokens up to a multiple of 64,
+    50,304, for an aligned output matrix. Text to and from tokens, as for --prompt, takes
     `tiktoken`. `length`: tokens in a context."""
-    needs = 'a .bin (uint16), .npy or .txt file, or a folder of them'
-    endings = ('.bin', '.npy', '.txt')
     n_symbols = 50257
 
     def __init__(self):
@@ -336,24 +325,16 @@ class GPT2(Tokens):
 
     @functools.cached_property
     def vocab(self):
-        vocab = ['<pad>', *map(str, range(self.size))]
+        vocab = super().vocab
         return vocab + [f'<unused{i}>' for i in range(-len(vocab) % 64)]
 
     @functools.cached_property
     def byte_pairs(self):
         try:
             import tiktoken
-            return tiktoken.get_encoding('gpt2')
         except ImportError:
             raise DataError("GPT-2's byte pairs need tiktoken: pip install tiktoken") from None
-        except Exception as error:  # whatever its download fails with
-            raise DataError(f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); "
-                            'let it do so once where there is a network') from None
-
-    def read_file(self, path):
-        if not path.lower().endswith('.txt'):
-            return super().read_file(path)
-        return np.array(self.byte_pairs.encode_ordinary(read_text(path)), dtype=np.uint16)
+        return tiktoken.get_encoding('gpt2')
 
     def decode(self, row):
         return self.byte_pairs.decode([i - 1 for i in row.tolist() if 1 <= i <= self.n_symbols])
@@ -377,24 +358,20 @@ class JSB(Corpus):
 
     def read(self):
         chorales = read_json(self.data, self.needs)
+        known = [-1, *range(21, 109)]
         documents = []
         try:
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
-                documents += [(part, np.array(chorale)) for chorale in chorales[name]]
+                for chorale in chorales[name]:
+                    pitches = np.array(chorale)
+                    if pitches.shape[1:] != (4,) or not np.isin(pitches, known).all():
+                        raise ValueError(f'a chorale of {name} is not rows of four pitches, '
+                                         'each -1 or 21 to 108')
+                    documents.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f'{self.data} is not {self.needs}: '
                             f'{type(error).__name__} {error}') from None
-        for part, pitches in documents:
-            played = (pitches == -1) | (pitches > 20) & (pitches < 109)
-            if pitches.dtype.kind != 'i' or pitches.shape[1:] != (4,) or not played.all():
-                raise DataError(f'{self.data}: a chorale of {part} is not rows of four pitches, '
-                                f'each -1 or 21 to 108; --data should be {self.needs}')
-        return [(part, np.where(x < 0, 0, x - 20).ravel()) for part, x in documents]
-
-    def chorale(self, row):
-        """The pitches [frames, 4] of a row of tokens, -1 for silence."""
-        row = row[row != PAD].view(-1, 4)
-        return torch.where(row == 1, -1, row + 19)
+        return documents
 
 
 class MIDI(Corpus):
@@ -490,22 +467,18 @@ class Genome(Corpus):
         return documents
 
     def records(self, path):
-        """Yield the sequences in a FASTA file."""
-        lines = []
+        """The sequences in a FASTA file."""
         with open(path, 'rb') as f:
-            filled = filter(None, map(bytes.strip, f))
-            if not next(filled, b'>').startswith(b'>'):
-                raise DataError(f'{path} is no FASTA file, whose first line begins with ">"; '
-                                f'--data should be {self.needs}')
-            for line in filled:
-                if line.startswith(b'>'):
-                    yield b''.join(lines)
-                    lines = []
-                elif not line.translate(None, b'-*').isalpha() and line.strip(b'-*'):
-                    raise DataError(f'{path} has the line {line[:20]!r}, which is no sequence')
-                else:
-                    lines.append(line)
-        yield b''.join(lines)
+            head, *records = (b'\n' + f.read()).split(b'\n>')
+        if head.strip():
+            raise DataError(f'{path} is no FASTA file, whose first line begins with ">"; '
+                            f'--data should be {self.needs}')
+        sequences = [b''.join(record.split(b'\n')[1:]).translate(None, b' \t\r\n')
+                     for record in records]
+        for sequence in sequences:
+            if wrong := re.search(rb'.{,10}[^A-Za-z*-]', sequence):
+                raise DataError(f'{path} has {wrong[0]!r} in a sequence, which is no base')
+        return sequences
 
     def encode(self, text):
         return self.tokens(text.replace(' ', '').encode())

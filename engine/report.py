@@ -1,10 +1,9 @@
 """What a run found: tables, figures, and its line in results/.
 
 scores: {length: {exact, token, last, n}}, for a corpus with `loss` as well (train.evaluate).
-by_seed: {seed: scores}.
+by_seed: {seed: scores}. rows: [(label, scores, metric)], those of a table or a figure.
 """
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from importlib import metadata
 import torch
 
 import pe as encodings
-from engine import checkpoint as files
+from engine import checkpoint
 
 # --------------------------------------------------------------------------------------------------
 # numbers
@@ -31,14 +30,17 @@ def summary(cfg, scores, metric='exact'):
     """
     def mean(lengths):
         sizes = [scores[n].get('n', 1) for n in lengths]
-        total = sum(size * scores[n][metric] for size, n in zip(sizes, lengths))
-        return total / sum(sizes) if lengths else None
+        right = sum(size * scores[n][metric] for size, n in zip(sizes, lengths))
+        return right / sum(sizes) if lengths else None
 
-    longest = max(cfg.train_lengths)
-    good = list(itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores)))
     trained = [n for n in scores if n in cfg.train_lengths]
-    longer = [n for n in scores if n > longest]
-    return mean(trained), mean(longer), good[-1] if good else 0
+    longer = [n for n in scores if n > max(cfg.train_lengths)]
+    holds = 0
+    for n in sorted(scores):
+        if scores[n][metric] < 0.95:
+            break
+        holds = n
+    return mean(trained), mean(longer), holds
 
 
 def percent(x):
@@ -47,7 +49,7 @@ def percent(x):
 
 
 def context_losses(cfg, scores):
-    """Of a corpus: [(length, loss)] in the longest contexts trained on and evaluated."""
+    """Of a corpus: [(length, loss)] of the longest trained context and of the longest one."""
     lengths = sorted(scores)
     trained = [n for n in lengths if n <= max(cfg.train_lengths)] or lengths
     return [(n, scores[n]['loss']) for n in sorted({trained[-1], lengths[-1]})]
@@ -78,44 +80,25 @@ def mean_scores(by_seed):
             for n, first in runs[0].items()}
 
 
-def evaluations(cfg, checkpoint):
-    """{seed: [{step, lengths: scores}]} of the evaluations that saw all cfg.eval_lengths."""
-    return {seed: [e for e in entry['evals'] if set(cfg.eval_lengths) <= e['lengths'].keys()]
-            for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry}
-
-
-def top(cfg, checkpoint):
-    """by_seed: for each length and score, the mean of its cfg.top_evals best evaluations."""
-    found = {}
-    for seed, evals in evaluations(cfg, checkpoint).items():
-        if not evals:
-            continue
-        found[seed] = {n: {} for n in cfg.eval_lengths}
-        for n in cfg.eval_lengths:
-            for key in ('exact', 'token', 'last'):
-                values = sorted((e['lengths'][n][key] for e in evals), reverse=True)
-                found[seed][n][key] = round(statistics.mean(values[:cfg.top_evals]), 6)
-    return found
-
-
 def over_seeds(cfg, by_seed):
     """One line on the spread over seeds."""
-    def mean_std(xs, scale=1, digits=4):
-        mean, std = scale * statistics.mean(xs), scale * statistics.stdev(xs)
-        return f'{mean:.{digits}f} +- {std:.{digits}f}'
+    def spread(xs, digits):
+        return f'{statistics.mean(xs):.{digits}f} +- {statistics.stdev(xs):.{digits}f}'
 
+    def spread_of_shares(xs):
+        if None in xs:
+            return '-'
+        return f'{spread([100 * x for x in xs], 1)} %, best {100 * max(xs):.1f} %'
+
+    runs = list(by_seed.values())
     if cfg.the_task.corpus:
-        runs = [dict(context_losses(cfg, scores)) for scores in by_seed.values()]
-        losses = [f'loss {mean_std([run[n] for run in runs])} in contexts of {n}' for n in runs[0]]
-        return f'{len(runs)} seeds: ' + ', '.join(losses)
-
-    def spread(xs):
-        return '-' if None in xs else f'{mean_std(xs, 100, 1)} %, best {100 * max(xs):.1f} %'
-
-    trained, longer, _ = zip(*(summary(cfg, scores) for scores in by_seed.values()))
+        losses = [dict(context_losses(cfg, scores)) for scores in runs]
+        return f'{len(runs)} seeds: ' + ', '.join(
+            f'loss {spread([loss[n] for loss in losses], 4)} in contexts of {n}' for n in losses[0])
+    trained, longer, _ = zip(*(summary(cfg, scores) for scores in runs))
     learned = sum(x >= 0.85 for x in trained if x is not None)
-    return (f'{len(by_seed)} seeds: exact match on trained lengths {spread(trained)}; '
-            f'beyond {spread(longer)}; '
+    return (f'{len(runs)} seeds: exact match on trained lengths {spread_of_shares(trained)}; '
+            f'beyond {spread_of_shares(longer)}; '
             f'{learned} of {len(cfg.seeds)} reach 85 % on trained lengths')
 
 
@@ -154,15 +137,6 @@ def strips(cfg, rows):
            'on; holds to: the last length before one below 95 %')
 
 
-def print_table(rows):
-    """Print dictionaries of the same keys as a table."""
-    lines = [list(rows[0])] + [[str(x) for x in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for first, *cells in lines:
-        cells = [f'{cell:>{width}}' for cell, width in zip(cells, widths[1:])]
-        print('  '.join([f'{first:{widths[0]}}', *cells]))
-
-
 def evenly(items, count):
     """At most `count` of the items, evenly spaced, the first and the last among them."""
     if len(items) <= count:
@@ -171,9 +145,9 @@ def evenly(items, count):
 
 
 def perplexities(cfg, rows):
-    """Lines of a corpus's table: exp(mean loss) by context length for each (label, scores)."""
+    """Lines of a corpus's table: exp(mean loss) by context length for each row."""
     shown = evenly(sorted(rows[0][1]), 12)
-    width = max(len(label) for label, _ in rows) + 2
+    width = max(len(label) for label, *_ in rows) + 2
     longest = max(cfg.train_lengths)
 
     def line(label, cells):
@@ -184,55 +158,13 @@ def perplexities(cfg, rows):
         return text
 
     yield line('context', shown)
-    for label, scores in rows:
+    for label, scores, *_ in rows:
         yield line(label, [f'{math.exp(scores[n]["loss"]):.3f}' for n in shown])
 
 
-def report_corpus(cfg, by_seed):
-    """report() of a corpus."""
-    scores = mean_scores(by_seed)
-    rows = [('perplexity', scores)]
-    if len(by_seed) > 1:
-        rows += [(f'seed {seed}', run) for seed, run in by_seed.items()]
-    note = ' (| ends the lengths trained on)' if len(scores) > 1 else ''
-    print(f'\n{cfg.task} with {cfg.pe}: the same held-out text in contexts of every length{note}')
-    print('\n'.join(perplexities(cfg, rows)))
-    print(', '.join(f'{loss:.4f} nats, {loss / math.log(2):.4f} bits and '
-                    f'{percent(scores[n]["token"])} right per token in contexts of {n}'
-                    for n, loss in context_losses(cfg, scores)))
-    size = max(map(len, cfg.the_task.of_part('test')))
-    if size < max(cfg.eval_lengths):
-        print(f'no held-out document is longer than {size} tokens: longer contexts are cut there')
-    if len(by_seed) > 1:
-        print(over_seeds(cfg, by_seed))
-
-
-METRICS = ('exact match', 'exact'), ('tokens', 'token'), ('last state', 'last')
-
-
-def report(cfg, by_seed, top_evals=None):
-    """Print the final table of a run: the mean over seeds, each seed, the top evaluations."""
-    if cfg.the_task.corpus:
-        return report_corpus(cfg, by_seed)
-    scores = mean_scores(by_seed)
-    rows = [(label, scores, metric) for label, metric in METRICS]
-    if len(by_seed) > 1:
-        rows += [(f'exact, seed {seed}', run, 'exact') for seed, run in by_seed.items()]
-    if top_evals:
-        rows.append((f'mean of top {cfg.top_evals}', mean_scores(top_evals), 'exact'))
-    many = f'{len(by_seed)} seeds' if len(by_seed) > 1 else '1 seed'
-    per_length = scores[cfg.eval_lengths[0]]['n']
-    print(f'\n{cfg.task} with {cfg.pe}, {many}, {per_length:.0f} held-out problems per length')
-    print('\n'.join(strips(cfg, rows)))
-    if len(by_seed) > 1:
-        print(over_seeds(cfg, by_seed))
-    longest = max(cfg.train_lengths)
-    inside = [n for n in scores if n <= longest]
-    beyond = [n for n in scores if n > longest]
-    columns = evenly(inside, 4) + evenly(beyond[:4], 4) + evenly(beyond[4:], 4)
-    print('\nlength      ' + ''.join(f'{n:>7}' for n in columns))
-    for label, metric in METRICS:
-        print(f'{label:12}' + ''.join(f'{100 * scores[n][metric]:7.1f}' for n in columns) + '  %')
+def table(cfg, rows):
+    """Lines of a table by length: perplexity for a corpus, accuracy for other tasks."""
+    return perplexities(cfg, rows) if cfg.the_task.corpus else strips(cfg, rows)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -261,15 +193,14 @@ def style_of(name):
     return dict(color=COLOURS[number % len(COLOURS)], ls='--' if number % 2 else '-')
 
 
-def draw_corpus(fig, ax, cfg, rows):
-    """Perplexity by length of the context, a curve per row; seeds share a label and a colour."""
-    labelled = set()
-    for label, scores, _ in rows:
+def draw_perplexity(fig, ax, cfg, rows):
+    """Perplexity by context length, a curve for each row; rows of one label share a style."""
+    labels = [label for label, *_ in rows]
+    for i, (label, scores, _) in enumerate(rows):
         lengths = sorted(scores)
         values = [math.exp(scores[n]['loss']) for n in lengths]
-        name = None if label in labelled else label
+        name = label if labels.index(label) == i else None     # once in the legend
         ax.plot(lengths, values, marker='o', ms=3, label=name, **style_of(label))
-        labelled.add(label)
     ax.axvline(max(cfg.train_lengths), color='crimson', lw=1)
     ax.set(ylabel='perplexity of the same held-out text', yscale='log')
     ax.yaxis.set_minor_formatter('{x:g}')
@@ -278,14 +209,14 @@ def draw_corpus(fig, ax, cfg, rows):
 
 
 def draw_accuracy(fig, ax, cfg, rows):
-    """A row of colours, by length, for each (label, scores, metric)."""
+    """A strip of colours by length for each row."""
     lengths = sorted(rows[0][1])
     values = [[100 * scores[n][metric] for n in lengths] for _, scores, metric in rows]
     cells = ax.pcolormesh(range(len(lengths) + 1), range(len(rows) + 1), values, vmin=0, vmax=100,
                           cmap='viridis', edgecolors='white', linewidth=0.5)
     fig.colorbar(cells, label='right (%)')
     ax.axvline(sum(n <= max(cfg.train_lengths) for n in lengths), color='crimson', lw=2)
-    ax.set_yticks([i + 0.5 for i in range(len(rows))], [label for label, _, _ in rows])
+    ax.set_yticks([i + 0.5 for i in range(len(rows))], [label for label, *_ in rows])
     every = max(1, len(lengths) // 12)
     ticks = [i for i, n in enumerate(lengths) if i == 0 or n % every == 0]
     ax.set_xticks([i + 0.5 for i in ticks], [lengths[i] for i in ticks])
@@ -293,48 +224,67 @@ def draw_accuracy(fig, ax, cfg, rows):
 
 
 def figure(path, cfg, rows, title):
-    """Draw (label, scores, metric) rows by length; say so if matplotlib is missing."""
+    """Draw rows by length; say so if matplotlib is missing."""
     plt = pyplot()
     if plt is None:
         print(f'(pip install matplotlib, and {path} is drawn as well)')
         return
-    corpus = cfg.the_task.corpus
-    height = 4 if corpus else 1.6 + 0.28 * len(rows)
+    if cfg.the_task.corpus:
+        draw, height, length = draw_perplexity, 4, 'length of the context'
+    else:
+        draw, height, length = draw_accuracy, 1.6 + 0.28 * len(rows), 'problem length'
     fig, ax = plt.subplots(figsize=(8, height), layout='constrained')
-    draw = draw_corpus if corpus else draw_accuracy
     draw(fig, ax, cfg, rows)
-    what = 'length of the context' if corpus else 'problem length'
-    ax.set(title=title, xlabel=f'{what}; trained to {max(cfg.train_lengths)} (red line)')
+    ax.set(title=title, xlabel=f'{length}; trained to {max(cfg.train_lengths)} (red line)')
     fig.savefig(path, dpi=110)
     plt.close(fig)
     print(f'drew {path}')
 
 
-def show(cfg, by_seed, top_evals=None):
-    """The table and the figure of one run."""
-    report(cfg, by_seed, top_evals)
-    scores = mean_scores(by_seed)
-    rows = [(label, scores, metric) for label, metric in METRICS]
-    name = 'lengths.png'
-    if cfg.the_task.corpus:
-        rows = [(f'seed {seed}', run, 'loss') for seed, run in by_seed.items()]
-        name = 'eval.png' if cfg.eval_only else name
-    if top_evals:
-        label = f'exact match, mean of top {cfg.top_evals}'
-        rows.append((label, mean_scores(top_evals), 'exact'))
+# --------------------------------------------------------------------------------------------------
+# a run, a sweep
+
+def show(cfg, by_seed):
+    """Print the table of a run, the mean over seeds and each seed, and draw it."""
+    task, scores = cfg.the_task, mean_scores(by_seed)
+    if task.corpus:
+        metrics = [('perplexity', 'loss')]
+        held_out = 'the same held-out text in contexts of every length'
+        if len(scores) > 1:
+            held_out += ' (| ends the lengths trained on)'
+    else:
+        metrics = [('exact match', 'exact'), ('tokens', 'token'), ('last state', 'last')]
+        held_out = f'{scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length'
+    rows = [(label, scores, metric) for label, metric in metrics]
+    seeds = '1 seed'
+    if len(by_seed) > 1:
+        label, metric = metrics[0]
+        rows += [(f'{label}, seed {seed}', run, metric) for seed, run in by_seed.items()]
+        seeds = f'{len(by_seed)} seeds'
+
+    print(f'\n{cfg.task} with {cfg.pe}, {seeds}, {held_out}')
+    print('\n'.join(table(cfg, rows)))
+    if len(by_seed) > 1:
+        print(over_seeds(cfg, by_seed))
+    elif task.corpus:
+        print(brief(cfg, scores))
+    if task.corpus:
+        longest = max(map(len, task.of_part('test')))
+        if longest < max(cfg.eval_lengths):
+            print(f'the longest held-out document has {longest} tokens: no context is longer')
+    name = 'eval.png' if task.corpus and cfg.eval_only else 'lengths.png'
     figure(os.path.join(cfg.out_dir, name), cfg, rows, f'{cfg.task} with {cfg.pe}')
 
 
 def show_sweep(cfg, out_dir, swept, by_label):
-    """The table and the figure of a sweep: {label: by_seed}, the mean over seeds in a row each."""
+    """The table and the figure of a sweep, {label: by_seed}: a row each, the mean over seeds."""
     rows = [(label, mean_scores(by_seed), 'exact') for label, by_seed in by_label.items()]
     if not rows:
         return
     corpus = cfg.the_task.corpus
     what = 'perplexity by length of the context' if corpus else 'exact match by length'
-    lines = perplexities(cfg, [row[:2] for row in rows]) if corpus else strips(cfg, rows)
     print(f'\n{what}, ' + ' x '.join(swept))
-    print('\n'.join(lines))
+    print('\n'.join(table(cfg, rows)))
     title = '' if 'task' in swept else cfg.task
     figure(os.path.join(out_dir, 'lengths.png'), cfg, rows, title)
 
@@ -350,39 +300,36 @@ def git(*args):
 
 def machine(device):
     """Versions, the commit of this program where git knows it, and the hardware."""
-    found = dict(torch=torch.__version__, python=platform.python_version())
+    about = dict(torch=torch.__version__, python=platform.python_version())
     for name in ('numpy', 'triton'):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            about[name] = metadata.version(name)
     with contextlib.suppress(OSError):                     # no git
         changed = git('status', '--porcelain', '-uno', '--', ':/*.py', ':(top,exclude)results')
-        found['commit'] = git('rev-parse', '--short', 'HEAD') + ' and changes' * bool(changed)
+        about['commit'] = git('rev-parse', '--short', 'HEAD') + ' and changes' * bool(changed)
     if device.type == 'cuda':
-        return found | dict(hardware=torch.cuda.get_device_name())
+        return about | dict(hardware=torch.cuda.get_device_name())
     cpu = platform.machine() + ' CPU'
     with contextlib.suppress(OSError), open('/proc/cpuinfo') as f:         # Linux
         cpu = dict(re.findall(r'(model name)\s*: (.*)', f.read())).get('model name', cpu)
-    return found | dict(hardware=f'{cpu}, {torch.get_num_threads()} threads')
+    return about | dict(hardware=f'{cpu}, {torch.get_num_threads()} threads')
 
 
-def provenance(cfg, command, device):
-    """Configuration, command, versions and machine: what every line in results/ begins with."""
-    return dict(config=asdict(cfg), command=command) | machine(device)
+def append_line(cfg, command, device, **content):
+    """Append a line to cfg.results: configuration, command, versions and machine, then content."""
+    line = dict(config=asdict(cfg), command=command) | machine(device) | content
+    checkpoint.append(cfg.results, json.dumps(line) + '\n')
 
 
-def append_result(cfg, by_seed, checkpoint, command, device):
+def append_result(cfg, by_seed, state, command, device):
     """Append a finished run to cfg.results. Seeds that diverged are named and have no scores."""
-    curves = {}
-    for seed in by_seed:
-        curves[seed] = []
-        for evaluation in checkpoint['seeds'][seed]['evals']:
-            scores = evaluation['lengths']
-            point = [loss for _, loss in context_losses(cfg, scores)] if cfg.the_task.corpus \
-                else summary(cfg, scores)
-            curves[seed].append([evaluation['step'], *point])
-    found = dict(lengths=by_seed, curves=curves)
-    if cfg.top_evals:
-        found['top'] = top(cfg, checkpoint)
-    if failed := files.failures(checkpoint):
-        found['failed'] = failed
-    files.append(cfg.results, json.dumps(provenance(cfg, command, device) | found) + '\n')
+    def point(scores):
+        if cfg.the_task.corpus:
+            return [loss for _, loss in context_losses(cfg, scores)]
+        return summary(cfg, scores)
+
+    curves = {seed: [[evaluation['step'], *point(evaluation['lengths'])]
+                     for evaluation in state['seeds'][seed]['evals']] for seed in by_seed}
+    failures = checkpoint.failures(state)
+    failed = {'failed': failures} if failures else {}
+    append_line(cfg, command, device, lengths=by_seed, curves=curves, **failed)

@@ -112,7 +112,7 @@ def train_run(cfg, train, command, ranks):
         print('stopped and saved; go on with --resume')
         return 128 + stop.signal
     if ranks.rank == 0:
-        report.show(cfg, by_seed, report.top(cfg, state) if cfg.top_evals else None)
+        report.show(cfg, by_seed)
     return check_failures(checkpoint.failures(state))
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pe
 import tasks
 import train
-from engine import checkpoint, config, report, runs, seeds
+from engine import checkpoint, config, runs, seeds
 from engine.config import UserError
 from model import Transformer
 from test_all import close, flags, gpu, python, pythons, variants
@@ -626,22 +626,6 @@ def test_evaluate_counts():
     model.answers[2, 7] += 1                               # row 2: its end token
     scores = train.evaluate(model, task, {3: (tokens, targets)})[3]
     assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
-
-
-def test_mean_of_the_best_evaluations(tmp_path):
-    """--top_evals=2: per length and score, the mean of the two best evaluations."""
-    results = tmp_path / 'r.jsonl'
-    train.main(flags(out_dir=tmp_path, max_steps=6, eval_interval=2, top_evals=2, results=results))
-    evals = read_checkpoint(tmp_path)['seeds'][0]['evals']
-    assert len(evals) == 3
-    for n, scores in read_json(results)['top']['0'].items():
-        for key, value in scores.items():
-            best = sorted(point['lengths'][int(n)][key] for point in evals)[1:]
-            assert abs(value - sum(best) / 2) < 1e-5
-    # evaluations that did not see all lengths do not count
-    seen = {'step': 1, 'lengths': {1: dict(exact=1.0, token=1.0, last=1.0)}}
-    cfg = train.Config(eval_lengths=[1, 2], top_evals=2)
-    assert report.top(cfg, {'seeds': {0: {'evals': [seen]}}}) == {}
 
 
 # --------------------------------------------------------------------------------------------------
