@@ -985,7 +985,7 @@ class Sum(Encoding):
 def added(biases):
     """The sum of those that are not None, in the rows that all have; None if there is none."""
     biases = [b for b in biases if b is not None]
-    rows = min((b.shape[-2] for b in biases), default=0)
+    rows = min([b.shape[-2] for b in biases], default=0)
     return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
 
 

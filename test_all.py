@@ -855,23 +855,20 @@ def test_attend_refuses_what_does_not_fit():
         encoding('prism+rope', heads=4).attend(q, k, v, pos)
 
 
-class FoX(pe.Encoding):
-    """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
-    f_j = sigmoid(w_h x_j + b_h), x the normalized input of the layer."""
-    shift_invariant = True
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.gate = torch.nn.Linear(cfg.d_model, cfg.heads)
-
-    def bias(self, at):
-        c = F.logsigmoid(self.gate(at.x)).cumsum(dim=1).transpose(1, 2)  # (B, H, T)
-        return c[..., :, None] - c[..., None, :]
+def readme_code(marker):
+    """README's block of Python that contains a word."""
+    with open(os.path.join(HERE, 'README.md'), encoding='utf-8') as f:
+        blocks = re.findall(r'```python\n(.*?)```', f.read(), re.DOTALL)
+    block, = (block for block in blocks if marker in block)
+    return block
 
 
 @pytest.fixture
 def fox(monkeypatch):
-    monkeypatch.setitem(pe.ENCODINGS, 'fox', FoX)
+    """README's example of an encoding, registered."""
+    names = dict(vars(pe))
+    exec(readme_code('class FoX'), names)
+    monkeypatch.setitem(pe.ENCODINGS, 'fox', names['FoX'])
 
 
 @pytest.mark.parametrize('kw', [dict(pe='fox'), dict(pe='fox+rope'),
@@ -1319,35 +1316,40 @@ def all_problems():
     for name, task in tasks.TASKS.items():
         _, lengths = oracle_and_lengths(name)
         for length in lengths:
-            yield name, max(length, task.min_length)
-
-
-def prompt_and_answer(task, row, target):
-    """The words of a problem, as a trainer reads them: each target is the next token, or -100."""
-    words = [task.vocab[i] for i in row if i != 0]
-    assert all(i == 0 for i in row[len(words):])  # padding comes last
-    first = next(t for t, i in enumerate(target) if i != -100)  # the last token of the prompt
-    last = len(words) - 1
-    assert target == [-100] * first + row[first + 1:last + 1] + [-100] * (len(row) - last)
-    return words[:first + 1], words[first + 1:]
+            yield name, min(max(length, task.min_length), task.max_length)
 
 
 @pytest.mark.parametrize('name, length', list(all_problems()))
+def test_every_task(name, length):
+    """tokens, targets [n, T]: padding last; targets are next tokens, or -100, one a row or more."""
+    task = tasks.TASKS[name]
+    tokens, targets = task.sample(300, length, torch.Generator().manual_seed(length))
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.shape == targets.shape and len(tokens) == 300
+    assert len(set(task.vocab)) == len(task.vocab)
+    assert tokens.min() >= 0 and tokens.max() < len(task.vocab)
+    padding = tokens == tasks.PAD
+    assert torch.equal(padding, padding.int().cummax(dim=1).values > 0)
+    supervised = targets != -100
+    assert supervised.any(dim=1).all() and not supervised[:, -1].any()
+    assert torch.equal(targets[supervised], tokens.roll(-1, dims=1)[supervised])
+    assert not (targets == tasks.PAD).any()
+    words = [task.vocab[i] for i in tokens[0].tolist() if i != tasks.PAD]
+    assert task.decode(tokens[0]).replace(' ', '') == ''.join(words)
+
+
+@pytest.mark.parametrize('name, length', [x for x in all_problems() if x[0] in ORACLES])
 def test_tasks_against_an_oracle(name, length):
-    """Every task: tokens and targets [n, T]; exactly the answer is supervised, and it is right."""
+    """The answer is supervised, to the last token, and it is right."""
     task = tasks.TASKS[name]
     n = 400 if name in CHARACTERS else 2000 if length < 60 else 300
     tokens, targets = task.sample(n, length, torch.Generator().manual_seed(length))
-    assert tokens.dtype == targets.dtype == torch.int64
-    assert tokens.shape == targets.shape and len(tokens) == n
-    assert len(set(task.vocab)) == len(task.vocab)
-    assert tokens.min() >= 0 and tokens.max() < len(task.vocab)
-    oracle, _ = oracle_and_lengths(name)
-    for row, target in zip(tokens, targets):
-        prompt, answer = prompt_and_answer(task, row.tolist(), target.tolist())
-        assert task.decode(row).replace(' ', '') == ''.join(prompt + answer)
-        if oracle:
-            oracle(name, length, prompt, answer)
+    oracle, _ = ORACLES[name]
+    for row, target in zip(tokens.tolist(), targets.tolist()):
+        words = [task.vocab[i] for i in row if i != 0]
+        first = next(t for t, i in enumerate(target) if i != -100)  # the last token of the prompt
+        assert -100 not in target[first:len(words) - 1]
+        oracle(name, length, words[:first + 1], words[first + 1:])
 
 
 @pytest.mark.parametrize('name', CHARACTERS)
@@ -1487,6 +1489,19 @@ def test_trigger_counts_up_to_most():
 def test_task_errors(name, length, says):
     with pytest.raises(ValueError, match=says):
         tasks.make(name).sample(2, length)
+
+
+def test_readme_task(monkeypatch):
+    """README's example of a task keeps the contract, and its doctest."""
+    names = dict(vars(tasks))
+    exec(readme_code('class FlipFlop'), names)
+    task = names['FlipFlop']
+    monkeypatch.setitem(tasks.TASKS, 'flip_flop', task())
+    example = doctest.DocTestFinder().find(task, globs=names)[0].examples[0]
+    assert tasks.example('flip_flop', 5) == example.want.strip()[1:-1]
+    for length in (2, 9):
+        test_every_task('flip_flop', length)
+    test_tasks_are_seeded('flip_flop')
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2075,6 +2090,17 @@ def test_every_file_runs():
     assert 'predicted: ' in examples
     assert re.search(r'embedding.weight +\[\d+, 128\]', shapes)
     assert 'total' in shapes
+
+
+def test_readme_code_runs(tmp_path, capsys):
+    """PoPE in a foreign attention, and a trained model in a notebook."""
+    names = {}
+    exec(readme_code('class Attention'), names)
+    assert names['x'].shape == (8, 100, 64) and names['x'].isfinite().all()
+    run = python('train.py', *flags(n_layer=2, out_dir=tmp_path, pe='rope'))
+    assert run.returncode == 0, run.stderr
+    exec(readme_code('train.load').replace('out/parity_rope', str(tmp_path)), {'torch': torch})
+    assert capsys.readouterr().out.startswith('BoS ')
 
 
 if __name__ == '__main__':

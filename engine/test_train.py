@@ -481,6 +481,8 @@ def test_no_step_waits_for_the_device(numbers, kw, monkeypatch):
 
     Here the step runs on meta tensors, which have no values; all but AdamW, which is torch's.
     """
+    if kw.get('prism_recurrent') == 'orthogonal':
+        pytest.skip('train.make_group makes no graph of this one')
     group = train.make_group(smaller(seeds=numbers, **kw), CPU)
     trainer, model = group.trainer, group.trainer.model
     for batches in group.batches:
@@ -576,7 +578,7 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     capsys.readouterr()
     train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
     out = capsys.readouterr().out
-    assert 'parity with vipe' in out and '      2      9' in out
+    assert 'eval_lengths=[2, 9]' in out and 'parity with vipe' in out
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
     assert list(read_json(tmp_path / 'lengths.json')['0']) == list('123459')
 

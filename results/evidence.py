@@ -181,11 +181,7 @@ def by_length_table(name):
         yield 'Not run yet.'
         return
     yield '```'
-    if cfg.the_task.corpus:
-        lines = report.perplexities(cfg, [row[:2] for row in rows])
-    else:
-        lines = report.strips(cfg, rows)
-    yield from '\n'.join(lines).splitlines()
+    yield from '\n'.join(report.table(cfg, rows)).splitlines()
     yield '```'
     yield from made_by(name)
 
