@@ -527,8 +527,9 @@ def main(argv):
     cfg = points[0][1]
     ranks = seeds.Ranks.of_torchrun()
     usual = config.defaults(Config)
-    print(', '.join(f'{key}={value}' for key, value in values.items()
-                    if key in ('task', 'pe') or value != usual[key]) + '\n')
+    changed = {key: config.as_typed(value) for key, value in values.items()
+               if key in ('task', 'pe') or value != usual[key]}
+    print(' '.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
 
     if cfg.eval_only or cfg.benchmark:
         if ranks.size > 1:

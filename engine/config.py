@@ -188,11 +188,17 @@ def wants_help(argv):
     return '--help' in argv or '-h' in argv
 
 
-def show_default(default):
-    """A default as one would type it: 1-16, or 0,1, for lists."""
-    if isinstance(default, range):
-        return f'{default[0]}-{default[-1]}'
-    return ','.join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+def as_typed(value):
+    """A value as one would type it; a list as 1-16 if its numbers are consecutive, or as 1,2,4."""
+    if not isinstance(value, (list, tuple, range)):
+        return str(value)
+    items = list(value)
+    if any(isinstance(x, (list, tuple)) for x in items):
+        return str(items)
+    numbers = len(items) > 2 and all(type(x) is int for x in items)
+    if numbers and items == list(range(items[0], items[-1] + 1)):
+        return f'{items[0]}-{items[-1]}'
+    return ','.join(map(str, items))
 
 
 def print_help(doc, cls):
@@ -216,7 +222,7 @@ def print_help(doc, cls):
                 choices = ' | '.join(map(str, get_args(field.type)))
                 if choices and ' | ' not in text:
                     text += f': {choices}'
-                flag = f'--{key[1]}={show_default(field.default)}'
+                flag = f'--{key[1]}={as_typed(field.default)}'
                 print(f'  {flag:25} {text}')
             above = above + [comment[1]] if comment else []
         print()

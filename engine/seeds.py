@@ -194,11 +194,21 @@ class Group:
 # --------------------------------------------------------------------------------------------------
 # devices
 
+THREADS = torch.get_num_threads()
+
+
 def pick_device(cfg):
-    """The torch.device that cfg.device names, made the current one; UserError if missing."""
+    """The torch.device that cfg.device names, made the current one; UserError if missing.
+
+    On a CPU, also the number of threads, unless OMP_NUM_THREADS gives it.
+    """
     if not re.fullmatch(r'auto|cpu|cuda(:\d+)?', cfg.device):
         raise UserError(f'device must be auto, cpu, cuda or cuda:N, not {cfg.device!r}')
     if cfg.device == 'cpu' or cfg.device == 'auto' and not torch.cuda.is_available():
+        # in a small step threads mostly wait for each other
+        small = len(cfg.seeds) * cfg.batch_size * cfg.train_len * cfg.d_model <= 2 ** 18
+        if 'OMP_NUM_THREADS' not in os.environ:
+            torch.set_num_threads(1 if small else THREADS)
         return torch.device('cpu')
     count = torch.cuda.device_count()
     current = torch.cuda.current_device() if count else 0  # torchrun's processes have one each
