@@ -654,6 +654,45 @@ def alignment_figure(plt, rows, found, names, best, cfg):
     return fig
 
 
+def squeeze(model, task, cfg, length=0, n=256):
+    """Do longer inputs break because their positions are new? Accuracy with positions squeezed into the trained range.
+
+    length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Of T tokens, more than the T_0 trained on, token t
+    stands at t (T_0 - 1) / (T - 1), a fraction (position interpolation, Chen et al. 2023). Rows: exact match and accuracy of the supervised
+    tokens, as it is and squeezed. An encoding that reads no positions, like NoPE, scores the same twice.
+    """
+    length, rows = length or max(cfg.eval_lengths), []
+    lengths = sorted({*cfg.train_lengths, *cfg.eval_lengths} & set(range(1, length + 1)))
+    for L, (tokens, targets) in problems(task, lengths, n).items():
+        T = tokens.shape[1]
+        pos = torch.arange(T) * min(1.0, (cfg.train_len - 1) / (T - 1))
+        row = dict(length=L)
+        for name, at in (('', None), (', squeezed', pos)):
+            with torch.no_grad():
+                right = model(tokens, pos=at)[0].argmax(dim=-1) == targets
+            row['exact' + name] = number((right | (targets == -100)).all(dim=1).double().mean())
+            row['tokens' + name] = number(right.sum() / (targets != -100).sum())
+        rows.append(row)
+    beyond = [row for row in rows if row['length'] > max(cfg.train_lengths)]
+    summary = {key: number(torch.tensor([row[key] for row in beyond]).mean()) for key in rows[0] if key != 'length' and beyond}
+    return rows, summary, lambda plt: squeeze_figure(plt, rows, cfg)
+
+
+def squeeze_figure(plt, rows, cfg):
+    """The figure of `squeeze`: exact match and tokens by length, a panel each."""
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout='constrained', sharey=True)
+    lengths = [row['length'] for row in rows]
+    for ax, key, title in zip(axes, ('exact', 'tokens'), ('exact match', 'supervised tokens')):
+        ax.plot(lengths, [row[key] for row in rows], 'o-', ms=3, color=COLOURS[1], label='positions 0, 1, 2, ...')
+        ax.plot(lengths, [row[f'{key}, squeezed'] for row in rows], 'o-', ms=3, color=COLOURS[0], label='squeezed into the trained range')
+        ax.axvline(max(cfg.train_lengths), color='crimson', lw=1)
+        ax.set(title=title, xlabel=f'input length; {trained_to(cfg, max(cfg.train_lengths))} (red line)', ylim=(-0.03, 1.03))
+    axes[0].set_ylabel('share right')
+    fig.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=2, fontsize=9)
+    fig.suptitle(titled(cfg))
+    return fig
+
+
 def steps(model, task, cfg, n=512, distances='1,3,7', beside=''):
     """How long do the first states stay right while the input grows, at positions that were trained (ViPE Figure 4)?
 
@@ -2548,7 +2587,7 @@ def load_llama(path, text='', needs_text=True):
     return model, types.SimpleNamespace(**vars(c), **values, out_dir=f'out/{config.slug(name)}')
 
 
-PROBES = {f.__name__: f for f in (cursor, attention, alignment, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum,
+PROBES = {f.__name__: f for f in (cursor, attention, alignment, squeeze, linear, steps, stats, prefix, shift, heads, positions, toeplitz, spectrum,
                                   gradients, loss, tuning, frequency, norms, axes, disentangle, tuples, perturb, stretch, entropy)}
 # those that take a Llama in place of a run, and --n unless given
 LLAMA = {loss: 1, tuning: None, frequency: 1, norms: None, axes: 1, disentangle: 1, tuples: 1, perturb: 2, stretch: 2, entropy: 1}

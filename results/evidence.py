@@ -207,6 +207,32 @@ def first_run():
     yield '```'
 
 
+def why_table():
+    """What the probes of README's ten minutes find in each seed of RoPE on parity."""
+    header = ['', 'exact match at 16, 17, 18, 20', 'squeezed', 'head',
+              'its weight on the right bit at 16, 17, 20, 32', 'it prefers the distance']
+    body = []
+    for seed in range(4):
+        folder = f'seed_{seed}'
+        if not plan.run_of('parity_rope', folder, f'configs/parity_rope.py --seeds={seed}'):
+            continue
+        found = [plan.asked(name, f'out/parity_rope/{folder}')
+                 for name in ('alignment', 'squeeze', 'tuning')]
+        if None in found:
+            continue
+        alignment, squeeze, tuning = found
+        head = alignment['summary']['head']
+        weight = {row['length']: row[head] for row in alignment['rows']}
+        right = {row['length']: row for row in squeeze['rows']}
+        peak, = (row['peak'] for row in tuning['rows'] if f'{row["layer"]}.{row["head"]}' == head)
+        exact, squeezed = ([f'{100 * right[n][key]:.0f}' for n in (16, 17, 18, 20)]
+                           for key in ('exact', 'exact, squeezed'))
+        weights = [f'{weight[n]:.2f}' for n in (16, 17, 20, 32)]
+        body.append([f'seed {seed}', ', '.join(exact), ', '.join(squeezed), head,
+                     ', '.join(weights), f'{peak:.0f}'])
+    yield from markdown(header, body) if body else ['Not run yet.']
+
+
 def seeds_table():
     """The spread over seeds trained together, and over the same seeds trained one by one."""
     cfg, _ = claims.by_length('seeds')
@@ -405,7 +431,15 @@ def draw_figures():
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
         cfg, rows = claims.by_length(name)
+        if name == 'parity':
+            rows = [(label, mean_of_runs(rows, label), 'exact')
+                    for label in dict.fromkeys(label for label, _, _ in rows)]
         report.figure(path, cfg, rows, cfg.task)
+
+
+def mean_of_runs(rows, label):
+    """{length: scores}: the mean over the rows of that label."""
+    return report.mean_scores({i: scores for i, (of, scores, _) in enumerate(rows) if of == label})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -544,7 +578,8 @@ def blocks():
     tables = {name: grid_table(name) for name in GRIDS}
     tables |= {name: by_length_table(name) for name in BY_LENGTH}
     return tables | dict(
-        first_run=first_run(), seeds=seeds_table(), speed=speed_table(), compile=compile_table(),
+        first_run=first_run(), why=why_table(), seeds=seeds_table(), speed=speed_table(),
+        compile=compile_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table())
 
 
