@@ -1,3 +1,3 @@
-# No encoding at all: order is seen through the causal mask alone. Compare with parity_rope.py.
+# No encoding at all: order is seen through the causal mask alone. Beside RoPE: parity_rope.py --pe=rope,nope.
 task = 'parity'
 pe = 'nope'

@@ -261,7 +261,8 @@ class StandardLibrary(Text):
 class TextCharacters(Corpus):
     """Text files by characters, those that occur in them. `length`: characters in a context."""
     own_vocab = True
-    needs = 'a text file (UTF-8), or a folder of them'
+    needs = ('a text file (UTF-8), or a folder of them, as tinyshakespeare of '
+             'github.com/karpathy/char-rnn')
 
     @functools.cached_property
     def texts(self):
@@ -439,7 +440,8 @@ class Genome(Corpus):
     >>> Genome().decode(Genome().tokens(b'acgtacgtNNACGTTTA'))
     'ACGTAC G T N N ACGTTT A'
     """
-    needs = 'a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them'
+    needs = ('a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them, as in '
+             'huggingface.co/datasets/InstaDeepAI/human_reference_genome')
     special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
     vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
     separator = ' '

@@ -45,7 +45,7 @@ USAGE = ('write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`
 def ask():
     """Fill plan.cells with what is there and plan.missing with what is not."""
     plan.find_cells()
-    for table in (claims.claims_table, claims.heads_table, claims.perturb_table):
+    for table in (claims.claims_table, claims.heads_table, claims.perturb_table, why_table):
         list(table())                             # for the probes that it asks for
     plan.sort_missing()
 
