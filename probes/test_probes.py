@@ -186,6 +186,20 @@ def test_probe_linear_reads_the_iteration_heads_distances():
         probe.linear(model, cfg.the_task, train.Config(task='copy', train_lengths=[4], eval_lengths=[4]))
 
 
+def test_probe_squeeze():
+    """Within the trained length nothing is squeezed; beyond it, positions are fractions that end where training did."""
+    model, cfg = nano('parity', pe='ape', longest=5)                                                                      # total length 13
+    rows, _, _ = untouched(model, cfg, lambda: probe.squeeze(model, cfg.the_task, cfg, n=20))
+    assert [row['length'] for row in rows] == list(range(1, 10))
+    assert all(row['tokens'] == row['tokens, squeezed'] for row in rows[:5]) and rows[8]['tokens'] != rows[8]['tokens, squeezed']
+    tokens, targets = probe.problems(cfg.the_task, [9], 20)[9]                                                            # 21 tokens
+    right = model(tokens, pos=torch.linspace(0, 12, 21))[0].argmax(dim=-1) == targets
+    assert rows[8]['tokens, squeezed'] == pytest.approx((right.sum() / (targets != -100).sum()).item(), abs=6e-5)
+    model, cfg = nano('parity', pe='nope', longest=5)
+    rows, summary, _ = probe.squeeze(model, cfg.the_task, cfg, n=20)
+    assert summary['tokens'] == summary['tokens, squeezed'] > 0
+
+
 def test_probe_steps():
     """Every cell is the accuracy at query L + 1 + d, and only what is within the trained total length is there."""
     model, cfg = nano('parity', pe='nope', longest=5)                                                                     # total length 13
@@ -299,7 +313,7 @@ def test_figures_of_the_iterative_probes(tmp_path):
     """Every figure draws, of one head and of several."""
     plt = pytest.importorskip('matplotlib.pyplot')
     model, cfg = nano('polynomial', pe='rope', n_head=2, n_layer=1, longest=4)
-    for name in ('attention', 'alignment', 'linear', 'steps', 'stats', 'prefix', 'shift'):
+    for name in ('attention', 'alignment', 'squeeze', 'linear', 'steps', 'stats', 'prefix', 'shift'):
         flags = dict(n=2) | (dict(offsets='0,-2') if name == 'shift' else {})
         probe.PROBES[name](model, cfg.the_task, cfg, **flags)[2](plt).savefig(tmp_path / f'{name}.png', dpi=30)
         plt.close('all')
