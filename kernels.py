@@ -10,7 +10,7 @@ Queries t and keys s <= t count from 0. One forward and two backward kernels, wi
 in memory that grows with T, block by block with a running maximum and sum (FlashAttention: Dao et al. 2022; Milakov & Gimelshein 2018), accumulating
 in float32. Gradients recompute the blocks from the stored log-sum-exp, in two kernels, one for keys and one for queries, so that every
 sum has one order. In products of blocks [M, N] x D that is 2 forward and 7 backward (flash attention with atomic additions needs 5), for
-PoPE 3 and 11 (8): the floor, over the tensor cores' rate, under which no tuning gets. No second-order gradients, no forward mode.
+PoPE 3 and 11 (8): divided by the tensor cores' rate, this is a lower bound on the time. No second-order gradients, no forward mode.
 Without a GPU the kernels run in Triton's interpreter.
 """
 from __future__ import annotations                                # tl.constexpr is read only where there is Triton

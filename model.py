@@ -59,7 +59,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
         q, k = self.tap_q(q), self.tap_k(k)  # (B, H, T, D)
-        if self.tap_logits._forward_hooks:  # a probe listens: materialize them
+        if self.tap_logits._forward_hooks:  # a probe has a hook there
             weights = self.tap_logits(self.pe.logits(q, k, pos, state, x)).softmax(dim=-1)
             y = self.pe.mix(weights, v, pos, state, x)
         else:
@@ -104,7 +104,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only Transformer over tokens [B, T]. A class is a token predicted at the last one."""
+    """Decoder-only Transformer over tokens [B, T]. For classification,
+    the class is the token predicted at the last position."""
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
@@ -139,9 +140,9 @@ class Transformer(nn.Module):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
         loss: mean cross-entropy of the targets [B, T] that are not -100; in training, plus the
-        encoding's penalty. total_len: the final length, if it is known that tokens are only the
-        beginning of the sequence (ViPE and YaRN depend on it). pos: positions other than 0..T-1,
-        [T], or [B, T] if rows differ.
+        encoding's penalty. total_len: the final length, if tokens are only the beginning of a
+        sequence (ViPE and YaRN depend on it). pos: positions other than 0..T-1, [T], or [B, T] if
+        rows differ.
         """
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device)
@@ -206,7 +207,10 @@ def main(argv):
     from engine import config
     if config.wants_help(argv):
         return config.print_help(__doc__, ModelConfig)
-    cfg = config.make(ModelConfig, config.read(ModelConfig, argv, extra_keys_in_files=True))
+    values = config.read(ModelConfig, argv, extra_keys_in_files=True)
+    for name in values['pe'].split('+'):
+        config.check_name('encoding', name, encodings.ENCODINGS)
+    cfg = config.make(ModelConfig, values)
     model = Transformer(cfg)
     for name, p in model.named_parameters():
         print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')

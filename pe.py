@@ -29,11 +29,11 @@ import kernels
 
 @dataclass
 class PEConfig:
-    """What an encoding may read; model.ModelConfig adds the rest. Derived: heads and head_dim, the
-    number and the width of the real attention heads. ValueError says what is wrong."""
+    """Every key that an encoding reads; model.ModelConfig adds others. Derived: heads and head_dim,
+    the number and the width of the real attention heads. ValueError says what is wrong."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
-    rope_heads: int = None         # any encoding acts on the first k heads only; None: on all
-    attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, half of a head NoPE
+    rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
+    attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
     train_len: int = 128           # longest total length in training (train.py sets it)
@@ -155,7 +155,7 @@ class Encoding(nn.Module):
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
     fp32 = False              # True: attention must not run in half precision
     widens = False            # True: qk() appends features to q and k, so it is last in a sum
-    distance = False          # True: y's last channel for out() is sum_s alpha_ts (t - s)
+    distance = False          # True: out() gets sum_s alpha_ts (t - s) as y's last channel
     fusable = True            # False: kernels.attention cannot compute it
     gains = False             # True: kernels.attention computes it faster than PyTorch's
     drawable = True           # False: left out of the picture of the zoo
@@ -171,7 +171,8 @@ class Encoding(nn.Module):
             self.fusable = False             # a kernel takes one width, and a bias by distance
 
     def for_layer(self):
-        """The instance for a further layer. The first layer's also runs embed and state."""
+        """The instance for a further layer. The first layer's alone runs embed and state, so an
+        encoding with parameters for those sets shared = True."""
         return self if self.shared else type(self)(self.cfg)
 
     def embed(self, x, pos):                    # -> [B, T, C], before layer 1
@@ -198,7 +199,8 @@ class Encoding(nn.Module):
         return y
 
     def at(self, q_len, pos, state=None, x=None):
-        """The At of the last q_len of the positions. Without a state: that of this length."""
+        """The At of queries at the last q_len positions. A state of None is computed for this
+        length."""
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)
@@ -212,7 +214,7 @@ class Encoding(nn.Module):
 
     def logits(self, q, k, pos, state=None, x=None):
         """Attention logits [B, H, Tq, T], -inf where s > t, for probes."""
-        check_shapes(q, k, k, pos)
+        check_shapes(self.cfg, q, k, k, pos, x)
         at = self.at(q.shape[2], pos, state, x)
         q, k = self.scaled_qk(q, k, at)
         logits = q @ k.transpose(-2, -1) * self.scale
@@ -223,27 +225,29 @@ class Encoding(nn.Module):
 
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
+        check_positions(pos, len(v), v.shape[2])
         at = self.at(weights.shape[-2], pos, state, x)
         y = weights @ self.append_position(self.value(v, at), at)
         return self.out(self.expected_distance(y, at), at)
 
     def attend(self, q, k, v, pos, state=None, x=None):
-        """mix(softmax(logits), v) without keeping the logits: [B, H, Tq, out_dim].
+        """mix(softmax(logits), v), without storing the logits: [B, H, Tq, out_dim].
 
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
         pos: of k and v; state: what state() returned, made if it depends on the length alone; x:
         the normalized input of the attention layer, for encodings whose hooks read it. ValueError
-        if shapes do not fit. The kernels assume that pos counts up by 1; a probe that moves
-        positions sets kernel='reference'.
+        if shapes do not fit. The kernels want positions that count up by 1, else they give NaN:
+        set kernel='reference' for others, unless they are fractions or [B, T].
         """
-        check_shapes(q, k, v, pos)
+        check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q.shape[2], pos, state, x)
-        whole = q.shape[2] == k.shape[2] and pos.dim() == 1
+        whole = q.shape[2] == k.shape[2] and pos.dim() == 1 and not pos.is_floating_point()
         if self.fusable and self.gains and whole and kernels_serve(self.cfg, q):
             with torch.autocast(q.device.type, enabled=False):
                 return self.out(self.attend_by_kernels(q, k, self.value(v, at), at), at)
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
+                x = None if x is None else x.float()
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x)
         v = self.append_position(self.value(v, at), at)
         q, k = self.scaled_qk(q, k, at)
@@ -262,9 +266,11 @@ class Encoding(nn.Module):
 
     def attend_by_kernels(self, q, k, v, at):
         """The average y by kernels.attention; only tensors as wide as q, k, v reach memory."""
+        q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # loud, and no wait for the device
         factors = self.rescale(q.float(), k.float(), at)
         delta = self.phases()
-        bias = self.by_distance((at.s - at.s[..., :1])[..., None, :])  # (H, 1, T), or None
+        distance = (at.s - at.s[..., :1]).clamp(min=0)[..., None, :]
+        bias = self.by_distance(distance)  # (H, 1, T), or None
         call = dict(bias=None if bias is None else bias[None, :, 0], distance=self.distance)
         if factors is not None:
             row, col = (f.squeeze(-1) for f in factors)
@@ -288,8 +294,8 @@ class Encoding(nn.Module):
         return torch.cat([y[..., :-1], t - y[..., -1:]], dim=-1) if self.distance else y
 
 
-def check_shapes(q, k, v, pos):
-    """ValueError if q, k, v and pos do not fit together."""
+def check_shapes(cfg, q, k, v, pos, x=None):
+    """ValueError if these do not fit together, or not the encoding that was built for cfg."""
     H, T = k.shape[1], k.shape[2]
     if q.shape[1] != H:
         raise ValueError(f'q has {q.shape[1]} heads and k has {H}: repeat grouped keys and values, '
@@ -297,8 +303,21 @@ def check_shapes(q, k, v, pos):
     if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
         raise ValueError(f'q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: '
                          'k and v have T places, q those or the last of them')
-    if pos.shape[-1] != T:
-        raise ValueError(f'pos {list(pos.shape)} must hold a position for each of the {T} keys')
+    if H != cfg.heads or {q.shape[3], k.shape[3], v.shape[3]} != {cfg.head_dim}:
+        raise ValueError(f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}: q is '
+                         f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
+    if x is not None and x.shape[:2] != (len(k), T):
+        raise ValueError(f'x {list(x.shape)} must hold the inputs of all {T} keys')
+    check_positions(pos, len(k), T)
+
+
+def check_positions(pos, B, T):
+    """ValueError unless pos is [T], or [B, T], of a dtype that holds positions."""
+    if pos.shape not in ((T,), (B, T)):
+        raise ValueError(f'pos {list(pos.shape)} must hold a position for each of the {T} keys: '
+                         f'[{T}], or [{B}, {T}] if rows differ')
+    if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
+        raise ValueError(f'{pos.dtype} does not hold positions: use int64 or float32')
 
 
 def kernels_serve(cfg, q):
@@ -350,6 +369,8 @@ def heads_first(y):
 
 def length_ratio(cfg, pos, total_len):
     """max(1, T / train_len): how much longer the whole sequence is than any trained on."""
+    if total_len is not None and total_len < pos.shape[-1]:
+        raise ValueError(f'total_len={total_len} is less than the {pos.shape[-1]} tokens at hand')
     return max(1.0, (total_len or pos.shape[-1]) / cfg.train_len)
 
 
@@ -579,7 +600,7 @@ class FIRE(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))).
 
     f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are
-    learned; all per layer. The bias depends on t too: it is PyTorch's attention mask [H, T, T].
+    learned, in each layer. The bias also depends on t, so it is passed as a mask [H, T, T].
     """
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -594,7 +615,8 @@ class FIRE(Encoding):
     def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
-        x = self.psi(at.distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
+        distance = at.distance.to(reach.dtype)
+        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
         return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
 
 
@@ -685,8 +707,8 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     table [2P+1, d_pe] = f(-P..P); copy [B, C, T, T+1]: entry k is the jump to offset k, the last
     "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. The
     encoding of token t superposes the histogram after its gates, over the offsets that it can
-    reach, -(t+1)..t+1: neither P nor later tokens matter. ValueError if shapes do not fit, or if a
-    cursor can leave the table (Algorithm 1 clamps at +-P).
+    reach, -(t+1)..t+1, so it depends neither on P nor on later tokens. ValueError if shapes do not
+    fit, or if a cursor can leave the table (Algorithm 1 clamps at +-P).
     """
     kernels.check_scan(reset, step, gamma, table, copy)
     (B, C, T), P = reset.shape, len(table) // 2
@@ -851,8 +873,9 @@ class PRISM(Encoding):
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors);
-    queries and keys have cursors of their own. mu in [0, 1] and alpha are learned per head. Content
-    never sees a position. One GRU and T cheap steps before layer 1. 4 only with prism_norm='none'.
+    queries and keys have cursors of their own. mu in [0, 1] and alpha are learned per head. No
+    position is added to the content. Before layer 1 it runs a GRU and T cheap steps. The factor 4
+    is for prism_norm='none' only.
     """
     shift_invariant = True
     widens = True
@@ -864,7 +887,7 @@ class PRISM(Encoding):
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]
         self.layer = layer - max(n for n in starts if n <= layer)  # counted from its PRISM layer on
-        self.last_made = 0
+        self.last_made = layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))  # mu = sigmoid(m)
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
         if self.layer == 0:
@@ -913,7 +936,6 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        self.shift_invariant = all(p.shift_invariant for p in parts)
         self.fp32 = any(p.fp32 for p in parts)
         self.widens = any(p.widens for p in parts)
         self.distance = any(p.distance for p in parts)
@@ -923,6 +945,7 @@ class Sum(Encoding):
                 raise ValueError(f'{" and ".join(clash)} cannot be added: each {does}')
         turning = [p for p in parts if type(p).qk is not Encoding.qk]
         mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
+        self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
         self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()
         self.gains = any(p.gains for p in parts)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
@@ -932,7 +955,7 @@ class Sum(Encoding):
 
     def each(self, at):
         """[(part, the At with that part's state)]."""
-        return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state)]
+        return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
 
     def embed(self, x, pos):
         for p in self.parts:
@@ -1103,9 +1126,10 @@ def picture(name, T):
     state = enc.state(x, pos)
     heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)  # (1, 2, T, 16)
     if not changes(name, 'out'):
-        return enc.logits(heads, heads, pos, state)[0, 0]
+        return enc.logits(heads, heads, pos, state, x)[0, 0]
     on = torch.eye(T).expand(1, 2, T, T, T)  # on[..., s, :]: all attention on s
-    seen = [enc.mix(on[..., s, :], heads, pos, state)[0, 0] for s in range(T)]  # T x (T, out_dim)
+    # T x (T, out_dim)
+    seen = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
     channel = 16 if enc.out_dim > 16 else 0  # ViPE's code, if there is one
     return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
 

@@ -566,7 +566,7 @@ def linear_figure(plt, errors, cfg):
 
 
 def alignment(model, task, cfg, length=0, n=32):
-    """Does attention still find the correct key x_t for s_(t-1), D_1 = D_2 + 1, at lengths where the answers break (ViPE section 3.1, A.3)?
+    """Does attention still find x_t from s_(t-1) at lengths where the answers are wrong (ViPE section 3.1, A.3)?
 
     length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Rows: exact match; accuracy of the states, of those
     that are predicted at positions within the trained total length (seen) and beyond (unseen); for every layer.head the mean weight on the
@@ -655,20 +655,24 @@ def alignment_figure(plt, rows, found, names, best, cfg):
 
 
 def squeeze(model, task, cfg, length=0, n=256):
-    """Do longer inputs break because their positions are new? Accuracy with positions squeezed into the trained range.
+    """Do longer inputs break because distances are new? Accuracy with positions squeezed into the trained range.
 
     length: the longest one, 0: the longest of eval_lengths; n: problems of each length. Of T tokens, more than the T_0 trained on, token t
     stands at t (T_0 - 1) / (T - 1), a fraction (position interpolation, Chen et al. 2023). Rows: exact match and accuracy of the supervised
-    tokens, as it is and squeezed. An encoding that reads no positions, like NoPE, scores the same twice.
+    tokens, as it is; squeezed; and, with the usual positions, keys T_0 or more tokens back hidden. Squeezing shortens every distance; hiding
+    only takes away those that are longer than any in training. An encoding that reads no positions, like NoPE, is not changed by squeezing.
     """
     length, rows = length or max(cfg.eval_lengths), []
     lengths = sorted({*cfg.train_lengths, *cfg.eval_lengths} & set(range(1, length + 1)))
     for L, (tokens, targets) in problems(task, lengths, n).items():
         T = tokens.shape[1]
-        pos = torch.arange(T) * min(1.0, (cfg.train_len - 1) / (T - 1))
+        t = torch.arange(T)
+        pos = t * min(1.0, (cfg.train_len - 1) / (T - 1))
+        far = t[:, None] - t >= cfg.train_len
+        hide = other_logits(model, lambda enc, q, k, state, logits, far=far: logits.masked_fill(far, -torch.inf))
         row = dict(length=L)
-        for name, at in (('', None), (', squeezed', pos)):
-            with torch.no_grad():
+        for name, at, context in (('', None, contextlib.nullcontext()), (', squeezed', pos, contextlib.nullcontext()), (', hidden', None, hide)):
+            with torch.no_grad(), context:
                 right = model(tokens, pos=at)[0].argmax(dim=-1) == targets
             row['exact' + name] = number((right | (targets == -100)).all(dim=1).double().mean())
             row['tokens' + name] = number(right.sum() / (targets != -100).sum())
@@ -685,10 +689,11 @@ def squeeze_figure(plt, rows, cfg):
     for ax, key, title in zip(axes, ('exact', 'tokens'), ('exact match', 'supervised tokens')):
         ax.plot(lengths, [row[key] for row in rows], 'o-', ms=3, color=COLOURS[1], label='positions 0, 1, 2, ...')
         ax.plot(lengths, [row[f'{key}, squeezed'] for row in rows], 'o-', ms=3, color=COLOURS[0], label='squeezed into the trained range')
+        ax.plot(lengths, [row[f'{key}, hidden'] for row in rows], ':', color='black', label='keys beyond the trained distance hidden')
         ax.axvline(max(cfg.train_lengths), color='crimson', lw=1)
         ax.set(title=title, xlabel=f'input length; {trained_to(cfg, max(cfg.train_lengths))} (red line)', ylim=(-0.03, 1.03))
     axes[0].set_ylabel('share right')
-    fig.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=2, fontsize=9)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=3, fontsize=9)
     fig.suptitle(titled(cfg))
     return fig
 
@@ -2709,13 +2714,15 @@ def main(argv):
         if len(argv) != 2:
             raise UserError('python probe.py report RUN takes a run, or the folder that probes wrote to, and no flags')
         return report(argv[1].replace('by_hand:', BY_HAND_DIR))
+    if os.path.isdir(argv[0]) and argv[0] not in PROBES:
+        raise UserError(f'name a probe before the run: python probe.py NAME {argv[0]}')
     config.check_name('probe', argv[0], PROBES)
     if config.wants_help(argv):
         return tell(argv[0])
     name, function = argv[0], PROBES[argv[0]]
     run_dir = argv[1] if len(argv) > 1 and not argv[1].startswith('--') else ''
     if not run_dir and not any(arg.startswith('--hf=') for arg in argv):
-        raise UserError(f'python probe.py {name} RUN: which run? For example out/string_copy_prism')
+        raise UserError(f'python probe.py {name} RUN: which run? For example out/parity_rope')
     common, values = read_flags(argv[2 if run_dir else 1:], function)
     if run_dir and common.get('hf'):
         raise UserError(f'either a run or --hf={common["hf"]}, not both')

@@ -25,7 +25,7 @@ PAD, BOS, EOI, EOS = range(4)  # the same in every task that has them
 
 
 class DataError(ValueError):
-    """Data are missing or not what the task reads, or the task has no such problems."""
+    """The data are missing or of the wrong kind, or the task has no problems of that length."""
 
 
 class Task:
@@ -49,8 +49,8 @@ class Task:
         return self.problems(n, length, Draw(generator))
 
     def refuse(self, length, lengths):
-        raise DataError(f'{self.name} has problems of lengths {lengths}, not {length}: '
-                        'change --train_lengths or --eval_lengths')
+        raise DataError(f'{self.name} has problems of lengths {lengths}, not {length} '
+                        '(keys train_lengths and eval_lengths)')
 
     def pool(self, n, length, generator):
         """An epoch's training problems of a length: n new ones, or all that a data set has."""
@@ -200,7 +200,7 @@ class Count(Iterative):
 
 class Mode(Iterative):
     """The most frequent of the letters a-j, which is always unique (Zhou et al. 2023).
-    Letters are uniform; where several tie, a random one of them replaces one place of another.
+    Letters are uniform. If several tie, one of them at random replaces one letter of another.
     >>> example('mode', 7)
     'BoS e d d a d j h EoI d EoS'
     """
@@ -448,7 +448,7 @@ class Stack(StringCopy):
 
 
 class DynStrCpy(Characters):
-    """The string from a digit on that occurs in it once, anywhere. `length` is the string's.
+    """The part of the string that begins at a given digit, which occurs once. `length`: its own.
     >>> example('dyn_str_cpy', 7)
     '0278481,4=481.'
     """

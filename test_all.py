@@ -849,8 +849,17 @@ def test_attend_refuses_what_does_not_fit():
         enc.attend(q, k, v[:, :, :9], pos)
     with pytest.raises(ValueError, match='do not fit'):
         enc.attend(q, k[:, :, :9], v[:, :, :9], pos[:9])
-    with pytest.raises(ValueError, match='a position for each of the 10 keys'):
-        enc.attend(q, k, v, pos[:9])
+    for wrong in (pos[:9], pos[None, None], pos.expand(3, 10)):  # of a batch of 2
+        with pytest.raises(ValueError, match='a position for each of the 10 keys'):
+            enc.attend(q, k, v, wrong)
+    with pytest.raises(ValueError, match='does not hold positions'):
+        enc.attend(q, k, v, pos.to(torch.uint8))
+    with pytest.raises(ValueError, match='built for 2 heads of 16'):
+        encoding('rope', heads=2, head_dim=16).attend(q, k, v, pos)
+    with pytest.raises(ValueError, match='the inputs of all 10 keys'):
+        enc.attend(q, k, v, pos, x=torch.randn(2, 1, 32))
+    with pytest.raises(ValueError, match='total_len=3 is less than the 10 tokens'):
+        encoding('vipe', heads=4).state(None, pos, total_len=3)
     with pytest.raises(ValueError, match='needs state=enc.state'):
         encoding('prism+rope', heads=4).attend(q, k, v, pos)
 
@@ -1916,6 +1925,18 @@ def test_cursor_scan_with_a_gamma_for_each_group():
     for b in (0, 1):
         alone = pe.cursor_scan(reset[b:b + 1], step[b:b + 1], gammas[b], table)
         close(both[b:b + 1], alone, 1e-5)
+
+
+@kernel_test
+def test_kernels_refuse_other_positions():
+    """Fractions take the reference; whole numbers that do not count up by 1 give NaN."""
+    q, k, v, pos = (x.to(DEVICE) for x in qkv())
+    q, k, v = q.float(), k.float(), v.float()
+    enc = encoding('alibi', kernel='triton').float().to(DEVICE)
+    plain = encoding('alibi', kernel='reference').float().to(DEVICE)
+    assert enc.attend(q, k, v, 3 * pos).isnan().any()
+    close(enc.attend(q, k, v, pos + 7), plain.attend(q, k, v, pos), 1e-4)
+    close(enc.attend(q, k, v, pos * 0.5), plain.attend(q, k, v, pos * 0.5), 1e-4)
 
 
 @kernel_test

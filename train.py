@@ -39,7 +39,7 @@ from model import ModelConfig, Transformer
 
 @dataclass
 class Config(ModelConfig):
-    """Every key that a config file or --key=value may set, with those of model.ModelConfig."""
+    """Every key that a config file or --key=value may set, in addition to model.ModelConfig's."""
     # data
     task: str = 'parity'           # what to learn, with its options, as in polynomial:p=7
     data: str = ''                 # file or folder, for a task that reads one
@@ -57,9 +57,9 @@ class Config(ModelConfig):
     min_lr: float = 0.0            # learning rate at the end of the decay
     warmup_steps: int = 200        # steps of linear warm-up
     decay: Literal['linear', 'cosine', 'none'] = 'linear'  # shape of the decay
-    beta1: float = 0.9             # AdamW's average of the gradient
-    beta2: float = 0.98            # AdamW's average of its square
-    weight_decay: float = 0.01     # on matrices only; 0 makes it Adam
+    beta1: float = 0.9             # AdamW's decay rate for the mean gradient
+    beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
+    weight_decay: float = 0.01     # on matrices only; 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
     # running
     out_dir: str = ''              # the run's folder; empty: out/TASK_PE
@@ -74,7 +74,7 @@ class Config(ModelConfig):
     eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
     prompt: str = ''               # with eval_only: continue this text instead of evaluating
     new_tokens: int = 200          # largest number of tokens that continue a prompt
-    temperature: float = 0.8       # of the distribution they are drawn from; 0: the likeliest token
+    temperature: float = 0.8       # sampling temperature for a prompt; 0: the likeliest token
     benchmark: bool = False        # do not train: time a step of the first 1, 2, 4, ... seeds
     results: str = ''              # append a JSON line about each finished run to this file
 
@@ -99,7 +99,7 @@ class Config(ModelConfig):
         self.train_len = task.width(self.train_lengths)
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = self.out_dir or runs.default_out_dir(vars(self))
-        encodings.build(self)                              # says now what does not fit
+        encodings.build(self)                              # ValueError if it does not fit
 
     @property
     def the_task(self):
@@ -159,7 +159,7 @@ class Config(ModelConfig):
                                  f'fewer than batch_size={self.batch_size}')
 
 
-# what a checkpoint's weights depend on (s of ViPE is 1 in training, whatever vipe_s is)
+# keys that must match for weights to fit (vipe_s may differ: s is 1 in training)
 ARCHITECTURE = ['task', 'train_lengths']
 ARCHITECTURE += [f.name for f in fields(ModelConfig)
                  if f.name not in (*Config.DERIVED, 'vipe_s', 'kernel', 'prism_alpha_lr')]
@@ -265,7 +265,7 @@ def learning_rate(cfg, step):
 class Trainer:
     """A model, its optimizer and its batches: one seed on one device.
 
-    engine/seeds.py puts other things in their place behind the same calls: a Stack of many models,
+    engine/seeds.py can replace them by objects with the same methods: a Stack of many models,
     for which tokens are [S, B, T] and losses [S], its clipping, and a Graph for update().
     """
     def __init__(self, cfg, model, batches, device, clip=clip_grad_norm_, graph=False):
@@ -411,7 +411,7 @@ def train(cfg, device, state, stop, ranks):
                desc=f'{cfg.task} {cfg.pe}', disable=True if ranks.rank else None, leave=False)
     losses = []                                            # (S,) each, still on the device
     for step in bar:
-        losses.append(group.step(step))                    # Trainer.step, above
+        losses.append(group.step(step))                    # Group.step calls Trainer.step, above
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = evaluating or done % cfg.log_interval == 0
@@ -419,7 +419,7 @@ def train(cfg, device, state, stop, ranks):
         if not (logging or stopping):
             continue
 
-        # here alone the loop waits for the device
+        # the only place where the loop waits for the device
         run.add_losses(done, group.gather_losses(losses))  # {seed: loss} of each step
         losses.clear()
         if logging:

@@ -133,7 +133,7 @@ def largest_error(function, reference, inputs):
 def check_kernels(device):
     """Print each kernel's largest relative error; returns those that rounding cannot explain."""
     torch.manual_seed(0)
-    where = 'cuda' if device == 'cuda' else "the CPU (Triton's interpreter)"
+    where = 'cuda' if device == 'cuda' else "the CPU (Triton's interpreter, minutes)"
     print(f'largest relative error against the float64 reference, on {where}')
     checks = [(name, dtype, limit)
               for dtype, limit in (('float32', 1e-5), ('float16', 5e-3), ('bfloat16', 5e-2))
@@ -221,7 +221,9 @@ def kernel_main(doc, argv):
     """Check the kernels; on a GPU time them, too."""
     if config.wants_help(argv):
         return print(doc)
-    config.parse(config.NoFlags, argv)
+    _, words = config.parse(config.NoFlags, argv)
+    if words:
+        raise config.UserError(f'python kernels.py takes no arguments, not {words[0]!r}')
     if kernels.triton is None:
         raise config.UserError('needs Triton, which is for Linux: pip install triton')
     device = 'cuda' if torch.cuda.is_available() else 'cpu'

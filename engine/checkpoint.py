@@ -81,7 +81,7 @@ def read_lengths(path):
 def read(path, cls):
     """The dictionary in a checkpoint; keys of `cls` that it does not have get their defaults."""
     if not os.path.exists(path):
-        raise UserError(f'no checkpoint {path}; train the run first, or name it by --out_dir')
+        raise UserError(f'no checkpoint {path}: train that run first, or name another')
     # torch says in many ways that a file is cut off, or not a checkpoint at all
     with explain(f'read {path}'), open(path, 'rb') as f, contextlib.suppress(Exception):
         checkpoint = torch.load(f, map_location='cpu', weights_only=True)
@@ -229,7 +229,7 @@ class Run:
 
 
 def begin(cfg, checkpoint):
-    """Prepare a run's folder: nothing stays in it that the checkpoint at hand has not seen."""
+    """Prepare a run's folder: remove what is newer than the checkpoint."""
     make_folder(cfg.out_dir)
     if cfg.results:
         append(cfg.results, '')                            # fails now rather than after training

@@ -9,10 +9,11 @@
 
 The field's type says what a value may be and its comment is the help text. A config file is Python
 assignments to the keys; it may use the values that the files before it set (`lr = lr / 2`).
-What a user can cause ends as a UserError: one line that names the fix.
+Every mistake of a user raises a UserError: one line that names the fix.
 """
 import ast
 import difflib
+import glob
 import inspect
 import os
 import re
@@ -103,7 +104,8 @@ def convert(field, value, where):
         value = list(value)
     if type(value) is kind or (value is None and field.default is None):
         return value
-    name = 'a list as in 1-16 or 1,2,4' if kind is list else kind.__name__
+    name = {list: 'a list as in 1-16 or 1,2,4', int: 'a whole number', float: 'a number',
+            bool: 'True or False', str: 'text'}[kind]
     raise UserError(f'{where}: {field.name} must be {name}, not {value!r}')
 
 
@@ -142,7 +144,10 @@ def read_file(cls, path, values, other_keys=False, swept=()):
             exec(compile(f.read(), path, 'exec'), names)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, 'strerror', None) or 'it is not text'
-        raise UserError(f'cannot read config file {path}: {reason}') from None
+        near = suggestion(path, glob.glob('configs/*.py'), '')
+        if '=' in path:
+            near = f', did you mean --{path}?'
+        raise UserError(f'cannot read config file {path}: {reason}{near}') from None
     except SyntaxError as error:
         raise UserError(f'{path}, line {error.lineno or 1}: {error.msg}') from None
     except Exception as error:                                     # whatever its lines raise

@@ -1,4 +1,4 @@
-"""Many models behind the calls of one: seeds stacked under vmap, a CUDA graph, torchrun.
+"""Many models with the interface of one: seeds stacked under vmap, a CUDA graph, torchrun.
 
 train.Trainer trains one model. What this file adds takes the place of one of its parts:
 

@@ -47,10 +47,12 @@ def test_a_value_takes_the_type_of_its_field(key, given, value):
     assert found == value and type(found) is type(value)
 
 
-REFUSED = [('width', '1.5', 'a test: width must be int'), ('width', 'None', 'width must be int'),
-           ('width', True, 'width must be int'), ('rate', 'x', "rate must be float, not 'x'"),
+REFUSED = [('width', '1.5', 'a test: width must be a whole number'),
+           ('width', 'None', 'width must be a whole number'),
+           ('width', True, 'width must be a whole number'),
+           ('rate', 'x', "rate must be a number, not 'x'"),
            ('decay', 'exp', 'decay must be one of linear, none'),
-           ('fast', '2', 'fast must be bool'), ('name', 3, 'name must be str'),
+           ('fast', '2', 'fast must be True or False'), ('name', 3, 'name must be text'),
            ('lengths', '1-', 'lengths must be a list as in 1-16'),
            ('rat', '1', "unknown key 'rat', did you mean 'rate'?"),
            ('zzz', '1', '--help lists the keys'), ('size', '3', "unknown key 'size'")]
@@ -86,7 +88,7 @@ def test_a_comma_list_sweeps_a_key():
     flags, words = config.parse(Config, ['--width=1,2', 'file.py', '--name=a,b'], swept=['width'])
     assert flags == dict(width=[1, 2], name='a,b') and words == ['file.py']
     assert isinstance(flags['width'], config.Sweep) and type(flags['name']) is str
-    with pytest.raises(UserError, match='width must be int'):
+    with pytest.raises(UserError, match='width must be a whole number'):
         config.parse(Config, ['--width=1,2'])
 
 

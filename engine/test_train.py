@@ -710,11 +710,11 @@ def test_learning_rate_schedules():
 BAD = {
     # keys and types
     'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"),
-    'wrong type': (['--lr=fast'], '--lr: lr must be float'),
-    'not whole': (['--max_steps=1.5'], 'max_steps must be int'),
+    'wrong type': (['--lr=fast'], '--lr: lr must be a number'),
+    'not whole': (['--max_steps=1.5'], 'max_steps must be a whole number'),
     'no value': (['--lr'], '--lr needs a value'),
     'bad choice': (['--decay=exp'], 'linear'),
-    'bad bool': (['--tie=maybe'], 'tie must be bool'),
+    'bad bool': (['--tie=maybe'], 'tie must be True or False'),
     # names
     'unknown task': (['--task=pairty'], "'parity'"),
     'unknown encoding': (['--pe=rop'], "'rope'"),
@@ -779,7 +779,7 @@ def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
 BAD_FILES = [('lr = 1e-3\npee = 1\n', "unknown key 'pee', did you mean 'pe'"),
              ('lr = = 2', 'line 1: invalid syntax'),
              ('lr = 1\nseeds = [x]', 'line 2: NameError'),
-             ('lr = "fast"', 'lr must be float'),
+             ('lr = "fast"', 'lr must be a number'),
              ('foo = None', "unknown key 'foo'"),
              ('vocab_size = None', 'unknown key')]
 

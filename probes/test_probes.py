@@ -43,7 +43,7 @@ def test_probe_cursor_on_a_run(tmp_path, capsys):
     assert json.loads((tmp_path / 'elsewhere' / 'probe_cursor.json').read_text())['summary']['length'] == 12
     train.main(flags(out_dir=tmp_path / 'rope'))
     for argv, says in ((['cursor', str(tmp_path / 'rope')], 'this run has pe=rope'), (['cursr', run], "did you mean 'cursor'?"), (['cursor'], 'which run?'),
-                       (['cursor', run, '--lenght=5'], "did you mean 'length'?"), (['cursor', run, '--length=x'], 'length must be int'),
+                       (['cursor', run, '--lenght=5'], "did you mean 'length'?"), (['cursor', run, '--length=x'], 'length must be a whole number'),
                        (['cursor', run, '--seed=1'], 'no model of seed 1'), (['cursor', 'nowhere'], 'no checkpoint nowhere'),
                        (['gradients', 'by_hand:parity'], 'never had one'), (['disentangle', 'by_hand:parity'], 'the logit at any distance'), (['axes', run, '--n=0'], 'from 1 on'),
                        (['perturb', run, '--gammas=a'], 'both comma lists'), (['report', str(tmp_path / 'rope')], 'no probe has looked')):

@@ -209,7 +209,7 @@ def first_run():
 
 def why_table():
     """What the probes of README's ten minutes find in each seed of RoPE on parity."""
-    header = ['', 'exact match at 16, 17, 18, 20', 'squeezed', 'head',
+    header = ['', 'exact match at 16, 17, 18, 20', 'squeezed', 'far keys hidden', 'head',
               'its weight on the right bit at 16, 17, 20, 32', 'it prefers the distance']
     body = []
     for seed in range(4):
@@ -225,11 +225,12 @@ def why_table():
         weight = {row['length']: row[head] for row in alignment['rows']}
         right = {row['length']: row for row in squeeze['rows']}
         peak, = (row['peak'] for row in tuning['rows'] if f'{row["layer"]}.{row["head"]}' == head)
-        exact, squeezed = ([f'{100 * right[n][key]:.0f}' for n in (16, 17, 18, 20)]
-                           for key in ('exact', 'exact, squeezed'))
+        exact, squeezed, hidden = (
+            ', '.join(f'{100 * right[n][key]:.0f}' for n in (16, 17, 18, 20))
+            for key in ('exact', 'exact, squeezed', 'exact, hidden'))
         weights = [f'{weight[n]:.2f}' for n in (16, 17, 20, 32)]
-        body.append([f'seed {seed}', ', '.join(exact), ', '.join(squeezed), head,
-                     ', '.join(weights), f'{peak:.0f}'])
+        body.append([f'seed {seed}', exact, squeezed, hidden, head, ', '.join(weights),
+                     f'{peak:.0f}'])
     yield from markdown(header, body) if body else ['Not run yet.']
 
 
