@@ -125,6 +125,10 @@ def check_positive(cfg, *keys, zero=False):
 # --------------------------------------------------------------------------------------------------
 # the hooks
 
+class InputMissing(ValueError):
+    """An encoding reads the input of its attention layer, and the caller gave none."""
+
+
 @dataclass
 class At:
     """What the hooks of attention may read. Positions have an axis for the heads, so that they
@@ -143,8 +147,8 @@ class At:
     def x(self):
         """[B, T, C]: the normalized input of the attention layer."""
         if self.content is None:
-            raise ValueError('this encoding reads the input of the attention layer: '
-                             'attend(q, k, v, pos, state, x)')
+            raise InputMissing('this encoding reads the input x of its attention layer, which is '
+                               'not given: attend(q, k, v, pos, state, x)')
         return self.content
 
 

@@ -2773,4 +2773,4 @@ def within_memory(argv):
 
 
 if __name__ == '__main__':
-    config.run(within_memory, tasks.DataError)
+    config.run(within_memory, tasks.DataError, encodings.InputMissing)

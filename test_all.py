@@ -899,7 +899,7 @@ def test_fox(fox):
         if s <= t:
             forgotten = sum(math.log(f[b, h, j].item()) for j in range(s + 1, t + 1))
             close(logits[b, h, t, s], content(q[b, h, t], k[b, h, s]) + forgotten)
-    with pytest.raises(ValueError, match='reads the input of the attention layer'):
+    with pytest.raises(ValueError, match='reads the input x of its attention layer'):
         enc.attend(q, k, v, pos)
 
 
