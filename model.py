@@ -104,8 +104,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only Transformer over tokens [B, T]. For classification,
-    the class is the token predicted at the last position."""
+    """Decoder-only Transformer over tokens [B, T]; a class is the token that follows the last."""
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
@@ -139,13 +138,11 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets=None, total_len=None, pos=None):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
-        loss: mean cross-entropy of the targets [B, T] that are not -100; in training, plus the
+        loss: mean cross-entropy of the targets [B, T] that are not -100, in training with the
         encoding's penalty. total_len: the final length, if tokens are only the beginning of a
-        sequence (ViPE and YaRN depend on it). pos: positions other than 0..T-1, [T], or [B, T] if
-        rows differ.
+        sequence (ViPE, YaRN). pos: positions other than 0..T-1, [T] or [B, T].
         """
-        if pos is None:
-            pos = torch.arange(tokens.shape[1], device=tokens.device)
+        pos = torch.arange(tokens.shape[1], device=tokens.device) if pos is None else pos
         x = self.embedding(tokens)  # (B, T, C)
         enc = self.blocks[0].attn.pe
         state = enc.state(x, pos, total_len)
@@ -166,8 +163,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def generate(self, tokens, n, temperature=0.0, end=None, total_len=None):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
-        the likeliest at temperature 0; rows past their end token are padded. total_len: the final
-        length, T + n if it is not given (ViPE and YaRN depend on it)."""
+        the likeliest at temperature 0; rows past their end are padded. total_len: by default T + n.
+        """
         total_len = total_len or tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         for _ in range(n):

@@ -224,6 +224,7 @@ def perturb_table():
 # the claims
 
 def vipe():
+    """The claims of ViPE: rows of the table."""
     def trained_to_8(tasks, layers=(2, 3)):
         columns = [f'{task}, {n} layers' for task in tasks for n in layers]
         return in_rows('vipe', 'holds', columns, ('vipe', 'nope', 'rope', 'fire'))
@@ -309,6 +310,7 @@ def vipe():
 
 
 def prism():
+    """The claims of PRISM: rows of the table."""
     of_cot = [task for task in plan.OF_PRISM if task.endswith('_cot')]
     others = [task for task in plan.OF_PRISM if task not in (*of_cot, 'odds_first')]
     yield (
@@ -349,6 +351,7 @@ def prism():
 
 
 def pope():
+    """The claims of PoPE: rows of the table."""
     library = 'on the library, one seed'
     yield (
         'Table 1: indirect indexing',
@@ -423,6 +426,7 @@ def pope():
 
 
 def toeplitz():
+    """The claims of the Toeplitz study: rows of the table."""
     rows_64 = [row for row in plan.ROWS_64 if ' on ' not in row]
     partial = [row for row in plan.ROWS_64 if row.startswith('rope on')]
     distance_64, distance = 'distance:span=64', 'distance:span=16'
@@ -489,6 +493,7 @@ def toeplitz():
 
 
 def llm_position_generalization():
+    """The claims of the position-generalization paper: rows of the table."""
     def mean_r():
         axes, apart = asked('axes', *SMOL), asked('disentangle', *SMOL)
         if not (axes and apart):

@@ -146,6 +146,7 @@ OF_PRISM |= {
 
 
 def indirect(letters, shift, length, layers):
+    """The flags and the double length of indirect indexing at a small size."""
     flags = (f'{SIZE}--task=indirect_indexing:letters={letters}:shift={shift} '
              f'--train_lengths={length // 2}-{length} --eval_lengths={length // 2}-{2 * length} '
              f'--max_steps=10000 --n_test=512 --n_layer={layers} --norm=rmsnorm --decay=cosine '
@@ -189,6 +190,7 @@ COUNTING_64 = some('rope', 'nope', 'alibi', 'mla') | {
 
 
 class Grid(NamedTuple):
+    """A table of runs: every row with every column."""
     title: str
     rows: dict                      # {row: flags}
     columns: dict                   # {column: (flags, lengths that stand for twice the trained)}
@@ -351,6 +353,7 @@ def look_up(name, argv):
 
 
 def train_argv(name, folder, flags):
+    """The command of a run in out/NAME/FOLDER that leaves a line in results/NAME.jsonl."""
     return ['train.py', *shlex.split(flags), f'--out_dir=out/{name}/{folder}',
             f'--results=results/{name}.jsonl']
 
@@ -375,6 +378,7 @@ def piece(name, row, column):
 
 
 def rates(column):
+    """The learning rates that seed 0 tries in a column."""
     return RATES.get(column, ('1e-3', '2e-3', '4e-3'))
 
 
