@@ -855,7 +855,7 @@ def test_distances_laid_out_anew():
 def test_layouts_fit_the_window():
     """The paper's 10 first and 32 retrieved keys from a window of 128 on, fewer in smaller ones; and all keys that are near."""
     q, k = at_random(2, 1, 4, 400, 8)
-    enc, pos = encoding('rope'), torch.arange(400)
+    enc, pos = encoding('rope', heads=4), torch.arange(400)
     for window, first, top in ((128, 10, 32), (24, 3, 6), (2, 1, 1)):
         for layout, keys in (('LM-Infinite', window + 1 + first), ('InfLLM', window // 2 + 1 + first + top)):
             logits = probe.laid_out(layout, window)(enc, q, k, None, enc.logits(q, k, pos))
