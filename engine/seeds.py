@@ -324,16 +324,17 @@ class Stop:
     """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once.
 
     torchrun repeats the signals that it gets, and kills after 30 seconds: under torchrun a second
-    signal changes nothing.
+    signal changes nothing, but torchrun's own end stops the run.
     """
     def __init__(self, torchrun=False):
-        self.signal, self.torchrun = 0, torchrun
+        self.signal = 0
+        self.parent = os.getppid() if torchrun else None
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, self.handle)
 
     def handle(self, number, frame):
         self.signal = number
-        if not self.torchrun:
+        if self.parent is None:
             signal.signal(number, signal.SIG_DFL)
 
     def agreed(self, step, ranks):
@@ -341,6 +342,8 @@ class Stop:
 
         A process sees its own signals at once; several agree at every tenth step.
         """
+        if self.parent not in (None, os.getppid()):
+            self.signal = self.signal or signal.SIGTERM
         if ranks.size > 1:
             if step % 10:
                 return 0
@@ -362,6 +365,8 @@ def run_program(main, *errors):
             if 'out of memory' in str(error) or 'allocate memory' in str(error):
                 raise UserError('not enough memory: use a smaller batch_size, a larger accumulate '
                                 'or shorter lengths') from None
+            if distributed.is_initialized() and 'gloo' in str(error):
+                raise UserError('another process has ended, and so does this one') from None
             raise
     status = config.status_of(main_of_rank, *errors)
     if distributed.is_initialized():                       # closing gloo's threads may abort

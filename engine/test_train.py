@@ -417,7 +417,7 @@ def test_two_processes_train_as_one(kw, tmp_path):
 
 
 def test_two_processes_killed_stopped_and_resumed(tmp_path):
-    """Losing a process ends the run at once; a SIGTERM saves first.
+    """Losing a process ends the run at once; a SIGTERM, or torchrun's own end, saves first.
 
     Resumed by one or two processes, the run ends as if nothing had happened.
     """
@@ -428,7 +428,7 @@ def test_two_processes_killed_stopped_and_resumed(tmp_path):
     with sigterm_in_step(5):                               # one process, between lines of its log
         train.main([*argv, f'--out_dir={b}'])
     path = b / 'ckpt.pt'
-    for leg in ('kill', 'stop', 'finish'):
+    for leg in ('kill', 'stop', 'orphan', 'finish'):
         before = path.stat().st_mtime_ns
         run = torchrun(1 if leg == 'finish' else 2, *argv, f'--out_dir={b}', '--resume')
         if leg != 'finish':
@@ -436,14 +436,13 @@ def test_two_processes_killed_stopped_and_resumed(tmp_path):
             with open(f'/proc/{run.pid}/task/{run.pid}/children') as f:
                 children = f.read().split()
             assert len(children) == 2
-            if leg == 'kill':
-                os.kill(int(children[1]), signal.SIGKILL)
-            else:
-                run.terminate()
+            killed = int(children[1]) if leg == 'kill' else run.pid
+            os.kill(killed, signal.SIGTERM if leg == 'stop' else signal.SIGKILL)
         out, _ = run.communicate(timeout=60)
         assert (run.returncode == 0) == (leg == 'finish'), out
         assert ('Signal 9' in out) == (leg == 'kill'), out
-        assert ('stopped and saved' in out) == (leg == 'stop'), out
+        assert ('another process has ended' in out) == (leg == 'kill'), out
+        assert ('stopped and saved' in out) == (leg in ('orphan', 'stop')), out
     assert_same_run(a, b)
 
 
