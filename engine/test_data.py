@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-import probe
 import tasks
 import train
 from engine import checkpoint, data, runs
 from engine.config import UserError
+from probes import pope
 from test_all import flags, python
 
 
@@ -449,9 +449,9 @@ def test_probe_loss_is_the_loss_of_the_run(tmp_path):
     train.main(flags(task='stdlib', out_dir=tmp_path, train_lengths=16, eval_lengths='16,64',
                      n_test=6))
     model, cfg = train.load(tmp_path)
-    rows, summary, _ = probe.loss(model, cfg.the_task, cfg, n=6)
+    rows, summary, _ = pope.loss(model, cfg.the_task, cfg, n=6)
     held = cfg.the_task.held_out('test', 6, [64], lambda n: train.generator('cpu', 'test', n))
-    curve = probe.losses_by_position(model, *held[64])
+    curve = pope.losses_by_position(model, *held[64])
     loss = checkpoint.read_lengths(tmp_path / 'lengths.json')[0][64]['loss']
     assert abs(curve[:-1].mean() - loss) < 1e-4 and curve[-1].isnan()
     assert len(rows) == 16 and rows[0]['first'] == 1 and rows[-1]['last'] == 63

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pe
 import tasks
 import train
-from engine import checkpoint, config, runs, seeds
+from engine import checkpoint, config, report, runs, seeds
 from engine.config import UserError
 from model import Transformer
 from test_all import close, flags, gpu, python, pythons, variants
@@ -383,6 +383,17 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     assert list(read_json(b / 'lengths.json')) == ['0', '2']
     failed = read_checkpoint(b)['seeds'][1]
     assert failed['step'] == 4 and all(p.isfinite().all() for p in failed['model'].values())
+
+
+def test_the_best_seed_is_one_that_learned():
+    """ViPE's experiment 2: of the seeds with 85 % on the trained lengths."""
+    cfg = train.Config(train_lengths=[1], eval_lengths=[1, 2], seeds=[0, 1, 2])
+    scores = {seed: {1: dict(exact=trained, n=4), 2: dict(exact=beyond, n=4)}
+              for seed, trained, beyond in ((0, 0.9, 0.25), (1, 0.5, 1.0), (2, 0.85, 0.5))}
+    line = report.over_seeds(cfg, scores)
+    assert '2 of 3 reach 85 %' in line and line.endswith('the best of these 50.0 % beyond')
+    line = report.over_seeds(cfg, {seed: scores[1] for seed in (1, 2)})
+    assert '0 of 3 reach 85 %' in line and line.endswith('the best of these - beyond')
 
 
 def test_micro_batches_give_the_same_gradient(tmp_path):

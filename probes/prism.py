@@ -1,0 +1,129 @@
+"""PRISM's probe: where the cursors go."""
+import numpy as np
+import torch
+
+import pe as encodings
+from engine.config import UserError
+from probes import core
+from probes.core import number
+
+
+@torch.no_grad()
+def cursors_of(model, tokens):
+    """What PRISM's cursors do on tokens [B, T]: a dictionary for every cursor of every layer and
+    head, query cursors first.
+
+    gates: {incr, decr, keep, reset, and jump where there is a copy branch: [B, T]}; histogram
+    [B, T, 2T+1] over the offsets -T..T, after each token's gates; weight: (1 - mu) |alpha|.
+    """
+    found, inputs = [], {}
+    with core.hooked(*[(m, lambda m, args, _: inputs.update({m: args[0]}))
+                       for m in model.modules() if isinstance(m, encodings.Cursors)]):
+        model(tokens)
+    for i, block in enumerate(model.blocks):
+        prism, = [m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)]
+        if prism.layer == 0:    # new cursors are computed before this layer
+            cursors, x = prism.cursors, inputs[prism.cursors]
+            reset, step, copy = cursors.gates(x)
+            histograms = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype))
+        alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()
+        weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha    # (H, C)
+        for of, start in (('query', 0), ('key', cursors.count)):
+            first = start + prism.layer * weights.numel()
+            for c, ((head, cursor), weight) in enumerate(np.ndenumerate(weights), first):
+                gates = dict(zip(('incr', 'decr', 'keep'), step[:, c].unbind(dim=-1)),
+                             reset=reset[:, c])
+                if copy is not None and of == 'query' and c % 5 == 0:
+                    gates['jump'] = 1 - copy[:, c // 5, :, -1]
+                found.append(dict(layer=i + 1, head=head + 1, cursor=cursor + 1, of=of,
+                                  weight=weight.item(), gates=gates, histogram=histograms[:, c]))
+    return sorted(found, key=lambda c: c['of'] == 'key')
+
+
+def pace(mode, where):
+    """Places that a cursor's mode [B, T] moves with a token, over the tokens `where` [B, T]:
+    (mean, share of the commonest move); nan twice if there are none."""
+    moves = mode.diff(dim=1)[where[:, 1:]]
+    if not len(moves):
+        return torch.nan, torch.nan
+    _, counts = moves.unique(return_counts=True)
+    return moves.double().mean().item(), (counts.max() / counts.sum()).item()
+
+
+def cursor(model, task, cfg, length=0, n=32):
+    """Where do PRISM's cursors go? Gates, moves, histograms (PRISM Figures 11-17, 19, 20).
+
+    length: of the problems in the table, 0: four times the longest trained one; n: how many. Rows:
+    each cursor over the tokens of the prompt, and over those of the answer: `weight`:
+    (1 - mu) |alpha|, what it counts in its head; `moves`: places per token that its mode goes;
+    `steady`: share of tokens with its commonest move, 1 at an even pace of whole places, one half
+    at half a place per token; `peak`: its largest bin; mean gates `incr`, `decr`, `keep`, `reset`,
+    and `jump` where it can copy. Summary: exact match; `steady`, the mean by weight of query
+    cursors over the answer and key cursors over the prompt, where each does its work.
+    """
+    modules = [m for m in model.modules() if isinstance(m, encodings.Cursors)]
+    if not modules:
+        raise UserError(f"cursor looks at PRISM's cursors, and this run has pe={cfg.pe}: train one "
+                        'with pe=prism')
+    trained = max(cfg.train_lengths)
+    length, tokens, targets = core.batch(task, cfg.train_lengths, length or 4 * trained, n)
+    # each problem has histograms of 4 count T^2 numbers
+    some = max(1, 2 ** 24 // (sum(m.count for m in modules) * tokens.shape[1] ** 2))
+    tokens, targets = tokens[:some], targets[:some]
+    answer = targets != -100
+    parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)
+    rows, work = [], []
+    for c in cursors_of(model, tokens):
+        peak, mode = c['histogram'].max(dim=-1)
+        for part, where in parts.items():
+            moves, steady = pace(mode, where)
+            means = dict(weight=c['weight'], moves=moves, steady=steady, peak=peak[where].mean())
+            means |= {name: gate[where].mean() for name, gate in c['gates'].items()}
+            rows.append({key: c[key] for key in ('layer', 'head', 'cursor', 'of')} |
+                        dict(part=part) | {key: number(x, 3) for key, x in means.items()})
+            if (c['of'], part) in (('query', 'answer'), ('key', 'prompt')):
+                work.append((steady, c['weight']))
+    right = core.answers_right(model, tokens, targets) | ~answer
+    steady, weights = np.array(work).T
+    summary = dict(length=length, exact=right.all(dim=1).double().mean().item(),
+                   steady=number(steady @ weights / weights.sum()))
+    _, short, _ = core.batch(task, cfg.train_lengths, trained, 1)
+    title = (f'PRISM Figures 11 to 17: {core.titled(cfg)}, exact match '
+             f'{100 * summary["exact"]:.0f} % at length {length}, trained to {trained}')
+    panels = cursor_panels(model, task, (trained, short), (length, tokens[:1]))
+    return rows, summary, core.Figure(title, panels)
+
+
+def cursor_panels(model, task, *problems):
+    """Of problems (length, tokens [1, T]): gates in the first; in each the modes of all cursors,
+    and attention in the head of the strongest query cursor; that cursor's histogram in the last."""
+    curves, maps = [], []
+    for length, tokens in problems:
+        found, T = cursors_of(model, tokens), tokens.shape[1]
+        heaviest, lines = max(c['weight'] for c in found), []
+        for i, c in enumerate(found):
+            label = f'{c["of"]} cursors (stronger: weigh more)' if 2 * i % len(found) == 0 else ''
+            look = dict(color=core.KEY, ls='--') if c['of'] == 'key' else dict(color=core.QUERY)
+            look['alpha'] = 0.15 + 0.85 * c['weight'] / heaviest
+            lines.append((label, range(T), c['histogram'][0].argmax(dim=-1) - T, look))
+        curves.append(core.Curves(f'mode of each histogram, length {length}', 'position', 'offset',
+                                  lines))
+        best = max(found[:len(found) // 2], key=lambda c: c['weight'])
+        head = f'{best["layer"]}.{best["head"]}'
+        weights = core.trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]
+        maps.append(core.Map(f'attention of head {head}, length {length}', 'key', 'query', weights,
+                             'attention weight', [task.vocab[i] for i in tokens[0]], ends=(0, 1)))
+        if len(curves) == 1:
+            names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
+            gates = [(c['gates']['incr'] - c['gates']['decr'])[0] for c in found]
+            gates = core.Map(f'gates, length {length}', 'position',
+                             'cursor: query or key, layer.head.number', torch.stack(gates),
+                             'P(increment) - P(decrement)', ends=(-1, 1),
+                             settings=dict(yticks=range(len(names)), yticklabels=names))
+    histogram = core.Map(f'strongest query cursor, {head}.{best["cursor"]}, length {length}',
+                         'position', 'offset', best['histogram'][0].T.flip(0), 'probability',
+                         ends=(0, 1), extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5))
+    return [gates, *curves, histogram, *maps]
+
+
+PROBES = [cursor]

@@ -1,0 +1,79 @@
+"""PRISM's probe."""
+import pytest
+import torch
+
+from probes import prism
+from probes.conftest import nano, untouched
+
+
+def gates_by_hand():
+    """A model of string_copy whose gates hang on biases alone: query cursors always step up, key
+    cursors stay."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
+    cursors = model.blocks[0].attn.pe.cursors
+    with torch.no_grad():
+        cursors.W.weight.zero_()
+        query, key = cursors.W.bias.view(2, cursors.count, 4)
+        query.copy_(torch.tensor([-30.0, 9, 0, 0]))
+        key.copy_(torch.tensor([-30.0, 0, 0, 9]))
+    return model, task, cfg
+
+
+def test_gates_set_by_hand_are_seen():
+    """Moves 1 and 0, always, in prompt and answer; and the modes are where the gates lead."""
+    model, task, cfg = gates_by_hand()
+    rows, summary, _ = untouched(prism.cursor, model, task, cfg, length=20)
+    count = model.blocks[0].attn.pe.cursors.count
+    assert [(row['of'], row['part'], row['moves'], row['steady']) for row in rows] == (
+        [('query', 'prompt', 1.0, 1.0), ('query', 'answer', 1.0, 1.0)] * count +
+        [('key', 'prompt', 0.0, 1.0), ('key', 'answer', 0.0, 1.0)] * count)
+    assert all(abs(row['incr'] + row['decr'] + row['keep'] - 1) < 0.002 for row in rows)
+    assert summary['steady'] == 1 and summary['length'] == 20
+    tokens = task.sample(2, 4, torch.Generator())[0]
+    for c in prism.cursors_of(model, tokens):
+        offset = c['histogram'].argmax(dim=-1) - tokens.shape[1]
+        assert torch.equal(offset[0], torch.arange(1, 11) * (c['of'] == 'query'))
+
+
+def test_a_key_cursor_at_half_a_place_in_the_prompt_shows(monkeypatch):
+    """It moves in the prompt only; over the answer alone it would read as standing still."""
+    model, task, cfg = gates_by_hand()
+    found = prism.cursors_of(model, task.sample(1, 20, torch.Generator())[0])
+
+    def half_a_place(model, tokens):
+        T = tokens.shape[1]
+        offset = torch.arange(T).clamp(max=19) // 2
+        for c in found:
+            c['histogram'] = torch.eye(2 * T + 1)[offset + T].expand(len(tokens), -1, -1)
+            c['gates'] = dict.fromkeys(('incr', 'decr'), torch.zeros(tokens.shape))
+        return found
+
+    monkeypatch.setattr(prism, 'cursors_of', half_a_place)
+    rows, summary, _ = prism.cursor(model, task, cfg, length=20, n=2)
+    for row in rows:
+        pace = 0.5 if row['part'] == 'prompt' else 0
+        assert row['moves'] == pytest.approx(pace, abs=0.05)
+        assert row['steady'] < 0.6 if pace else row['steady'] == 1
+    assert summary['steady'] < 0.8    # key cursors count by the prompt
+
+
+def test_pace():
+    drift, everywhere = torch.tensor([[0, 1, 1, 2, 2, 3]]), torch.ones(1, 6, dtype=torch.bool)
+    assert prism.pace(drift, everywhere) == pytest.approx((0.6, 0.6))
+    assert all(x != x for x in prism.pace(drift, ~everywhere))
+
+
+def test_cursors_of_two_layers_with_a_copy_branch():
+    """Each layer of prism_layers has cursors of its own; every fifth query cursor can jump."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2,
+                            prism_layers=[1, 2], dtype=torch.float32, longest=3)
+    rows, summary, figure = untouched(prism.cursor, model, task, cfg, length=5, n=3)
+    assert len(rows) == 2 ** 5 and summary['length'] == 5 and len(figure.panels) == 6
+    assert [row['layer'] for row in rows if row['of'] == 'query'] == [1] * 8 + [2] * 8
+    jumps = [list(row.values())[:4] for row in rows if 'jump' in row]    # layer, head, cursor, of
+    assert jumps[::2] == jumps[1::2] == [[1, 1, 1, 'query'], [2, 1, 1, 'query']]
+    with torch.no_grad():    # layer 1 steps up, whatever it reads
+        cursors = model.blocks[0].attn.pe.cursors
+        cursors.W.bias.add_(1000 * torch.eye(4)[1].repeat(2 * cursors.count))
+    moved = prism.cursor(model, task, cfg, length=5, n=3)[0]
+    assert [row['incr'] == 1 for row in moved[:16]] == [row['layer'] == 1 for row in rows[:16]]
