@@ -113,7 +113,7 @@ def single_heads(name, row, column):
     Points lost without the head that matters most / the next, of the exact match with all, and the
     layer of the first; then each layer's share of what all heads are worth, mean over seeds.
     """
-    found = [probed('heads', name, row, column, seed) for seed in range(3)]
+    found = [probed('ablate', name, row, column, seed) for seed in range(3)]
     if None in found:
         return None
     shares = []
@@ -146,11 +146,26 @@ def heads_table():
         yield f'\nNot run yet: {"; ".join(waiting)}.'
 
 
+def of_probe(what, keys):
+    """Numbers of a probe's summary, {name: key}, for encodings at distance among 16 tokens."""
+    found = {}
+    for row in ('rope', 'alibi', 'nope', 'ape'):
+        seeds = [probed(what, 'toeplitz', row, 'distance:span=16', seed) for seed in range(3)]
+        for name, key in keys.items():
+            values = [line and line['summary'].get(key) for line in seeds]
+            if all(line and key not in line['summary'] for line in seeds):
+                continue                                          # not defined for it
+            text = None if None in values else f'`{row}` {spread(values, 2)}'
+            found.setdefault(name, []).append(text)
+    return lines({name: None if None in texts else ', '.join(texts)
+                  for name, texts in found.items()})
+
+
 def without_p(name, column):
     """Exact match without p_i / without random vectors as long, taken out before each layer."""
     found = {}
     for row in ('ape', 'ape+rope'):
-        line = probed('positions', name, row, column)
+        line = probed('ablate --what=positions', name, row, column)
         found[row] = line and ', '.join(f'{layer["without p"]:.0f} / {layer["random"]:.0f}'
                                         for layer in line['rows'])
     return listed(found)
@@ -161,8 +176,8 @@ POLYNOMIAL = 'polynomial, 3 layers'
 
 def second_states(row):
     """Percent right of the second state, at trained positions, in longer and longer problems."""
-    line = probed('steps', 'vipe', row, POLYNOMIAL)
-    return line and ', '.join(f'{100 * each[f"{row} d=1"]:.0f}' for each in line['rows']
+    line = probed('alignment --distances=1,3,7 --n=512', 'vipe', row, POLYNOMIAL)
+    return line and ', '.join(f'{100 * each["d=1"]:.0f}' for each in line['rows']
                               if each['length'] in (8, 9, 10, 12, 14))
 
 
@@ -174,11 +189,27 @@ def weight_on_input(row):
 
 
 def linear_r2(line):
-    """The four R2 of a linear probe."""
+    """R2 of position from layer 1, then of distance from layer 2: on trained lengths / longer ones
+    / 3 times the trained one, an untrained model's in parentheses."""
     if not line:
         return None
-    values = [value for key, value in line['summary'].items() if 'r2' in key]
-    return '{:.3f} / {:.3f}, {:.3f} / {:.3f}'.format(*values)
+    rows = {(row['target'], row['layer'], row['lengths']): row for row in line['rows']}
+    return '; '.join(' / '.join('{r2:.2f} ({untrained:.2f})'.format(**rows[of, layer, part])
+                                for part in ('trained', 'longer', '3x'))
+                     for of, layer in (('position', 1), ('distance', 2)))
+
+
+def moved_inputs():
+    """By how many inputs attention of RoPE on parity moves when all comes nearer to BoS."""
+    found = {}
+    for offset in (-2, -4):
+        lines = [asked('attention', f'out/parity_rope/seed_{seed}', f'--offset={offset}')
+                 for seed in range(4)]
+        if None in lines:
+            return None
+        found[f'by {-offset}, seeds 0 to 3:'] = ', '.join(
+            f'{line["summary"]["peak"]:.1f}' for line in lines)
+    return listed(found)
 
 
 def half_step_cursors():
@@ -186,9 +217,13 @@ def half_step_cursors():
     found = [probed('cursor', 'prism_odds', 'prism', 'trained to 20', seed) for seed in (1, 2)]
     if None in found:
         return None
-    nearest = [min((cursor['moves'] for cursor in line['rows']), key=lambda x: abs(abs(x) - 0.5))
-               for line in found]
-    return ', '.join(f'{pace:.2f}' for pace in nearest)
+    texts = []
+    for of, part in (('query', 'answer'), ('key', 'prompt')):
+        moves = [[row['moves'] for row in line['rows'] if (row['of'], row['part']) == (of, part)]
+                 for line in found]
+        paces = [min(each, key=lambda x: abs(abs(x) - 0.5)) for each in moves]
+        texts.append(f'{of} cursors over the {part} ' + ', '.join(f'{pace:.2f}' for pace in paces))
+    return '; '.join(texts)
 
 
 def of_library(what, key):
@@ -200,24 +235,37 @@ def of_library(what, key):
                   between=', ')
 
 
+def massive_values():
+    """The largest norm of rows of W_Q and W_K over the median, on Python's library."""
+    commands, found = plan.by_command('probes'), {}
+    for pe in ('rope', 'pope', 'nope'):
+        line = commands.get(f'python probe.py norms out/stdlib/pe={pe} --of=weights')
+        found[pe] = line and '{ratio_q:.2f}, {ratio_k:.2f}'.format(**line['summary'])
+    return listed({'the library, one seed, largest row of W_Q, W_K over the median:':
+                   listed(found)})
+
+
 def perturb_table():
     """Table 1 of the position-generalization paper, in parentheses beside SmolLM2."""
     paper = {
-        'text': ('tokens change places', '37.4', '41.4', '42.3', '42.4'),
-        'feature': ('keys change places', '35.1', '41.2', '42.0', '42.3'),
-        'position': ('position indices', '37.2', '42.4', '42.4', '42.7'),
+        'text': ('tokens change places', '37.4', '41.4', '42.3', '42.4', '42.5'),
+        'feature': ('keys change places', '35.1', '41.2', '42.0', '42.3', '42.6'),
+        'position': ('position indices', '37.2', '42.4', '42.4', '42.7', '42.6'),
     }
     line = asked('perturb', *SMOL, '--l_max=5', '--n=8')
     if not line:
         yield 'Not run yet.'
         return
-    right = {(row['kind'], row.get('gamma')): f'{100 * row["token"]:.1f}' for row in line['rows']}
-    yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | none |'
+    rows = {(row['kind'], row.get('gamma')): row for row in line['rows']}
+    yield '| perturbed | share 0.5 | 0.1 | 0.05 | 0.01 | 0.001 |'
     yield '|---' * 6 + '|'
     for kind, (name, *there) in paper.items():
-        found = [f'{right[kind, share]} ({number})'
-                 for share, number in zip((0.5, 0.1, 0.05, 0.01), there)]
-        yield f'| {name} | {" | ".join(found)} | {right["original", None]} (42.5) |'
+        found = []
+        for share, answers in zip((0.5, 0.1, 0.05, 0.01, 0.001), there):
+            right = [100 * rows[kind, share][key] for key in ('token', 'token before')]
+            found.append('{:.1f} / {:.1f}'.format(*right) + f' ({answers})')
+        yield f'| {name} | {" | ".join(found)} |'
+    yield f'\nOf all tokens, undisturbed: {100 * rows["original", None]["token"]:.1f} (42.5).'
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,20 +335,44 @@ def vipe():
     yield (
         'Figure 15: ViPE holds beyond over 8 seeds',
         'a figure, means',
-        lines({'trained to 8': in_rows('vipe_seeds', 'all')}),
+        lines({'trained to 8': in_rows('vipe_seeds', 'all'),
+               'at twice the length, the best seed of those with 85 % on the trained lengths':
+                   in_rows('vipe_seeds', 'best')}),
         'Agrees for most seeds, by one or two lengths.')
     yield (
         'Tables 1, 4, 5: R2 of position from layer 1, trained / longer lengths (to 3 times; here '
         '4), and of distance to EoI from layer 2',
         'NoPE 0.975 / 0.864, 0.891 / 0.814; RoPE 0.943 / 0.542, 0.869 / 0.667; APE 1.000 / 0.721, '
         '0.891 / 0.614',
-        (found := listed(
-            {row: linear_r2(probed('linear', 'vipe', row, POLYNOMIAL))
-             for row in ('nope', 'rope', 'ape')} |
-            {'weights set by hand': linear_r2(asked('linear', 'by_hand:polynomial'))})) and
-        f'seed 0: {found}',
-        'Agrees on NoPE, which falls least beyond; RoPE and APE fall much further here. The '
-        'weights set by hand need the distance alone and have it at any length.')
+        (found := lines({f'`{row}`': linear_r2(probed('linear', 'vipe', row, POLYNOMIAL))
+                         for row in ('nope', 'rope', 'ape', 'vipe')} | {
+            'weights set by hand': linear_r2(asked('linear', 'by_hand:polynomial')),
+            "from attention's output z_n, `nope`":
+                linear_r2(probed('linear --of=attention', 'vipe', 'nope', POLYNOMIAL))})) and
+        'seed 0, trained / longer / 3 times (untrained):<br>' + found,
+        'In part: NoPE falls least beyond, as there, but much further. On trained lengths the R2 '
+        'of position says little: an untrained model has nearly as much. The weights set by hand '
+        'need the distance alone and have it at any length.')
+    yield (
+        'Proposition 1 (eq. 4, Figure 16), Proposition 2 (eq. 6): of NoPE, mean and variance of '
+        'layer 1 tell the position; z_n is a function of the prefix',
+        'proofs, a figure',
+        (line := probed('prefix', 'vipe', 'nope', POLYNOMIAL)) and (
+            'NoPE, seed 0: variance at the last position {:.2f}, of its values under uniform '
+            'weights {:.2f}, by eq. 4 {:.3f}; largest |z - V beta| {:.0e} of z').format(
+                *(line['rows'][18][key] for key in ('var', 'var 1/n', 'var eq4')),
+                line['summary']['error']),
+        'Proposition 1 holds under a condition that no task here meets: eq. 4 takes values of '
+        'different positions for independent, and five symbols repeat, so that the variance '
+        'stays. Proposition 2 holds; with values that hold positions (APE) a test shows that it '
+        'fails.')
+    yield (
+        'Figure 9: RoPE finds the input by counting from BoS: when all stands nearer to BoS by 2, '
+        'attention moves 2 inputs to the right',
+        'maps',
+        moved_inputs(),
+        'Holds on two seeds of four in part: when all stands nearer by 2, attention moves by more '
+        'than one input there; on the others it stays nearly where it was.')
     yield (
         'Table 2: SCAN (which split is not said; here the length split)',
         'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0',
@@ -337,8 +409,8 @@ def prism():
             'of its cursors, seeds 1 and 2, the pace nearest to half a place a token':
                 half_step_cursors()}),
         'Not seen: nothing is right at twice the length, with more cursors, a learned norm, one '
-        'PRISM layer, more steps or longer training problems either. No cursor moves steadily by '
-        'half a place a token, which the task would suggest. Not tried: 150,000 steps, 40 digits.')
+        'PRISM layer, more steps or longer training problems either. Not tried: 150,000 steps, 40 '
+        'digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
@@ -395,8 +467,8 @@ def pope():
         'fast ones too',
         'maps',
         listed({
-            f'{library}: share of the frequencies used': of_library('frequency', 'used'),
-            'of the norm in the fast half': of_library('frequency', 'fast_after_first')}),
+            f'{library}: share of the frequencies used': of_library('norms', 'used'),
+            'of the norm in the fast half': of_library('norms', 'fast_after_first')}),
         'Agrees on the fast half. In contexts of 128 RoPE leaves few frequencies unused.')
     yield (
         "sections 2, 3: the distance that RoPE's logits prefer moves with the content, that of "
@@ -485,6 +557,37 @@ def toeplitz():
         'p_i is nearly all of the residual stream, because embeddings start small here: any '
         'vector of that length destroys it.')
     yield (
+        'section 3.2, eq. 1, 2, B.1, B.3: logits are Gram matrices times or plus a Toeplitz '
+        'matrix; RoPE, with a single Toeplitz factor, narrows the spectrum',
+        'proofs',
+        of_probe('toeplitz', {
+            'share of variance that is Toeplitz': 'toeplitz',
+            'missed by eq. 2 with a single factor, entries of modulus 1': 'G_e off',
+            'with any entries': 'free G_e off',
+            "spectrum's width over the content's": 'ratio'}),
+        'Eq. 1 holds to rounding, and so does eq. 2 with a factor for each frequency; with a '
+        'single factor it fails. B.3 fails: RoPE does not narrow the spectrum, and a test shows a '
+        "counterexample; but it widens it far less than ALiBi's bias does. White noise has a "
+        'Toeplitz share of 0.10.')
+    yield (
+        'appendix B.2: RoPE needs one significant angle only, which makes massive values of '
+        'queries and keys',
+        'words, after Jin et al. 2025',
+        massive_values(),
+        "Not seen at this size: RoPE's largest is no larger than NoPE's.")
+    yield (
+        'section 6: A1, singular values of each Jacobian within 0 and 2; A2, a positive signal; '
+        'eq. 14 and Theorem 6.1: signal to noise and the margin of the strongest head grow '
+        'towards layer 1',
+        'proofs',
+        of_probe('gradients --steps=100', {
+            'share of Jacobians that A1 fits': 'A1',
+            'share of edges that A2 fits': 'A2',
+            'signal to noise over the layer above, median': 'gain',
+            'margin over the layer above, share above 1': 'grows'}),
+        "Fails as a cause: A1 fails in layer 1, A2 is a coin's toss, the signal to noise of eq. 14 "
+        'falls towards layer 1. Margins grow towards layer 1, with any encoding.')
+    yield (
         'appendix E: the sum of several distances (here of two): learned, but no RoPE goes '
         'beyond its length',
         'a sentence',
@@ -494,78 +597,96 @@ def toeplitz():
 
 def llm_position_generalization():
     """The claims of the position-generalization paper: rows of the table."""
-    def mean_r():
-        axes, apart = asked('axes', *SMOL), asked('disentangle', *SMOL)
-        if not (axes and apart):
-            return None
-        return ('SmolLM2: three axes {mean_r:.3f}; '.format(**axes['summary']) +
-                'fake distances {mean_r:.3f}; f and g {mean_r_fg:.3f}, with the sign that eq. 15 '
-                'drops {mean_r_signed:.3f}; f and g of all pairs of features {mean_r_all:.3f}, '
-                'with the '
-                'whole of k - mean {mean_r_whole:.3f}'.format(**apart['summary']))
-
-    def slow_pairs():
-        line = asked('tuples', *SMOL)
-        if not line:
-            return None
-        median = {key: statistics.median(row[key] for row in line['rows'])
-                  for key in ('ratio', 'rotation', 'fixed')}
-        return ('{pairs} slow dominating pairs in {heads} of {of_heads} heads; of the 60 strongest '
-                "the median is {ratio:.0f} times its head's median pair, turns by {rotation:.1f} "
-                'rad, and its keys are off their mean by {fixed:.2f} of it'
-                ).format(**line['summary'], **median)
+    def summary_of(what, text):
+        line = asked(what, *SMOL)
+        return line and text.format(**line['summary'])
 
     def perplexity_up():
         line = asked('perturb', *SMOL, '--gammas=0.01,0.1', '--l_max=10,100', '--n=4',
                      '--out_dir=out/perturb_to_100')
         if not line:
             return None
-        up = {(row['kind'], row['gamma'], row['l_max']): f'{100 * math.expm1(row["cost"]):.1f} %'
-              for row in line['rows'] if row['gamma']}
+        rows = {(row['kind'], row['gamma'], row['l_max']): row for row in line['rows']}
         kinds = ('text', 'tokens'), ('feature', 'keys'), ('position', 'position indices')
-        return ('perplexity up, a hundredth / a tenth disordered, within 10 places: ' + '; '.join(
-            f'{name} {up[kind, 0.01, 10]} / {up[kind, 0.1, 10]}' for kind, name in kinds))
 
-    def within_ellipse():
-        line = asked('stretch', *SMOL)
-        return line and ('layer {layer}, a window of {window} of {tokens} tokens: {inside:.2f} of '
-                         'the outputs within the ellipse of 99 % of the normal ones'
-                         ).format(**line['summary'])
+        def cell(kind, gamma):
+            row = rows[kind, gamma, 10]
+            return f'{100 * math.expm1(row["cost"]):.1f} % ({row["output"]:.2f})'
+        return ('perplexity up on the same targets (and change of attention outputs), a hundredth '
+                '/ a tenth disordered, within 10 places: ' + '; '.join(
+                    f'{name} {cell(kind, 0.01)} / {cell(kind, 0.1)}' for kind, name in kinds))
+
+    def slow_pairs():
+        line = asked('disentangle', *SMOL)
+        if not line:
+            return None
+        others = {row['above']: row['slow alone'] for row in line['rows']
+                  if row.get('above') and row['over'] == 8192}    # tokens: SmolLM2's length
+        return lines({name: text.format(**line['summary']) for name, text in {
+            "additivity, these pairs' own logits with f + g":
+                'as written {mean_slow_fg:.3f}, with g signed {mean_slow_signed:.3f}, with the '
+                'whole of k - mean {mean_slow_whole:.3f}',
+            "dominance, all logits with these pairs' own": '{mean_dominance:.3f}',
+            'both, all logits with f + g':
+                '{mean_r_fg:.3f}; of all pairs of features {mean_r_all:.3f}'}.items()} | {
+            'dominance of pairs above other multiples of the median':
+                ', '.join(f'{above}: {r:.2f}' for above, r in others.items())})
 
     yield (
-        'the three correlations: logits are nearly sums: three axes; fake distances; f and g of '
-        'eq. 15',
-        '0.865, 0.947, 0.959',
-        mean_r(),
-        'Agrees on the first two, for a smaller model with weights of 4 bits. The third depends on '
-        'which pairs count as slow, for which the paper names no bound: with ours it does not come '
-        'out; with all pairs it comes nearer.')
+        'eq. 2: logits are nearly sums over distance, query and key',
+        '0.865',
+        summary_of('axes', 'SmolLM2: {mean_r:.3f}; without the offsets of rows, which softmax '
+                           'ignores, {mean_r_centred:.3f}'),
+        'Holds, a little less so for what softmax sees. A smaller model, with weights of 4 bits.')
     yield (
-        'Observation 1, Figure 4: a few pairs of features, slow ones, make the logits: there keys '
-        'hardly differ, and turn little over the trained length',
-        'drawings',
+        'eq. 12: at fake distances, sums over distance and key',
+        '0.947',
+        summary_of('disentangle', 'SmolLM2: {mean_r:.3f}'),
+        'Holds.')
+    yield (
+        'eq. 15: the slow dominating pairs make the logits (dominance), and are a sum f + g '
+        '(additivity)',
+        '0.959 for both at once',
         slow_pairs(),
-        'Agrees on keys that hardly differ and pairs that stand out. That they turn little is our '
-        'definition of slow: by less than a quarter (1.57 rad).')
+        'Additivity holds; dominance does not, under any bound on what counts as slow and '
+        'dominating, for which the paper names none. So the two together fail.')
+    yield (
+        'Observation 1, Figure 4: a few pairs of features make the logits: their keys hardly '
+        'differ, and those that start near pi turn by less than the gap to it',
+        'drawings',
+        summary_of('tuples', '{pairs} slow dominating pairs in {heads} of {of_heads} heads: keys '
+                   'off their mean by {fixed:.2f} of it (median); {turns_less_than_gap:.2f} of '
+                   'them turn by less than their gap to pi ({by_chance:.2f} if angles were random);'
+                   ' {near_pi:.2f} start within pi / 4 of pi (other pairs {near_pi_others:.2f})'),
+        'In part: keys differ from their mean by less than half of it, and slow pairs start near '
+        'pi more often than others. That they turn by less than their gap to pi is chance: they '
+        'turn little by our definition of slow (1.57 rad).')
     yield (
         'Figure 5: perplexity bears disorder',
         'from 3.688 up by 0.02 (0.5 %) with a hundredth of the tokens shuffled within 1,000 '
         'places, by 0.01 (0.3 %) with a hundredth of the position indices off by up to 10, '
         '"marginal" with a tenth',
         perplexity_up(),
-        'Agrees for a hundredth of the position indices only. Plays, 512 tokens at a time, on 4 '
-        'stretches: too few to tell keys apart.')
+        'Not seen but for a hundredth of the position indices, nearly: tokens and keys cost much '
+        'more. Plays, 512 tokens at a time, on 4 stretches: few places move, and it matters which.')
     yield (
         'Table 1: answers bear it as well',
         'Qasper',
         'in [the table below](#language-models)',
-        'Agrees that position indices cost least, up to a tenth.')
+        'Agrees that position indices cost least.')
     yield (
         'Figure 6: attention over a window that slides along gives outputs such as it is used to',
         'a drawing',
-        within_ellipse(),
-        'Agrees, nearly: one stretch of text, six queries, all within the 8,192 tokens that the '
-        'model was trained on.')
+        summary_of('stretch', 'layer {layer}, a window of {window} of {tokens} tokens: distance to '
+                   'the nearest normal output, over the usual one (median): sliding windows '
+                   '{windows:.2f}, with the first tokens kept {windows with the first '
+                   'tokens:.2f}; later positions {later positions:.2f}, another layer {another '
+                   'layer:.2f}, features permuted {features permuted:.2f}, Gaussian '
+                   '{Gaussian:.2f}'),
+        'Holds if the first tokens stay in the window: its outputs are then as near as those of '
+        'later positions. Without them (the drawing keeps none) they lie further out than another '
+        "layer's or random ones. One layer, two stretches of text, all within the 8,192 tokens "
+        'that the model was trained on.')
 
 
 PAPERS = {

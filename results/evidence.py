@@ -30,11 +30,11 @@ sys.path.insert(0, ROOT)
 # These come after the path that they are found on: hence noqa.
 import torch  # noqa: E402
 
-import probe  # noqa: E402
 import train  # noqa: E402
 from engine import checkpoint, config, report, seeds  # noqa: E402
 from engine.config import UserError  # noqa: E402
 from model import Transformer  # noqa: E402
+from probes import core  # noqa: E402
 from results import claims, plan  # noqa: E402
 from results.plan import GRIDS, PAPER, cells, shown  # noqa: E402
 
@@ -399,16 +399,23 @@ def learning_figure(plt, name, rows=None):
 
 def heads_figure(plt, name):
     """RoPE and NoPE, trained with dropout, without each of their heads; seed 0."""
-    found = {pe: claims.probed('heads', 'toeplitz_64', f'{pe}, dropout', 'distance:span=64')
+    found = {pe: claims.probed('ablate', 'toeplitz_64', f'{pe}, dropout', 'distance:span=64')
              for pe in ('rope', 'nope')}
     if None in found.values():
         return None
-    scores = {}
-    for pe, line in found.items():
-        base = line['summary']['base']
-        scores[pe] = base, base - torch.tensor(claims.drops(line))
-    return probe.heads_figure(plt, scores, found['rope']['summary']['unit'],
-                              'distance among 64 tokens, with dropout')
+    panels = []
+    for layer in range(len(found['rope']['rows'])):
+        lines = []
+        for pe, line in found.items():
+            base, lost = line['summary']['base'], claims.drops(line)[layer]
+            heads = range(1, len(lost) + 1)
+            lines.append((pe, heads, [base - x for x in lost], dict(marker='o')))
+            lines.append((f'{pe}, all heads', heads, [base] * len(heads),
+                          report.style_of(pe) | dict(ls=':')))
+        panels.append(core.Curves(f'layer {layer + 1}', 'head that is off', 'exact match (%)',
+                                  lines, settings=dict(ylim=(-3, 103))))
+    title = 'The Toeplitz study, Figure 9: distance among 64 tokens, with dropout, seed 0'
+    return core.Figure(title, panels).draw(plt)
 
 
 FIGURES = {

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-import probe
 from engine.config import UserError, slug
+from probes import by_hand
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -413,9 +413,11 @@ def validation(run):
 
 
 def probed(what, name, row, column, seed=0):
-    """The line about `python probe.py WHAT` on a seed of a cell; None if it is missing."""
+    """The line about `python probe.py WHAT` on a seed of a cell; None if it is missing. WHAT: a
+    probe's name, and flags behind it."""
     folder, flags, _ = piece(name, row, column)
-    argv = ['probe.py', what, f'out/{name}/{folder}']
+    what, *own = what.split()
+    argv = ['probe.py', what, f'out/{name}/{folder}', *own]
     if seed:
         argv += [f'--seed={seed}', f'--out_dir=out/{name}/{folder}/seed_{seed}']
     line = look_up('probes', argv)
@@ -443,7 +445,7 @@ def out_dir(argv):
         return flags['out_dir']
     if 'hf' in flags:
         return f'out/{slug(os.path.basename(flags["hf"]))}'
-    return argv[2].replace('by_hand:', probe.BY_HAND_DIR)
+    return argv[2].replace('by_hand:', by_hand.OUT_DIR)
 
 
 def find_cells():
@@ -538,8 +540,14 @@ def shown(cell, what):
     """One number of a cell as text.
 
     trained, twice: exact match in percent, or perplexity; holds: the longest length, seed by seed
-    where they differ; all: the three.
+    where they differ; all: the three; best: `twice` of the best seed among those with 85 % on the
+    trained lengths, and how many these are (ViPE, appendix B.1, experiment 2).
     """
+    if what == 'best':
+        learned = [twice for trained, twice in zip(cell['trained'], cell['twice'])
+                   if trained >= 0.85]
+        best = f'{100 * max(learned):.0f}' if learned else 'none'
+        return f'{best} ({len(learned)} of {len(cell["trained"])} seeds)'
     if what == 'all':
         return ' → '.join(shown(cell, each) for each in ('trained', 'twice', 'holds'))
     if what == 'holds':

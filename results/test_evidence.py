@@ -161,6 +161,9 @@ def test_cells():
     two = RUN | dict(config=RUN['config'] | dict(seeds=[0, 1]),
                      lengths={0: {1: wrong, 2: right}, 1: {1: right, 2: right}})
     assert plan.shown(plan.summarize([two], [2]), 'all') == '95 ±7 → 100 ±0 → none/≥ 2'
+    learned = dict(trained=[0.9, 0.5, 0.85], twice=[0.25, 1.0, 0.5])
+    assert plan.shown(learned, 'best') == '50 (2 of 3 seeds)'
+    assert plan.shown(dict(trained=[0.5], twice=[1.0]), 'best') == 'none (0 of 1 seeds)'
 
 
 @pytest.mark.parametrize('run', [RUN, DIVERGED])
