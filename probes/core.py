@@ -6,6 +6,7 @@ flags of the command line. A probe changes nothing in the model.
 """
 import contextlib
 import functools
+import glob
 import os
 from dataclasses import dataclass, field
 
@@ -125,8 +126,12 @@ def load(run, seed=None):
         if seed is not None:
             raise UserError(f'--seed={seed} with {run}: one model only, its weights set by hand')
         return by_hand.iteration_head(run.partition(':')[2])
+    path = os.path.join(run, 'ckpt.pt')
+    points = sorted(glob.glob(os.path.join(glob.escape(run), '*', 'ckpt.pt')))
+    if points and not os.path.exists(path):
+        raise UserError(f'{run} is a sweep: name one of its runs, as in '
+                        f'{os.path.dirname(points[0])}')
     if seed is None:
-        path = os.path.join(run, 'ckpt.pt')
         seed = checkpoint.first_sound(checkpoint.read(path, train.Config))
     model, cfg = train.load(run, seed)
     cfg.seeds, cfg.out_dir = [seed], run
@@ -169,7 +174,11 @@ def batch(task, lengths, length, n):
     if task.corpus and not 8 <= length <= 2 ** 13:
         raise UserError(f'--length={length}: this probe makes maps of length x length, for lengths '
                         'from 8 to 8,192')
-    return length, *problems(task, [length], n)[length]
+    tokens, targets = problems(task, [length], n)[length]
+    if not 2 <= tokens.shape[1] <= 2 ** 13:
+        raise UserError(f'--length={length} has {tokens.shape[1]} tokens: this probe wants 2 to '
+                        '8,192')
+    return length, tokens, targets
 
 
 def sequences(task, lengths, length, n):

@@ -30,7 +30,7 @@ def smooth(label, curve, window, **look):
     at = (~curve.isnan()).nonzero()[:, 0]
     window = max(1, min(window, len(at)))
     x, y = (F.avg_pool1d(z[None, None], window, 1)[0, 0] for z in (at.double() + 1, curve[at]))
-    return label, x.numpy(), y.numpy(), look
+    return label, x.numpy(), y.numpy(), look if len(x) > 1 else look | dict(marker='o')
 
 
 def besides(model, cfg, beside):
@@ -65,7 +65,8 @@ def loss(model, task, cfg, length=0, n=32, beside=''):
     rows, summary = [], dict(length=length)
     for part in torch.arange(T - 1).tensor_split(min(16, T - 1)):
         means = {name: number(curve[part].nanmean()) for name, curve in curves.items()}
-        rows.append(dict(first=part[0].item() + 1, last=part[-1].item() + 1) | means)
+        if any(x is not None for x in means.values()):
+            rows.append(dict(first=part[0].item() + 1, last=part[-1].item() + 1) | means)
     for name, curve in curves.items():
         summary[f'{name}, trained positions'] = number(curve[:trained - 1].nanmean())
         summary[f'{name}, beyond'] = number(curve[trained - 1:].nanmean())
@@ -204,7 +205,8 @@ def norms(model, task, cfg, of='activations', length=0, n=8):
                        settings=dict(xticks=range(1, L + 1, 1 + L // 12), yticks=ticks,
                                      yticklabels=labels))
               for name, x in zip(('queries', 'keys'), found.unbind(dim=1))]
-    title = f'PoPE Figures 3 to 6: {core.titled(cfg)}, {what} at each frequency'
+    title = f'PoPE Figures 3 to 6: {core.titled(cfg)}, {what} at each ' + (
+        'frequency' if part else 'feature')
     return rows, summary, core.Figure(title, panels)
 
 
@@ -254,6 +256,8 @@ def tuning(model, task, cfg, length=0, contents=24):
         raise UserError(f'tuning asks for a logit at any distance, and the positions of {cfg.pe} '
                         'come from the content: see the probe cursor')
     length = length or min(512, 2 * cfg.train_len)
+    if length < 2:
+        raise UserError('--length=1: tuning compares distances, so take 2 or more')
     row, = core.sequences(task, cfg.train_lengths, 0, 1)
     curves = tuning_curves(model, row, length, contents).double()    # (L, N, H, d)
     largest = (curves.amax(dim=-1) - curves.amin(dim=-1)).max()

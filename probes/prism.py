@@ -56,10 +56,11 @@ def cursor(model, task, cfg, length=0, n=32):
     length: of the problems in the table, 0: four times the longest trained one; n: how many. Rows:
     each cursor over the tokens of the prompt, and over those of the answer: `weight`:
     (1 - mu) |alpha|, what it counts in its head; `moves`: places per token that its mode goes;
-    `steady`: share of tokens with its commonest move, 1 at an even pace of whole places, one half
-    at half a place per token; `peak`: its largest bin; mean gates `incr`, `decr`, `keep`, `reset`,
-    and `jump` where it can copy. Summary: exact match; `steady`, the mean by weight of query
-    cursors over the answer and key cursors over the prompt, where each does its work.
+    `steady`: share of tokens with its commonest move, 1 at an even pace of whole places or standing
+    still, one half at half a place per token; `peak`: its largest bin; mean gates `incr`, `decr`,
+    `keep`, `reset`, and `jump` where it can copy. Summary: exact match; `steady`, the mean by
+    weight of query cursors over the answer and key cursors over the prompt, where each does its
+    work.
     """
     modules = [m for m in model.modules() if isinstance(m, encodings.Cursors)]
     if not modules:
@@ -100,12 +101,13 @@ def cursor_panels(model, task, *problems):
     curves, maps = [], []
     for length, tokens in problems:
         found, T = cursors_of(model, tokens), tokens.shape[1]
-        heaviest, lines = max(c['weight'] for c in found), []
-        for i, c in enumerate(found):
-            label = f'{c["of"]} cursors (stronger: weigh more)' if 2 * i % len(found) == 0 else ''
+        heaviest = max(c['weight'] for c in found)
+        lines = [('query cursors (stronger: weigh more)', [], [], dict(color=core.QUERY)),
+                 ('key cursors (stronger: weigh more)', [], [], dict(color=core.KEY, ls='--'))]
+        for c in found:
             look = dict(color=core.KEY, ls='--') if c['of'] == 'key' else dict(color=core.QUERY)
             look['alpha'] = 0.15 + 0.85 * c['weight'] / heaviest
-            lines.append((label, range(T), c['histogram'][0].argmax(dim=-1) - T, look))
+            lines.append(('', range(T), c['histogram'][0].argmax(dim=-1) - T, look))
         curves.append(core.Curves(f'mode of each histogram, length {length}', 'position', 'offset',
                                   lines))
         best = max(found[:len(found) // 2], key=lambda c: c['weight'])

@@ -38,8 +38,8 @@ def test_loss_by_position():
     curve = pope.losses_by_position(model, tokens, targets)
     losses = train.token_losses(model(tokens)[0], targets)
     close(curve[8:16], losses[:, 8:16].mean(dim=0).detach(), 1e-6)
-    assert curve[:8].isnan().all() and [row['first'] for row in rows] == list(range(1, 17))
-    assert rows[0]['rope'] is None and rows[8]['rope'] == pytest.approx(curve[8].item(), abs=1e-4)
+    assert curve[:8].isnan().all() and [row['first'] for row in rows] == list(range(9, 17))
+    assert rows[0]['rope'] == pytest.approx(curve[8].item(), abs=1e-4)
     assert summary['rope, beyond'] == pytest.approx(curve[8:16].mean().item(), abs=1e-4)
 
 

@@ -41,14 +41,15 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4))
     if what == 'heads':
         rows, found, curves = without_heads(model, cfg, base, score)
-        summary, figure, xlabel = summary | found, 'Figures 4, 9-12', 'head that is zeroed'
+        summary, figure, xlabel = summary | found, 'Figures 4, 7, 9-12', 'head that is zeroed'
     else:
         rows, curves = without_positions(model, cfg, tokens, score)
         figure, xlabel = 'Figure 8', 'p is taken out before layer'
     x = range(1, 1 + (cfg.heads if what == 'heads' else cfg.n_layer))
-    lines = [(label, x, y, dict(marker='o', ms=4)) for label, y in curves]
+    look = dict(marker='o', ms=4, ls=':' if what == 'heads' else '-')    # heads have no order
+    lines = [(label, x, y, look) for label, y in curves]
     lines.append(('nothing', x, [abs(base)] * len(x), dict(color='black', ls=':')))
-    title = f'Toeplitz study, {figure}: {core.titled(cfg)}, length {length}'
+    title = f'Toeplitz study, {figure}\n{core.titled(cfg)}, length {length}'
     return rows, summary, Figure(title, [Curves('', xlabel, unit, lines, None, dict(xticks=x))])
 
 
@@ -236,10 +237,13 @@ def toeplitz(model, task, cfg, length=0, n=8):
     layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), cfg.heads)
     logits, words = layers[layer].logits[0, head], [task.vocab[t] for t in tokens[0]]
     parts = {'logits': logits, 'Toeplitz part': toeplitz_matrix(diagonal_means(logits))}
-    panels = [core.Heads(name, columns[name], 'share of variance')
-              for name in ('toeplitz', 'qp kp', 'B', 'G_e off') if name in columns]
+    titles = {'toeplitz': 'Toeplitz part', 'qp kp': 'eq. 1: position, position',
+              'B': 'eq. 1: bias', 'G_e off': 'eq. 2: missed with one $G_e$'}
+    panels = [core.Heads(title, columns[name], 'share of variance')
+              for name, title in titles.items() if name in columns]
+    ends = logits[~logits.isinf()].aminmax()
     panels += [Map(f'head {layer + 1}.{head + 1}: {what}', 'key', 'query',
-                   x.masked_fill(logits.isinf(), torch.nan), 'logit', words)
+                   x.masked_fill(logits.isinf(), torch.nan), 'logit', words, ends)
                for what, x in parts.items()]
     title = f'Toeplitz study, section 3.2: {core.titled(cfg)}, length {length}'
     return core.head_rows(columns), summary, Figure(title, panels)

@@ -43,7 +43,7 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
     ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer one, 0: 2.5 times the trained one, within
     eval_lengths. Columns: mean weight from the inputs to BoS, from the answer's tokens to BoS and
     EoI, from EoI and the states to the input that the next state needs (s_to_x_t; uniform
-    attention: 1/n); entropy (nats) of the answer's tokens; its slope over log n, rows from n = 8 on
+    attention: 1/n); entropy (nats) of the answer's tokens; its slope over log n, from n = 8 on
     (uniform: 1, attention that does not dilute: 0). Maps: of three layers at most the sharpest
     head, or that with most weight on x_t. --offset (Figure 9): every token but BoS stands so many
     places further from it: D_1 is wrong. x_t: weight on the correct key; moved: on x_(t-offset),
@@ -64,8 +64,9 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
         means = [means_of(x.weights, tokens, targets != -100, task, cfg, L, offset) for x in layers]
         columns = {name: torch.stack([mean[name] for mean in means]) for name in means[0]}
         rows += [dict(length=L) | row for row in core.head_rows(columns)]
-        summary |= {f'{name}, length {L}': number(columns[name].max())
-                    for name in ('s_to_x_t', 'slope') if name in columns}
+        summary[f'mean slope, length {L}'] = number(columns['slope'].nanmean())
+        if 's_to_x_t' in columns:
+            summary[f's_to_x_t, length {L}'] = number(columns['s_to_x_t'].max())
         if not maps:    # heads are picked at the shorter length; many look at the first token
             score = torch.stack([x.weights[0, :, 1:, 1:].amax(dim=-1).mean(dim=-1) for x in layers])
             if is_iterative(cfg):
@@ -123,11 +124,11 @@ def means_of(weights, tokens, asked, task, cfg, length, offset):
         found = dict(x_t=weights[:, :, q, k], moved=weights[:, :, q, k - offset], peak=peak)
         means |= {name: x.mean(dim=(0, 2)) for name, x in found.items()}
     entropy = torch.special.entr(weights).sum(dim=-1)       # (B, H, T)
-    T = (tokens != 0).sum(dim=1).min()
-    start = min(7, T // 2)
-    log_n = torch.arange(start + 1, T + 1).double().log()
+    rows = asked.all(dim=0).nonzero()[:, 0]
+    rows = rows[rows >= min(7, rows.max() // 2)]
+    log_n = (rows + 1).double().log()
     log_n -= log_n.mean()
-    slope = entropy.double().mean(dim=0)[:, start:T] @ log_n / log_n.square().sum()
+    slope = entropy.double().mean(dim=0)[:, rows] @ log_n / log_n.square().sum()
     return means | dict(slope=slope, entropy=over(asked, entropy))
 
 
@@ -206,7 +207,8 @@ def squeeze(model, task, cfg, length=0, n=256):
     hidden: keys T_0 or more tokens back are hidden. Control: NoPE reads no positions: no change.
     """
     longest, rows = length or max(cfg.eval_lengths), []
-    lengths = sorted(L for L in {*cfg.train_lengths, *cfg.eval_lengths} if L <= longest)
+    known = {*cfg.train_lengths, *cfg.eval_lengths}
+    lengths = sorted({L for L in known if L < longest} | {longest})
     for L, (tokens, targets) in core.problems(task, lengths, n).items():
         t = torch.arange(tokens.shape[1])
         far = t[:, None] - t >= cfg.train_len
@@ -330,7 +332,7 @@ def linear(model, task, cfg, n=32, of='stream'):
         lines.setdefault(target, []).append(line)
     panels = [Curves(target, f'{target} (tokens)', 'root mean squared error (tokens)', y,
                      max(found[target, 0, 'trained'][0]).item()) for target, y in lines.items()]
-    title = f'ViPE Figure 5: {core.titled(cfg)}, {core.trained_to(cfg, trained)} (red line)'
+    title = f'ViPE Figure 5: {core.titled(cfg)} (red line: where training ended)'
     return rows, summary, Figure(title, panels)
 
 
@@ -366,9 +368,10 @@ def prefix(model, task, cfg, length=0, n=64):
     ViPE section 5, --n problems of --length (0: the longest trained). Proposition 1 (eq. 2-4,
     Figure 16): mean and variance of z_n over its coordinates, mean of z_(n+1) - z_n (diff):
     measured; of this model's values under uniform weights (1/n); by eq. 4 (eq4) from the values'
-    mu, sigma, at BoS mu_2, sigma_2 (few symbols repeat: more variance). Proposition 2 (eq. 6),
-    z_n = V beta_n, V: the tokens' values, beta_n: the attention to each token. error: largest
-    |z_n - V beta_n|, relative to z; 1e-6 is rounding, more a value that holds positions (ape).
+    mu, sigma, at BoS mu_2, sigma_2 (few symbols repeat: more variance); token: the first problem's.
+    Proposition 2 (eq. 6), z_n = V beta_n, V: the tokens' values, beta_n: the attention to each
+    token. error: largest |z_n - V beta_n|, relative to z; 1e-6 is rounding, more a value that holds
+    positions (ape).
     """
     if 'BoS' not in task.vocab:
         raise UserError(f'Propositions 1 and 2 are about sequences that begin with BoS, and those '
