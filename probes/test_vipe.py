@@ -48,13 +48,15 @@ def test_the_iteration_head_is_seen():
     model, task, cfg = head_by_hand('copy')
     rows, summary, _ = vipe.alignment(model, task, cfg, length=120, n=2)
     assert summary['head'] == '2.1' and rows[-1]['length'] == 120
+    assert summary['right_to'] == summary['aligned_to'] == 120
     for row in rows:
         assert row['2.1'] == row['exact'] == row['states'] == 1
         assert row['1.1'] == 0 and 0 < row['2.2'] < 0.5
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
-    rows, _, _ = vipe.alignment(model, task, cfg, length=40, n=2)
+    rows, summary, _ = vipe.alignment(model, task, cfg, length=40, n=2)
     assert all(0 < row['2.1'] < 0.4 for row in rows if row['length'] > 4)
+    assert summary['aligned_to'] == 0
 
 
 def test_attention_and_alignment_against_loops():

@@ -139,6 +139,8 @@ def alignment(model, task, cfg, length=0, n=32, distances=''):
     ViPE section 3.1, A.3. --length: the longest, 0: of eval_lengths; --n: problems of each. Shares:
     exact match; states right, also at positions within the trained total length (seen) and beyond;
     LAYER.HEAD: mean weight on the correct key (uniform: 1/n), of more than 8 heads the best's.
+    Summary: from the trained length on, the length to which 90 % of the states are right
+    (right_to), and to which the best head has half its weight on the key (aligned_to); 0: none.
     --distances=1,3,7 (Figure 4; --n=512): next states right at so many tokens from EoI, within the
     trained total length, so that the context alone is longer.
     """
@@ -194,7 +196,12 @@ def alignment(model, task, cfg, length=0, n=32, distances=''):
     if wanted:
         panels.append(panel_by_length(cfg, 'ViPE Figure 4: next state', 'accuracy', rows, [
             (f'd = {d}', f'd={d}', dict(marker='.')) for d in wanted]))
-    return rows, dict(n=len(tokens), head=best), Figure(core.titled(cfg), panels)
+    summary = dict(n=len(tokens), head=best)
+    longer = [row for row in rows if row['length'] >= trained]
+    for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', best, 0.5)):
+        failed = min((row['length'] for row in longer if row[key] < least), default=torch.inf)
+        summary[name] = max((row['length'] for row in longer if row['length'] < failed), default=0)
+    return rows, summary, Figure(f'ViPE, section 3.1: {core.titled(cfg)}', panels)
 
 
 @torch.no_grad()
