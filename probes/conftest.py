@@ -18,6 +18,7 @@ def nano(task='copy', dtype=torch.float64, longest=8, **kw):
 
 
 def at_random(*shape, dtype=torch.float64, seed=0):
+    """Normal numbers of this shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 

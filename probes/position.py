@@ -38,6 +38,7 @@ def sees_distances(model, tokens):
 
 
 def check_distances(model, tokens, cfg):
+    """UserError where logits_at() would not be right."""
     enc = model.blocks[0].attn.pe
     if not enc.shift_invariant or enc.widens or not sees_distances(model, tokens):
         raise UserError('this probe asks for the logit at any distance, which '

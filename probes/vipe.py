@@ -175,6 +175,19 @@ def alignment(model, task, cfg, length=0, n=32, distances=''):
         weights = dict(zip(heads, mass[row['length']].double().mean(dim=1)))
         row |= {head: number(x) for head, x in weights.items()
                 if len(heads) <= 8 or head == heads[best]}    # a table of more is too wide
+    summary = dict(n=len(tokens), head=heads[best])
+    longer = [row for row in rows if row['length'] >= trained]
+    for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', heads[best], 0.5)):
+        failed = min((row['length'] for row in longer if row[key] < least), default=torch.inf)
+        summary[name] = max((row['length'] for row in longer if row['length'] < failed), default=0)
+    panels = alignment_panels(cfg, rows, mass, heads, best, wanted)
+    return rows, summary, Figure(f'ViPE, section 3.1: {core.titled(cfg)}', panels)
+
+
+def alignment_panels(cfg, rows, mass, heads, best, wanted):
+    """Weights on the correct key beside accuracy; seen and unseen positions; the best head state by
+    state, from mass {length: [heads, states]}; Figure 4 for the distances wanted."""
+    trained, longest = max(cfg.train_lengths), max(mass)
     grid = torch.full((longest, longest), torch.nan)    # t by length, of the nearest length drawn
     for i in range(longest):
         L = min(mass, key=lambda L: abs(L - i - 1))
@@ -196,12 +209,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=''):
     if wanted:
         panels.append(panel_by_length(cfg, 'ViPE Figure 4: next state', 'accuracy', rows, [
             (f'd = {d}', f'd={d}', dict(marker='.')) for d in wanted]))
-    summary = dict(n=len(tokens), head=best)
-    longer = [row for row in rows if row['length'] >= trained]
-    for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', best, 0.5)):
-        failed = min((row['length'] for row in longer if row[key] < least), default=torch.inf)
-        summary[name] = max((row['length'] for row in longer if row['length'] < failed), default=0)
-    return rows, summary, Figure(f'ViPE, section 3.1: {core.titled(cfg)}', panels)
+    return panels
 
 
 @torch.no_grad()
