@@ -41,14 +41,15 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
     """Where does every head look, at the trained length and at a longer one?
 
     ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer one, 0: 2.5 times the trained one, within
-    eval_lengths. Columns: mean weight from the inputs to BoS, from the answer's tokens to BoS and
-    EoI, from EoI and the states to the input that the next state needs (s_to_x_t; uniform
-    attention: 1/n); entropy (nats) of the answer's tokens; its slope over log n, from n = 8 on
-    (uniform: 1, attention that does not dilute: 0). Maps: of three layers at most the sharpest
-    head, or that with most weight on x_t. --offset (Figure 9): every token but BoS stands so many
-    places further from it: D_1 is wrong. x_t: weight on the correct key; moved: on x_(t-offset),
-    where D_1 = D_2 + 1 now; peak: how far right of x_t the largest weight lies, in inputs (a head
-    that counts no places: 0); summary: of the head with most weight on x_t without an offset.
+    eval_lengths. Columns, means over queries: x_to_BoS: weight from the inputs to BoS. s_to_BoS,
+    s_to_EoI: from the answer's tokens to each. s_to_x_t: from EoI and the states to the input that
+    the next state needs; uniform attention has 1/n. entropy (nats): of the answer's tokens. slope:
+    of that entropy over log n, from n = 8 on; 1 for uniform attention, 0 if it does not dilute.
+    Maps: of at most three layers the sharpest head, or the one with most weight on x_t.
+    --offset (Figure 9) moves every token but BoS so many places further from it, so that D_1 is
+    wrong. x_t: weight on the correct key. moved: on x_(t-offset), where D_1 = D_2 + 1 now. peak:
+    by how many inputs the largest weight lies right of x_t; 0 if the head counts no places. The
+    summary is about the head that has most weight on x_t without an offset.
     """
     trained = max(cfg.train_lengths)
     longest = min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else torch.inf)
@@ -136,13 +137,13 @@ def means_of(weights, tokens, asked, task, cfg, length, offset):
 def alignment(model, task, cfg, length=0, n=32, distances=''):
     """Does attention still find x_t from s_(t-1) where the answers are wrong?
 
-    ViPE section 3.1, A.3. --length: the longest, 0: of eval_lengths; --n: problems of each. Shares:
-    exact match; states right, also at positions within the trained total length (seen) and beyond;
-    LAYER.HEAD: mean weight on the correct key (uniform: 1/n), of more than 8 heads the best's.
-    Summary: from the trained length on, the length to which 90 % of the states are right
-    (right_to), and to which the best head has half its weight on the key (aligned_to); 0: none.
-    --distances=1,3,7 (Figure 4; --n=512): next states right at so many tokens from EoI, within the
-    trained total length, so that the context alone is longer.
+    ViPE section 3.1, A.3. --length: the longest, 0: of eval_lengths; --n: problems of each.
+    Columns, shares: exact: answers right. states: states right; seen, unseen: at positions within
+    the trained total length, and beyond. LAYER.HEAD: mean weight on the correct key; uniform
+    attention has 1/n; of more than 8 heads only the best. Summary, lengths from the trained one on,
+    0: not even there: right_to: 90 % of the states are right. aligned_to: the best head has half
+    its weight on the key. --distances=1,3,7 adds Figure 4, best with --n=512: states right so many
+    tokens behind EoI, at trained positions, so that the context alone is longer.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     ladder(cfg, longest)    # refuses a task without correct keys
