@@ -409,8 +409,8 @@ def prism():
             'of its cursors, seeds 1 and 2, the pace nearest to half a place a token':
                 half_step_cursors()}),
         'Not seen: nothing is right at twice the length, with more cursors, a learned norm, one '
-        'PRISM layer, more steps or longer training problems either. Not tried: 150,000 steps, 40 '
-        'digits.')
+        'PRISM layer, more steps or longer training problems either. No cursor moves by the half '
+        'place a token that the task suggests. Not tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
