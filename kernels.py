@@ -1,23 +1,28 @@
-"""Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan: Triton kernels beside their references (the scan's: pe.cursor_scan).
+"""Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan, in Triton.
 
-    python kernels.py               checks the kernels against the references in float64; with a GPU, prints the benchmark
+    python kernels.py      check the kernels against float64; with a GPU, time them as well
 
-Queries t and keys s <= t count from 0. One forward and two backward kernels, with a compile-time switch for every part, compute
+Queries t and keys s <= t count from 0. Every encoding here is one attention,
 
-    x_ts = row_t col_s a_ts / sqrt(D) + bias_(t-s)        a_ts = <q_t, k_s>, or sum_c q_tc k_sc cos((s - t) theta_c + delta_c)
-    y_t  = sum_s p_ts v_s,    e_t = sum_s p_ts (t - s)    p_t = softmax(x_t)
+    x_ts = <q_t, k_s> / sqrt(D) + bias_(t-s)        p_t = softmax(x_t)
+    y_t  = sum_s p_ts v_s                           e_t = sum_s p_ts (t - s)
 
-in memory that grows with T, block by block with a running maximum and sum (FlashAttention: Dao et al. 2022; Milakov & Gimelshein 2018), accumulating
-in float32. Gradients recompute the blocks from the stored log-sum-exp, in two kernels, one for keys and one for queries, so that every
-sum has one order. In products of blocks [M, N] x D that is 2 forward and 7 backward (flash attention with atomic additions needs 5), for
-PoPE 3 and 11 (8): divided by the tensor cores' rate, this is a lower bound on the time. No second-order gradients, no forward mode.
-Without a GPU the kernels run in Triton's interpreter.
+with a bias (ALiBi, T5), on rows turned to polar coordinates first (PoPE, a kernel of its own), or
+on rows times a factor (ViPE, in plain PyTorch). attention_reference is the same in a few lines.
+
+One forward and two backward kernels go over blocks of M queries and N keys, as FlashAttention
+does (Dao et al. 2022): a running maximum and sum make the softmax, so memory grows with T, not
+with T^2. Sums are in float32. The backward kernels compute the blocks again from the stored
+log-sum-exp, one for queries and one for keys, so that every sum has one order and a run repeats
+bit for bit. Without a GPU the kernels run in Triton's interpreter.
 """
-from __future__ import annotations                                # tl.constexpr is read only where there is Triton
+from __future__ import annotations  # so that tl.constexpr is not read where Triton is missing
 
+import functools
 import math
 import os
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -27,50 +32,63 @@ if not torch.cuda.is_available():
 try:
     import triton
     import triton.language as tl
-    jit = triton.jit
-except ImportError:                                                # Triton is for Linux; the references work everywhere
-    triton, jit = None, lambda function: function
+    jit, constexpr = triton.jit, tl.constexpr
+except ImportError:  # Triton is for Linux; the references work everywhere
+    triton, jit, constexpr = None, lambda function: function, float
 
-LOG2E = 1.4426950408889634
-STEP, FINE = 16, 128                                               # the angle tables: every 16th position, and offsets 0..127
-EPS, CHUNK = 1e-8, 16                                              # of the sharpened histograms; steps of the scan between checkpoints
+# what kernels read besides their arguments must be constexpr
+INTERPRETED = constexpr(os.environ.get('TRITON_INTERPRET') == '1')
+LN2 = constexpr(math.log(2))
+LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
+EPS, CHUNK = 1e-8, 16  # PRISM: of the sharpened histograms; tokens of a chunk
+EPSILON, K, TILE = constexpr(EPS), constexpr(CHUNK), constexpr(32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # references: any dtype, O(T^2) memory
 
 def attention_reference(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None):
-    """The equations above, as they stand: (y [B, H, T, D], e [B, H, T]).
+    """The equations above as they stand: (y [B, H, T, D], e [B, H, T]).
 
-    q, k, v [B, H, T, D]; base > 0 makes a_ts PoPE's, with delta [G, H, D]; row [G, H, T]; col [B, H, T]; bias [G, H, T], by the distance t - s.
-    G divides B: the b-th sequence uses entry b G // B (one for each seed of a run; otherwise G = 1).
+    q, k, v [B, H, T, D]. base > 0 turns q_t and k_s to polar coordinates (PoPE eq. 7-10), with
+    delta [G, H, D]. row [G, H, T] multiplies q_t and col [B, H, T] k_s. bias [G, H, T] is by the
+    distance t - s. G divides B: sequence b uses entry b G // B (one for each seed of a run).
     """
     B, H, T, D = q.shape
-    each = lambda x: x.repeat_interleave(B // len(x), dim=0)                            # [G, ..] -> [B, ..]
-    pos, scale = torch.arange(T, device=q.device), D ** -0.5
+    scale = D ** -0.5
+    t = torch.arange(T, device=q.device)
+    distance = t[:, None] - t  # (T, T)
     if base:
-        angle = pos[:, None] * base ** (-torch.arange(D, device=q.device, dtype=torch.float64) / D)             # (T, D)
-        turn_q = torch.cat([angle.cos(), angle.sin()], dim=-1).to(q.dtype)
-        phase = angle.to(torch.promote_types(q.dtype, torch.float32)) + each(delta)[:, :, None]                 # (B, H, T, D)
-        turn_k = torch.cat([phase.cos(), phase.sin()], dim=-1).to(k.dtype)
-        q, k = torch.cat([q, q], dim=-1) * turn_q, torch.cat([k, k], dim=-1) * turn_k
-    x = q @ k.transpose(-2, -1) * scale
-    distance = pos[:, None] - pos                                                       # (T, T)
+        angle = t[:, None] * base ** (-torch.arange(D, device=q.device, dtype=torch.float64) / D)
+        phase = angle + for_each(delta, B)[:, :, None]  # (B, H, T, D)
+        q = torch.cat([q * angle.cos().to(q.dtype), q * angle.sin().to(q.dtype)], dim=-1)
+        k = torch.cat([k * phase.cos().to(k.dtype), k * phase.sin().to(k.dtype)], dim=-1)
     if row is not None:
-        x = x * each(row)[..., None] * col[..., None, :]
+        q = q * for_each(row, B)[..., None]
+        k = k * col[..., None]
+    x = q @ k.transpose(-2, -1) * scale
     if bias is not None:
-        x = x + each(bias)[..., distance.clamp(min=0)]
-    p = x.masked_fill(distance < 0, -math.inf).softmax(dim=-1)                          # (B, H, T, T)
+        x = x + for_each(bias, B)[..., distance.clamp(min=0)]
+    p = x.masked_fill(distance < 0, -math.inf).softmax(dim=-1)  # (B, H, T, T)
     return p @ v, (p * distance).sum(dim=-1)
 
 
+def for_each(x, B):
+    """[G, ...] -> [B, ...]: the entry of each of B sequences."""
+    return x.repeat_interleave(B // len(x), dim=0)
+
+
 def pope_attention_reference(q, k, v, delta, base=10000.0):
-    """PoPE eq. 3-6: logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(D), mu = softplus, theta_c = base^(-c/D)."""
+    """PoPE eq. 3-6, with mu = softplus, theta_c = base^(-c/D) and delta [H, D]:
+    logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(D)."""
     return attention_reference(F.softplus(q), F.softplus(k), v, delta[None], base)[0]
 
 
 def vipe_attention_reference(q, k, v, u, s=1.0):
-    """ViPE eq. 7-9: logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(D), n from 1; (y, expected distance)."""
+    """ViPE eq. 7-9: logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(D), n from 1.
+
+    Returns y and the expected distance e.
+    """
     row, col = vipe_factors(q, k, u, s)
     return attention_reference(q, k, v, row=row, col=col)
 
@@ -80,19 +98,7 @@ def bias_attention_reference(q, k, v, bias):
     return attention_reference(q, k, v, bias=bias[None])[0]
 
 
-def check_scan(reset, step, gamma, table, copy):
-    """ValueError if shapes do not fit, or if a cursor can leave the offsets of the table."""
-    (B, C, T), P = reset.shape, len(table) // 2
-    for name, x, shape in (('step', step, (B, C, T, 3)), ('copy', copy, (B, C, T, T + 1)), ('gamma', gamma, (*gamma.shape[:-1], C) if gamma is not None else ())):
-        if x is not None and x.shape != shape:
-            raise ValueError(f'{name} must be {[*shape]}, not {[*x.shape]}')
-    if table.dim() != 2 or len(table) % 2 == 0:
-        raise ValueError(f'the table must be [2P+1, d_pe], not {[*table.shape]}')
-    if P < T:
-        raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets -{T}..{T} at least, not -{P}..{P}')
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # PyTorch's fused attention, for what the kernels below do not compute
 
 def fused_attention(q, k, v, mask, scale):
@@ -127,819 +133,966 @@ def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
     return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what the user calls
 
 def pope_attention(q, k, v, delta, base=10000.0):
-    """pope_attention_reference by the kernels: q, k, v [B, H, T, D], delta [H, D] used as given -> [B, H, T, D].
+    """pope_attention_reference by the kernels: q, k, v [B, H, T, D], delta [H, D] -> [B, H, T, D].
 
-    Nothing 2D-wide reaches memory. softplus takes a pass of its own before the kernels, and again before the backward ones: inside them it would
-    be repeated for every block of queries, on the unit that also has the exponentials of the softmax. So mu lives only as long as they run.
+    delta is used as given, without a clamp.
     """
     return attention(q, k, v, delta=delta[None], base=base, softplus=True)[0]
 
 
 def vipe_attention(q, k, v, u, s=1.0):
-    """vipe_attention_reference by the kernels: q, k, v [B, H, T, D], u [H, D], s a number or tensor -> (y [B, H, T, D], E[distance] [B, H, T], float32)."""
+    """vipe_attention_reference by the kernels: q, k, v [B, H, T, D], u [H, D], s a number or a
+    tensor -> (y [B, H, T, D], expected distance [B, H, T] in float32)."""
     row, col = vipe_factors(q, k, u, s)
     return attention(q, k, v, row=row, col=col, distance=True)
 
 
 def bias_attention(q, k, v, bias):
-    """bias_attention_reference by the kernels: q, k, v [B, H, T, D], bias [H, T] by the distance t - s -> [B, H, T, D].
+    """bias_attention_reference by the kernels: q, k, v [B, H, T, D], bias [H, T] by the distance
+    t - s -> [B, H, T, D].
 
-    ALiBi, T5 and any b(t - s). FIRE's bias depends on t as well: it takes PyTorch's attention with a [H, T, T] mask.
+    For ALiBi, T5 and any b(t - s). FIRE's bias depends on t as well: it takes PyTorch's attention.
     """
     return attention(q, k, v, bias=bias[None])[0]
 
 
 def vipe_factors(q, k, u, s):
     """row [1, H, T] = s log(n), n from 1, and col [B, H, T] = 1 + <u, k_i>."""
-    n = torch.arange(1, q.shape[2] + 1, device=q.device).to(torch.promote_types(q.dtype, torch.float32))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    n = torch.arange(1, q.shape[2] + 1, device=q.device).to(dtype)
     row = (s * n.log()).expand(1, q.shape[1], -1)
-    return row, 1 + (k.to(n.dtype) * u[:, None].to(n.dtype)).sum(dim=-1)                # a product of matrices could be cast by autocast
+    # not a product of matrices, which autocast would round
+    return row, 1 + (k.to(dtype) * u[:, None].to(dtype)).sum(dim=-1)
 
 
-def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, softplus=False, distance=False):
-    """attention_reference by the kernels, with softplus(q) and softplus(k) for q and k if `softplus`.
+def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, softplus=False,
+              distance=False):
+    """attention_reference by the kernels, of softplus(q) and softplus(k) if `softplus`.
 
-    (y [B, H, T, D], e [B, H, T] in float32, or None if `distance` is not asked for). RuntimeError without Triton; ValueError if types or shapes do not fit.
-    Gradients for every tensor, by backward() and autograd.grad (torch.func.grad needs the reference).
+    Returns y [B, H, T, D], and e [B, H, T] in float32, or None unless `distance`. Gradients for
+    every tensor by backward() and autograd.grad; torch.func.grad needs the reference.
+    RuntimeError without Triton; ValueError if types or shapes do not fit.
     """
-    if triton is None:
-        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; kernels.attention_reference needs nothing')
-    if (q.dtype, k.dtype) != (v.dtype, v.dtype) or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f'q, k and v must all be float32, bfloat16 or float16, not {q.dtype}, {k.dtype}, {v.dtype}')
-    if not q.shape == k.shape == v.shape or q.dim() != 4 or not 1 <= q.shape[3] <= 128:
-        raise ValueError(f'q, k and v must all be [B, H, T, D], D from 1 to 128, not {[*q.shape]}, {[*k.shape]}, {[*v.shape]}')
-    if (delta is None) != (not base) or (row is None) != (col is None):
-        raise ValueError('delta goes with base, row with col')
-    (B, H, T, D), G = q.shape, next((len(x) for x in (delta, row, bias) if x is not None), 1)
-    for name, x, shape in (('delta', delta, (G, H, D)), ('row', row, (G, H, T)), ('col', col, (B, H, T)), ('bias', bias, (G, H, T))):
-        if x is not None and (x.shape != shape or x.device != q.device):
-            raise ValueError(f'{name} must be {[*shape]} on {q.device}, not {[*x.shape]} on {x.device}')
-    if B % G:
-        raise ValueError(f'{G} groups do not divide a batch of {B}')
-    fp32 = [None if x is None else x.float() for x in (delta, row, col, bias)]
-    y, e, _ = attention_forward(q, k, v, *fp32, base, softplus, distance)
+    check_attention(q, k, v, delta, base, row, col, bias, softplus)
+    scale = q.shape[3] ** -0.5
+    if delta is not None:
+        q = polar(q, torch.zeros_like(delta, dtype=torch.float32), base, softplus)
+        k = polar(k, delta.float(), base, softplus)
+    if row is not None:
+        q = (q * for_each(row, len(q))[..., None]).to(v.dtype)
+        k = (k * col[..., None]).to(v.dtype)
+    bias = None if bias is None else bias.float()
+    y, e, _ = attention_forward(q, k, v, bias, scale, distance)
     return y, e if distance else None
 
 
-def cursor_scan(reset, step, gamma, table, copy=None):
-    """pe.cursor_scan by the kernels, in float32: [B, C, T, d_pe]. Neither the histograms [B, C, T, 2P+1] nor a loop over T outside the kernel exists.
-
-    gamma may also be [G, C], G dividing B: a row for each seed of a run. Gradients for every input, that of the table by atomic additions.
-    RuntimeError without Triton; ValueError if shapes do not fit or the support is too small for the sequence.
-    """
+def check_attention(q, k, v, delta, base, row, col, bias, softplus):
+    """RuntimeError without Triton; ValueError if attention() cannot take these."""
     if triton is None:
-        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; pe.cursor_scan needs nothing')
-    gamma = gamma[None] if gamma is not None and gamma.dim() == 1 else gamma
-    check_scan(reset, step, gamma, table, copy)
-    if gamma is not None and len(reset) % len(gamma):
-        raise ValueError(f'{len(gamma)} rows of gamma do not divide a batch of {len(reset)}')
-    return scan_forward(*(None if x is None else x.float() for x in (reset, step, gamma, table, copy)))[0]
+        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; '
+                           'kernels.attention_reference needs nothing')
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes:
+        raise ValueError('q, k and v must all be float32, bfloat16 or float16, '
+                         f'not {q.dtype}, {k.dtype}, {v.dtype}')
+    if not q.shape == k.shape == v.shape or q.dim() != 4 or not 1 <= q.shape[3] <= 128:
+        raise ValueError('q, k and v must all be [B, H, T, D], D from 1 to 128, '
+                         f'not {[*q.shape]}, {[*k.shape]}, {[*v.shape]}')
+    if (delta is None) != (not base) or (row is None) != (col is None) or softplus and not base:
+        raise ValueError('delta goes with base, row with col, softplus with base')
+    B, H, T, D = q.shape
+    groups = [len(x) for x in (delta, row, bias) if x is not None]
+    G = groups[0] if groups else 1
+    expected = dict(delta=(delta, (G, H, D)), row=(row, (G, H, T)), col=(col, (B, H, T)),
+                    bias=(bias, (G, H, T)))
+    for name, (x, shape) in expected.items():
+        if x is not None and (x.shape != shape or x.device != q.device):
+            raise ValueError(f'{name} must be {[*shape]} on {q.device}, '
+                             f'not {[*x.shape]} on {x.device}')
+    if B % G:
+        raise ValueError(f'{G} groups do not divide a batch of {B}')
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# pieces of the kernels. Blocks of queries have M rows, t = t0..t0+M-1, blocks of keys N, s = s0..s0+N-1; BD is D padded to a power of two
+# --------------------------------------------------------------------------------------------------
+# pieces of the kernels. BD is D padded to a power of two, as Triton's blocks want
 
 @jit
-def dot(a, b, sum, PRECISION: tl.constexpr):
-    """sum + a b in float32. Triton's interpreter does not know how to multiply bfloat16, so there the rounded factors are widened."""
-    if PRECISION == 'interpreter':
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum)
-    return tl.dot(a, b, sum, input_precision=PRECISION)
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """total + a b in float32. Triton's interpreter cannot multiply bfloat16: it widens first."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@jit
+def which(T, H, ROWS: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The first row, sequence and head of this program; LAST_FIRST: the longest work first."""
+    blocks = tl.cdiv(T, ROWS)
+    block = tl.program_id(0) % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    return block * ROWS, bh // H, bh % H
 
 
 @jit
 def load_rows(X, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """Rows start..start+ROWS-1 of X [T, D], zeros outside."""
-    i, c = tl.arange(0, ROWS), tl.arange(0, BD)
-    X += tl.full([], start, tl.int64) * stride
-    return tl.load(X + i[:, None] * stride + c[None, :], mask=(i[:, None] < T - start) & (c[None, :] < D), other=0.0)
+    i = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, BD)[None, :]
+    X += tl.cast(start, tl.int64) * stride
+    return tl.load(X + i * stride + c, mask=(i < T - start) & (c < D), other=0.0)
 
 
 @jit
 def store_rows(X, x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """x to rows start.. of X [T, D]."""
-    i, c = tl.arange(0, ROWS), tl.arange(0, BD)
-    X += tl.full([], start, tl.int64) * stride
-    tl.store(X + i[:, None] * stride + c[None, :], x.to(X.dtype.element_ty), mask=(i[:, None] < T - start) & (c[None, :] < D))
+    """x [ROWS, BD] to rows start.. of X [T, D]."""
+    i = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, BD)[None, :]
+    X += tl.cast(start, tl.int64) * stride
+    tl.store(X + i * stride + c, x.to(X.dtype.element_ty), mask=(i < T - start) & (c < D))
 
 
 @jit
-def cos_sin(ANGLES, start, delta, BD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
-    """cos and sin of (start + i) theta_c + delta_c [ROWS, BD], by angle addition from the tables for offsets i and for starts.
+def load_bias(BIAS, t, s, T):
+    """bias_(t-s) in units of log 2 for t and s that broadcast; anything where s > t or t >= T.
 
-    Four multiplications for an element; in-kernel sines would take the special-function unit longer than the tensor cores take for the block,
-    and a table of all positions would be read from L2, where this one stays in L1.
+    In assembly, as Triton would stage the block [M, N] of a tl.load in shared memory, where its
+    M + N values would need more than an RTX 4090 has; so they come from the L1 cache.
     """
-    i, c = tl.arange(0, ROWS), tl.arange(0, BD)
-    fine_cos = tl.load(ANGLES + i[:, None] * (2 * BD) + c[None, :])
-    fine_sin = tl.load(ANGLES + i[:, None] * (2 * BD) + BD + c[None, :])
-    at = ANGLES + (FINE + start // STEP) * (2 * BD) + c
-    cos, sin = tl.load(at), tl.load(at + BD)
-    cos_d, sin_d = tl.cos(delta), tl.sin(delta)
-    cos, sin = cos * cos_d - sin * sin_d, sin * cos_d + cos * sin_d
-    return fine_cos * cos[None, :] - fine_sin * sin[None, :], fine_sin * cos[None, :] + fine_cos * sin[None, :]
+    address = BIAS + tl.minimum(tl.maximum(t - s, 0), T - 1)
+    if INTERPRETED:
+        return LOG2E * tl.load(address)
+    return LOG2E * tl.inline_asm_elementwise('ld.global.nc.f32 $0, [$1];', '=f,l', [address],
+                                             dtype=tl.float32, is_pure=True, pack=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# attention, forward: a program for each block of M queries, head and sequence
+
+@jit
+def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_t, k_t, v_t, y_t, H, T, per_group, scale,
+                   D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
+                   PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """y_t = sum_s p_ts v_s, e_t = sum_s p_ts (t - s), lse_t = log2 sum_s 2^x_ts; x in log 2 units.
+
+    N divides M. X_t is the stride of tensor X from a position to the next.
+    """
+    t0, b, h = which(T, H, M, True)
+    Q += b * T * q_t + h * D
+    K += b * T * k_t + h * D
+    V += b * T * v_t + h * D_V
+    if BIAS is not None:
+        BIAS += (b // per_group * H + h) * T
+    t = t0 + tl.arange(0, M)
+    q = load_rows(Q, t0, q_t, T, D, BD, M)
+    y = tl.zeros([M, BD_V], tl.float32)
+    e = tl.zeros([M], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    largest = tl.full([M], float('-inf'), tl.float32)
+    for diagonal in tl.static_range(2):  # first the keys that all queries see
+        start = t0 if diagonal else 0
+        end = min(t0 + M, T) if diagonal else t0
+        for s0 in range(start, end, N):
+            s = s0 + tl.arange(0, N)
+            k = load_rows(K, s0, k_t, T, D, BD, N)
+            x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
+            if BIAS is not None:
+                x += load_bias(BIAS, t[:, None], s[None, :], T)
+            if diagonal:
+                x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
+            new = tl.maximum(largest, tl.max(x, 1))
+            # a bias of -inf may have hidden every key so far
+            zero = tl.where(new == float('-inf'), 0.0, new)
+            p = tl.exp2(x - zero[:, None])
+            shrink = tl.exp2(largest - zero)
+            here = tl.sum(p, 1)
+            if E is not None:  # t - s = (t - s0) - (s - s0)
+                e = e * shrink + (t - s0) * here - tl.sum(p * tl.arange(0, N)[None, :], 1)
+            v = load_rows(V, s0, v_t, T, D_V, BD_V, N)
+            y = dot(p.to(v.dtype), v, y * shrink[:, None], PRECISION)
+            total = total * shrink + here
+            largest = new
+    store_rows(Y + b * T * y_t + h * D_V, y / total[:, None], t0, y_t, T, D_V, BD_V, M)
+    rows = (b * H + h) * T + t
+    tl.store(LSE + rows, largest + tl.log2(total), mask=t < T)
+    if E is not None:
+        tl.store(E + rows, e / total, mask=t < T)
+
+
+# --------------------------------------------------------------------------------------------------
+# attention, backward. With g_ts = dloss/dx_ts = p_ts (<dy_t, v_s> + de_t (t - s) - mean_t) and
+# mean_t = <dy_t, y_t> + de_t e_t:
+#     dq_t = sum_s g_ts k_s / sqrt(D)    dk_s = sum_t g_ts q_t / sqrt(D)    dv_s = sum_t p_ts dy_t
+
+@jit
+def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ, q_t, k_t, v_t, y_t, dy_t, dq_t,
+                   H, T, per_group, scale,
+                   D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
+                   PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """dq_t, and mean_t for keys_kernel, of a block of M queries; N divides M."""
+    t0, b, h = which(T, H, M, True)
+    Q += b * T * q_t + h * D
+    K += b * T * k_t + h * D
+    V += b * T * v_t + h * D_V
+    if BIAS is not None:
+        BIAS += (b // per_group * H + h) * T
+    t = t0 + tl.arange(0, M)
+    rows = (b * H + h) * T + t
+    q = load_rows(Q, t0, q_t, T, D, BD, M)
+    y = load_rows(Y + b * T * y_t + h * D_V, t0, y_t, T, D_V, BD_V, M)
+    dy = load_rows(DY + b * T * dy_t + h * D_V, t0, dy_t, T, D_V, BD_V, M)
+    lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))  # past the end p = 0
+    mean = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
+    if DE is not None:
+        de = tl.load(DE + rows, mask=t < T, other=0.0)
+        mean += de * tl.load(E + rows, mask=t < T, other=0.0)
+    tl.store(MEAN + rows, mean, mask=t < T)
+    dq = tl.zeros([M, BD], tl.float32)
+    for diagonal in tl.static_range(2):
+        start = t0 if diagonal else 0
+        end = min(t0 + M, T) if diagonal else t0
+        for s0 in range(start, end, N):
+            s = s0 + tl.arange(0, N)
+            k = load_rows(K, s0, k_t, T, D, BD, N)
+            v = load_rows(V, s0, v_t, T, D_V, BD_V, N)
+            x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
+            if BIAS is not None:
+                x += load_bias(BIAS, t[:, None], s[None, :], T)
+            if diagonal:
+                x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
+            p = tl.exp2(x - lse[:, None])
+            dp = dot(dy, tl.trans(v), None, PRECISION)
+            if DE is not None:
+                dp += de[:, None] * (t[:, None] - s[None, :])
+            g = p * (dp - mean[:, None])
+            dq = dot(g.to(k.dtype), k, dq, PRECISION)
+    store_rows(DQ + b * T * dq_t + h * D, dq * scale, t0, dq_t, T, D, BD, M)
 
 
 @jit
-def load_rotated(X, start, stride, ANGLES, delta, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, POPE: tl.constexpr,
-                 STEP: tl.constexpr, FINE: tl.constexpr):
-    """Rows of q or k [ROWS, BD] times cos and sin of their phases; twice the plain rows without PoPE, where the second is not used."""
-    x = load_rows(X, start, stride, T, D, BD, ROWS)
-    if POPE:
-        cos, sin = cos_sin(ANGLES, start, delta, BD, ROWS, STEP, FINE)
-        return (x * cos).to(x.dtype), (x * sin).to(x.dtype)
-    return x, x
+def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS, q_t, k_t, v_t, dy_t, dk_t, dv_t,
+                H, T, per_group, scale,
+                D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
+                PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """dk_s and dv_s of a block of N keys, and dbias, which all blocks add to; M divides N.
 
-
-@jit
-def products(q_cos, q_sin, k_cos, k_sin, POPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a_ts [M, N]."""
-    a = dot(q_cos, tl.trans(k_cos), None, PRECISION)
-    if POPE:
-        a = dot(q_sin, tl.trans(k_sin), a, PRECISION)
-    return a
-
-
-@jit
-def logits(a, row, col, BIAS, t, s, T, MASK: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr):
-    """x_ts in units of log 2 [M, N]; row [M] has the factors of a query, col [M] those of a key, BIAS is in units of log 2."""
-    x = a * row[:, None]
-    if RESCALE:
-        x = x * col[None, :]
-    if TOEPLITZ:
-        d = t[:, None] - s[None, :]
-        x += tl.load(BIAS + d, mask=(d >= 0) & (d < T), other=0.0)
-    if MASK:
-        x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
-    return x
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# forward: a program for each block of queries, head and sequence
-
-@jit
-def forward_kernel(Q, K, V, Y, E, LSE, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t,
-                   H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr,
-                   RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
-                   STEP: tl.constexpr, FINE: tl.constexpr):
-    """For a block of queries: y_t, e_t and the log-sum-exp of x_t."""
-    bh = (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
-    t0 = (tl.cdiv(T, M) - 1 - tl.program_id(0) % tl.cdiv(T, M)) * M                     # the longest rows first
-    b, h = bh // H, bh % H
-    gh = b // per_group * H + h
-    t, c = t0 + tl.arange(0, M), tl.arange(0, BD)
-    K, V, COL, BIAS = K + b * k_b + h * k_h, V + b * v_b + h * v_h, COL + bh * T, BIAS + gh * T
-    delta = tl.zeros([BD], tl.float32)
-    q_cos, q_sin = load_rotated(Q + b * q_b + h * q_h, t0, q_t, ANGLES, delta, T, D, BD, M, POPE, STEP, FINE)
-    if POPE:
-        delta = tl.load(DELTA + gh * D + c, mask=c < D, other=0.0)
-    row = tl.full([M], scale * 1.4426950408889634, tl.float32)
-    if RESCALE:
-        row = row * tl.load(ROW + gh * T + t, mask=t < T, other=0.0)
-    y, e = tl.zeros([M, BD], tl.float32), tl.zeros([M], tl.float32)
-    total, largest = tl.zeros([M], tl.float32), tl.full([M], float('-inf'), tl.float32)
-    # blocks of keys that all queries see, then those on the diagonal
-    y, e, total, largest = forward_blocks(y, e, total, largest, 0, t0, q_cos, q_sin, K, V, row, COL, BIAS, ANGLES, delta, t, k_t, v_t, T,
-                                          D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, False, PRECISION, STEP, FINE)
-    y, e, total, largest = forward_blocks(y, e, total, largest, t0, min(t0 + M, T), q_cos, q_sin, K, V, row, COL, BIAS, ANGLES, delta, t, k_t, v_t, T,
-                                          D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, True, PRECISION, STEP, FINE)
-    store_rows(Y + b * y_b + h * y_h, y / total[:, None], t0, y_t, T, D, BD, M)
-    tl.store(LSE + bh * T + t, largest + tl.log2(total), mask=t < T)
-    if DISTANCE:
-        tl.store(E + bh * T + t, e / total, mask=t < T)
-
-
-@jit
-def forward_blocks(y, e, total, largest, start, end, q_cos, q_sin, K, V, row, COL, BIAS, ANGLES, delta, t, k_t, v_t, T, D: tl.constexpr,
-                   BD: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr,
-                   DISTANCE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
-    """Add the keys start..end-1 to the running sums: y and e, weighted by 2^(x - largest), and the total of the weights."""
-    col = tl.zeros([N], tl.float32)
-    for s0 in range(start, end, N):
-        s = s0 + tl.arange(0, N)
-        k_cos, k_sin = load_rotated(K, s0, k_t, ANGLES, delta, T, D, BD, N, POPE, STEP, FINE)
-        if RESCALE:
-            col = tl.load(COL + s, mask=s < T, other=0.0)
-        x = logits(products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION), row, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
-        new = tl.maximum(largest, tl.max(x, 1))
-        zero = tl.where(new == float('-inf'), 0.0, new)                                 # no key so far: the bias may be -inf
-        p, shrink = tl.exp2(x - zero[:, None]), tl.exp2(largest - zero)
-        here = tl.sum(p, 1)
-        if DISTANCE:                                                                    # sum_s p (t - s), s = s0 + j
-            e = e * shrink + (t - s0) * here - tl.sum(p * tl.arange(0, N)[None, :], 1)
-        v = load_rows(V, s0, v_t, T, D, BD, N)
-        y = dot(p.to(v.dtype), v, y * shrink[:, None], PRECISION)
-        total, largest = total * shrink + here, new
-    return y, e, total, largest
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# backward: with g_ts = dloss/dx_ts = p_ts (<dy_t, v_s> + de_t (t - s) - mean_t), mean_t = <dy_t, y_t> + de_t e_t,
-# and da_ts = g_ts row_t col_s / sqrt(D)
-
-@jit
-def mean_kernel(Y, DY, E, DE, MEAN, y_b, y_h, y_t, dy_b, dy_h, dy_t, H, T, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-                DISTANCE: tl.constexpr):
-    """MEAN [B, H, T]."""
-    t0, bh = tl.program_id(0) % tl.cdiv(T, M) * M, (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
-    b, h, t = bh // H, bh % H, t0 + tl.arange(0, M)
-    y = load_rows(Y + b * y_b + h * y_h, t0, y_t, T, D, BD, M).to(tl.float32)
-    dy = load_rows(DY + b * dy_b + h * dy_h, t0, dy_t, T, D, BD, M).to(tl.float32)
-    mean = tl.sum(y * dy, 1)
-    if DISTANCE:
-        mean += tl.load(E + bh * T + t, mask=t < T, other=0.0) * tl.load(DE + bh * T + t, mask=t < T, other=0.0)
-    tl.store(MEAN + bh * T + t, mean, mask=t < T)
-
-
-@jit
-def block_gradient(a, x, lse, mean, dy, v, de, t, s, DISTANCE: tl.constexpr, PRECISION: tl.constexpr):
-    """p_ts and g_ts [M, N]."""
-    p = tl.exp2(x - lse[:, None])
-    dp = dot(dy, tl.trans(v), None, PRECISION)
-    if DISTANCE:
-        dp += de[:, None] * (t[:, None] - s[None, :])
-    return p, p * (dp - mean[:, None])
-
-
-@jit
-def keys_kernel(Q, K, V, DY, DK, DV, DDELTA, DCOL, DBIAS, DE, LSE, MEAN, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-                dy_b, dy_h, dy_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr,
-                N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr,
-                PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
-    """For a block of keys: dk_s, dv_s, dcol_s, its part of ddelta, and dbias, which all blocks add to."""
-    s0, bh = tl.program_id(0) % tl.cdiv(T, N) * N, (tl.program_id(0) // tl.cdiv(T, N)).to(tl.int64)
-    b, h = bh // H, bh % H
-    gh = b // per_group * H + h
-    s, c = s0 + tl.arange(0, N), tl.arange(0, BD)
-    Q, DY, ROW, BIAS, DBIAS = Q + b * q_b + h * q_h, DY + b * dy_b + h * dy_h, ROW + gh * T, BIAS + gh * T, DBIAS + gh * T
-    LSE, MEAN, DE = LSE + bh * T, MEAN + bh * T, DE + bh * T
-    k = load_rows(K + b * k_b + h * k_h, s0, k_t, T, D, BD, N)
-    v = load_rows(V + b * v_b + h * v_h, s0, v_t, T, D, BD, N)
-    k_cos, k_sin, col = k, k, tl.zeros([N], tl.float32)
-    if POPE:
-        cos, sin = cos_sin(ANGLES, s0, tl.load(DELTA + gh * D + c, mask=c < D, other=0.0), BD, N, STEP, FINE)
-        k_cos, k_sin = (k * cos).to(k.dtype), (k * sin).to(k.dtype)
-    if RESCALE:
-        col = tl.load(COL + bh * T + s, mask=s < T, other=0.0)
-    dk_cos, dk_sin, dv = tl.zeros([N, BD], tl.float32), tl.zeros([N, BD], tl.float32), tl.zeros([N, BD], tl.float32)
-    dcol, end = tl.zeros([N], tl.float32), min(s0 + N, T)
-    dk_cos, dk_sin, dv, dcol = keys_blocks(dk_cos, dk_sin, dv, dcol, s0, end, k_cos, k_sin, v, col, Q, DY, DBIAS, DE, LSE, MEAN, ROW, BIAS, ANGLES,
-                                           s, q_t, dy_t, T, scale, D, BD, M, N, POPE, RESCALE, TOEPLITZ, DISTANCE, True, PRECISION, STEP, FINE)
-    dk_cos, dk_sin, dv, dcol = keys_blocks(dk_cos, dk_sin, dv, dcol, s0 + N, T, k_cos, k_sin, v, col, Q, DY, DBIAS, DE, LSE, MEAN, ROW, BIAS, ANGLES,
-                                           s, q_t, dy_t, T, scale, D, BD, M, N, POPE, RESCALE, TOEPLITZ, DISTANCE, False, PRECISION, STEP, FINE)
-    dk = dk_cos
-    if POPE:                                                                            # k' = k (cos phi, sin phi), phi = s theta + delta
-        cos, sin = cos_sin(ANGLES, s0, tl.load(DELTA + gh * D + c, mask=c < D, other=0.0), BD, N, STEP, FINE)
-        dk = dk_cos * cos + dk_sin * sin
-        ddelta = tl.sum(k * (dk_sin * cos - dk_cos * sin), 0)
-        tl.store(DDELTA + (bh * tl.cdiv(T, N) + s0 // N) * D + c, ddelta, mask=c < D)
-    if RESCALE:
-        tl.store(DCOL + bh * T + s, dcol, mask=s < T)
-    store_rows(DK + b * dk_b + h * dk_h, dk, s0, dk_t, T, D, BD, N)
-    store_rows(DV + b * dv_b + h * dv_h, dv, s0, dv_t, T, D, BD, N)
-
-
-@jit
-def keys_blocks(dk_cos, dk_sin, dv, dcol, start, end, k_cos, k_sin, v, col, Q, DY, DBIAS, DE, LSE, MEAN, ROW, BIAS, ANGLES, s, q_t, dy_t, T, scale,
-                D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr,
-                DISTANCE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
-    """Add what the queries start..end-1 give."""
-    de = tl.zeros([M], tl.float32)
-    for t0 in range(start, end, M):
-        t = t0 + tl.arange(0, M)
-        q_cos, q_sin = load_rotated(Q, t0, q_t, ANGLES, tl.zeros([BD], tl.float32), T, D, BD, M, POPE, STEP, FINE)
-        dy = load_rows(DY, t0, dy_t, T, D, BD, M)
-        lse = tl.load(LSE + t, mask=t < T, other=float('inf'))                          # past the end: p = 0
-        mean = tl.load(MEAN + t, mask=t < T, other=0.0)
-        row = tl.full([M], scale, tl.float32)
-        if RESCALE:
-            row = row * tl.load(ROW + t, mask=t < T, other=0.0)
-        if DISTANCE:
-            de = tl.load(DE + t, mask=t < T, other=0.0)
-        a = products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION)
-        x = logits(a, row * 1.4426950408889634, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
-        p, g = block_gradient(a, x, lse, mean, dy, v, de, t, s, DISTANCE, PRECISION)
-        dv = dot(tl.trans(p.to(dy.dtype)), dy, dv, PRECISION)
-        if TOEPLITZ:
-            add_diagonals(DBIAS, g, t0 - tl.min(s, 0), T, M, N)
-        da = g * row[:, None]
-        if RESCALE:
-            dcol += tl.sum(da * a, 0)
-            da = da * col[None, :]
-        da = da.to(q_cos.dtype)
-        dk_cos = dot(tl.trans(da), q_cos, dk_cos, PRECISION)
-        if POPE:
-            dk_sin = dot(tl.trans(da), q_sin, dk_sin, PRECISION)
-    return dk_cos, dk_sin, dv, dcol
+    Blocks stand with keys in rows, so that every product has N >= 64 rows for the tensor cores.
+    """
+    s0, b, h = which(T, H, N, False)
+    Q += b * T * q_t + h * D
+    DY += b * T * dy_t + h * D_V
+    LSE += (b * H + h) * T
+    MEAN += (b * H + h) * T
+    if DE is not None:
+        DE += (b * H + h) * T
+    if BIAS is not None:
+        BIAS += (b // per_group * H + h) * T
+    if DBIAS is not None:
+        DBIAS += (b // per_group * H + h) * T
+    s = s0 + tl.arange(0, N)
+    k = load_rows(K + b * T * k_t + h * D, s0, k_t, T, D, BD, N)
+    v = load_rows(V + b * T * v_t + h * D_V, s0, v_t, T, D_V, BD_V, N)
+    dk = tl.zeros([N, BD], tl.float32)
+    dv = tl.zeros([N, BD_V], tl.float32)
+    for diagonal in tl.static_range(2):
+        start = s0 if diagonal else s0 + N
+        end = min(s0 + N, T) if diagonal else T
+        for t0 in range(start, end, M):
+            t = t0 + tl.arange(0, M)
+            q = load_rows(Q, t0, q_t, T, D, BD, M)
+            dy = load_rows(DY, t0, dy_t, T, D_V, BD_V, M)
+            lse = tl.load(LSE + t, mask=t < T, other=float('inf'))  # past the end p = 0
+            mean = tl.load(MEAN + t, mask=t < T, other=0.0)
+            x = dot(k, tl.trans(q), None, PRECISION) * (scale * LOG2E)  # (N, M)
+            if BIAS is not None:
+                x += load_bias(BIAS, t[None, :], s[:, None], T)
+            if diagonal:
+                x = tl.where(t[None, :] >= s[:, None], x, float('-inf'))
+            p = tl.exp2(x - lse[None, :])
+            dp = dot(v, tl.trans(dy), None, PRECISION)
+            if DE is not None:
+                de = tl.load(DE + t, mask=t < T, other=0.0)
+                dp += de[None, :] * (t[None, :] - s[:, None])
+            g = p * (dp - mean[None, :])
+            dv = dot(p.to(dy.dtype), dy, dv, PRECISION)
+            dk = dot(g.to(q.dtype), q, dk, PRECISION)
+            if DBIAS is not None:
+                add_diagonals(DBIAS, g, t0 - s0, T, M, N)
+    store_rows(DK + b * T * dk_t + h * D, dk * scale, s0, dk_t, T, D, BD, N)
+    store_rows(DV + b * T * dv_t + h * D_V, dv, s0, dv_t, T, D_V, BD_V, N)
 
 
 @jit
 def add_diagonals(DBIAS, g, apart, T, M: tl.constexpr, N: tl.constexpr):
-    """DBIAS[t - s] += g_ts, g [M, N], M <= N, t0 - s0 = apart.
+    """DBIAS[t - s] += g_ts, of g [N, M] with rows s = s0 + j, columns t = t0 + i, M <= N.
 
-    With row i turned right by i, column r holds distance apart + r in the rows from r on, and apart + r - N in those before. Two sums of a
-    column and 2 N atomic additions for a block, not M N; the order of these is the only thing in this file that differs from run to run.
+    `apart` is t0 - s0. Column i is turned down by i: then row r holds the distance apart + r in
+    columns i >= r, and apart + r - N in the others. So a block makes 2 N atomic additions, not
+    M N. Their order is the only thing in this file that differs from run to run.
     """
-    i, r = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
-    turned = tl.gather(g, (i - r + N) % N, 1)
+    r = tl.arange(0, N)[:, None]
+    i = tl.arange(0, M)[None, :]
+    turned = tl.gather(g, (i - r + N) % N, 0)
+    near = tl.sum(tl.where(i >= r, turned, 0.0), 1)
+    far = tl.sum(tl.where(i < r, turned, 0.0), 1)
     d = apart + tl.arange(0, N)
-    tl.atomic_add(DBIAS + d, tl.sum(tl.where(i >= r, turned, 0.0), 0), mask=(d >= 0) & (d < T), sem='relaxed')
-    tl.atomic_add(DBIAS + d - N, tl.sum(tl.where(i < r, turned, 0.0), 0), mask=(d >= N) & (d - N < T), sem='relaxed')
+    tl.atomic_add(DBIAS + d, near, mask=(d >= 0) & (d < T), sem='relaxed')
+    tl.atomic_add(DBIAS + d - N, far, mask=(d >= N) & (d - N < T), sem='relaxed')
+
+
+# --------------------------------------------------------------------------------------------------
+# PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), mu = softplus, 2D wide
+
+@jit
+def load_turn(TURN, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """cos and sin of t theta + delta [ROWS, BD]; TURN [T, 2D] has cos and sin of t theta."""
+    c = tl.arange(0, BD)
+    delta = tl.load(DELTA + c, mask=c < D, other=0.0)[None, :]
+    cos = load_rows(TURN, t0, 2 * D, T, D, BD, ROWS)
+    sin = load_rows(TURN + D, t0, 2 * D, T, D, BD, ROWS)
+    return (cos * tl.cos(delta) - sin * tl.sin(delta), sin * tl.cos(delta) + cos * tl.sin(delta))
 
 
 @jit
-def queries_kernel(Q, K, V, DY, DQ, DROW, DE, LSE, MEAN, DELTA, ROW, COL, BIAS, ANGLES, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-                   dy_b, dy_h, dy_t, dq_b, dq_h, dq_t, H, T, per_group, scale, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
-                   STEP: tl.constexpr, FINE: tl.constexpr):
-    """For a block of queries: dq_t and drow_t."""
-    bh = (tl.program_id(0) // tl.cdiv(T, M)).to(tl.int64)
-    t0 = (tl.cdiv(T, M) - 1 - tl.program_id(0) % tl.cdiv(T, M)) * M
-    b, h = bh // H, bh % H
-    gh = b // per_group * H + h
-    t, c = t0 + tl.arange(0, M), tl.arange(0, BD)
-    K, V, COL, BIAS = K + b * k_b + h * k_h, V + b * v_b + h * v_h, COL + bh * T, BIAS + gh * T
-    delta, de, row = tl.zeros([BD], tl.float32), tl.zeros([M], tl.float32), tl.full([M], scale, tl.float32)
-    q_cos, q_sin = load_rotated(Q + b * q_b + h * q_h, t0, q_t, ANGLES, delta, T, D, BD, M, POPE, STEP, FINE)
-    dy = load_rows(DY + b * dy_b + h * dy_h, t0, dy_t, T, D, BD, M)
-    lse = tl.load(LSE + bh * T + t, mask=t < T, other=float('inf'))
-    mean = tl.load(MEAN + bh * T + t, mask=t < T, other=0.0)
-    if POPE:
-        delta = tl.load(DELTA + gh * D + c, mask=c < D, other=0.0)
-    if RESCALE:
-        row = row * tl.load(ROW + gh * T + t, mask=t < T, other=0.0)
-    if DISTANCE:
-        de = tl.load(DE + bh * T + t, mask=t < T, other=0.0)
-    dq_cos, dq_sin, drow = tl.zeros([M, BD], tl.float32), tl.zeros([M, BD], tl.float32), tl.zeros([M], tl.float32)
-    dq_cos, dq_sin, drow = queries_blocks(dq_cos, dq_sin, drow, 0, t0, q_cos, q_sin, dy, lse, mean, de, row, K, V, COL, BIAS, ANGLES, delta, t, k_t, v_t, T,
-                                          D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, False, PRECISION, STEP, FINE)
-    dq_cos, dq_sin, drow = queries_blocks(dq_cos, dq_sin, drow, t0, min(t0 + M, T), q_cos, q_sin, dy, lse, mean, de, row, K, V, COL, BIAS, ANGLES, delta, t,
-                                          k_t, v_t, T, D, BD, N, POPE, RESCALE, TOEPLITZ, DISTANCE, True, PRECISION, STEP, FINE)
-    dq = dq_cos
-    if POPE:
-        cos, sin = cos_sin(ANGLES, t0, tl.zeros([BD], tl.float32), BD, M, STEP, FINE)
-        dq = dq_cos * cos + dq_sin * sin
-    if RESCALE:                                                                         # dq_cos has no row factor yet
-        tl.store(DROW + bh * T + t, drow * scale, mask=t < T)
-    store_rows(DQ + b * dq_b + h * dq_h, dq * row[:, None], t0, dq_t, T, D, BD, M)
+def magnitude(x, SOFTPLUS: tl.constexpr):
+    """mu(x) = log(1 + e^x), or x; the quotient makes up for the rounding of 1 + small."""
+    if not SOFTPLUS:
+        return x
+    small = tl.exp(-tl.abs(x))
+    one = 1 + small
+    log1p = tl.where(one == 1, small, tl.log(one) * (small / tl.where(one == 1, 1, one - 1)))
+    return tl.maximum(x, 0.0) + log1p
 
 
 @jit
-def queries_blocks(dq_cos, dq_sin, drow, start, end, q_cos, q_sin, dy, lse, mean, de, row, K, V, COL, BIAS, ANGLES, delta, t, k_t, v_t, T, D: tl.constexpr,
-                   BD: tl.constexpr, N: tl.constexpr, POPE: tl.constexpr, RESCALE: tl.constexpr, TOEPLITZ: tl.constexpr,
-                   DISTANCE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, FINE: tl.constexpr):
-    """Add what the keys start..end-1 give, without the query's own factor row_t / sqrt(D)."""
-    col = tl.zeros([N], tl.float32)
-    for s0 in range(start, end, N):
-        s = s0 + tl.arange(0, N)
-        k_cos, k_sin = load_rotated(K, s0, k_t, ANGLES, delta, T, D, BD, N, POPE, STEP, FINE)
-        v = load_rows(V, s0, v_t, T, D, BD, N)
-        if RESCALE:
-            col = tl.load(COL + s, mask=s < T, other=0.0)
-        a = products(q_cos, q_sin, k_cos, k_sin, POPE, PRECISION)
-        x = logits(a, row * 1.4426950408889634, col, BIAS, t, s, T, MASK, RESCALE, TOEPLITZ)
-        _, g = block_gradient(a, x, lse, mean, dy, v, de, t, s, DISTANCE, PRECISION)
-        if RESCALE:
-            g = g * col[None, :]
-            drow += tl.sum(g * a, 1)
-        g = g.to(k_cos.dtype)
-        dq_cos = dot(g, k_cos, dq_cos, PRECISION)
-        if POPE:
-            dq_sin = dot(g, k_sin, dq_sin, PRECISION)
-    return dq_cos, dq_sin, drow
+def polar_kernel(X, DELTA, TURN, Y, x_t, y_t, H, T, per_group, D: tl.constexpr, BD: tl.constexpr,
+                 SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
+    """y_t = mu(x_t) [cos, sin](t theta + delta) of a block of rows of X [T, D]."""
+    t0, b, h = which(T, H, ROWS, False)
+    x = load_rows(X + b * T * x_t + h * D, t0, x_t, T, D, BD, ROWS).to(tl.float32)
+    mu = magnitude(x, SOFTPLUS)
+    cos, sin = load_turn(TURN, DELTA + (b // per_group * H + h) * D, t0, T, D, BD, ROWS)
+    Y += b * T * y_t + h * 2 * D
+    store_rows(Y, mu * cos, t0, y_t, T, D, BD, ROWS)
+    store_rows(Y + D, mu * sin, t0, y_t, T, D, BD, ROWS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# launching, gradients, torch.compile and vmap
+@jit
+def polar_backward_kernel(X, DELTA, TURN, DY, DX, DDELTA, x_t, dy_t, dx_t, H, T, per_group,
+                          D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
+                          ROWS: tl.constexpr):
+    """dx_t = mu'(x_t) <dy_t, [cos, sin]>, mu' = sigmoid; and a block's part of ddelta."""
+    t0, b, h = which(T, H, ROWS, False)
+    x = load_rows(X + b * T * x_t + h * D, t0, x_t, T, D, BD, ROWS).to(tl.float32)
+    cos, sin = load_turn(TURN, DELTA + (b // per_group * H + h) * D, t0, T, D, BD, ROWS)
+    DY += b * T * dy_t + h * 2 * D
+    dy_cos = load_rows(DY, t0, dy_t, T, D, BD, ROWS).to(tl.float32)
+    dy_sin = load_rows(DY + D, t0, dy_t, T, D, BD, ROWS).to(tl.float32)
+    dx = dy_cos * cos + dy_sin * sin
+    if SOFTPLUS:
+        dx *= tl.sigmoid(x)
+    store_rows(DX + b * T * dx_t + h * D, dx, t0, dx_t, T, D, BD, ROWS)
+    ddelta = tl.sum(magnitude(x, SOFTPLUS) * (dy_sin * cos - dy_cos * sin), 0)
+    c = tl.arange(0, BD)
+    block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS
+    tl.store(DDELTA + block * D + c, ddelta, mask=c < D)
 
-def angle_table(base, D, BD, T, device):
-    """cos and sin of t theta_c [rows, 2, BD], float32: rows t = 0..FINE-1, then t = 0, STEP, 2 STEP, .. below T + FINE. Angles in float64."""
-    t = torch.cat([torch.arange(FINE, device=device), torch.arange(0, T + FINE, STEP, device=device)])
-    theta = base ** (-torch.arange(BD, device=device, dtype=torch.float64) / D)
-    angle = t[:, None] * theta
-    return torch.stack([angle.cos(), angle.sin()], dim=1).float()
+
+# --------------------------------------------------------------------------------------------------
+# launching
+
+LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory, of an A100 and of an RTX 4090
+TUNE = os.environ.get('NANOPE_TUNE') == '1'  # time CHOICES once, instead of the default
 
 
-def blocks(kernel, D, T, dtype, pope):
-    """M, N, warps, stages. Chosen by compiling for an H200 and taking the largest blocks whose registers do not spill (PoPE's backward at D = 128
-    spills some hundred bytes a thread in every shape that uses the tensor cores well); not yet tuned by time.
-    """
-    narrow = D <= 64
+@functools.cache
+def shared_memory(device):
+    """Bytes of shared memory that a program can have; the interpreter has no limit."""
+    if device.type != 'cuda':
+        return LARGE
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def fits(device):
+    """Whether the kernels' blocks fit this GPU; if not, say so once."""
+    if shared_memory(device) >= SMALL:
+        return True
+    warnings.warn(f'the attention kernels need {SMALL} bytes of shared memory, this GPU has '
+                  f'{shared_memory(device)}: taking the reference', stacklevel=2)
+    return False
+
+
+# M, N, warps and stages where q and k are up to 64, 128 and 256 wide (PoPE's are twice as wide as
+# v), and up to 256 in SMALL shared memory: the largest with the fewest spilled registers, of those
+# compiled for sm_80, sm_89 and sm_90 (results/README.md, "Kernels, as compiled")
+BLOCKS = {
+    'forward_kernel': [(128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)],
+    'queries_kernel': [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
+    'keys_kernel': [(64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)]}
+
+
+def default_blocks(kernel, D, dtype, shared):
+    """M, N, warps and stages from BLOCKS; float32 has no tensor cores to feed."""
     if dtype == torch.float32:
-        M, N, warps, stages = 32 if narrow or kernel != 'keys' else 16, 32 if narrow or kernel == 'keys' else 16, 8, 1
-    elif kernel == 'forward':
-        M, N, warps, stages = 128, 64 if narrow or not pope else 32, 8, 2 if pope else 3
-    elif kernel == 'keys':
-        M, N, warps, stages = 64 if narrow and not pope else 32, 64, 8, 2
-    else:
-        M, N, warps, stages = 64, 64, 8, 2
-    fit = max(16, triton.next_power_of_2(T))
-    return min(M, fit), min(N, fit), warps, stages
+        return (32, 32, 8, 1) if D <= 64 else (16, 16, 4, 1)
+    return BLOCKS[kernel][(D > 64) + (D > 128) + (D > 128 and shared < LARGE)]
 
 
-def tables(like, delta, row, col, bias, base, D, BD, T):
-    """What the kernels read besides q, k, v: DELTA, ROW, COL, BIAS in units of log 2, ANGLES; something to point at where there is none."""
-    angles = angle_table(base, D, BD, T, like.device) if base else None
-    return [like if x is None else x.contiguous() for x in (delta, row, col, None if bias is None else bias * LOG2E, angles)]
+# what tuning times besides the default
+CHOICES = {
+    'forward_kernel': [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+    'queries_kernel': [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+    'keys_kernel': [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 1)]}
 
 
-def switches(q, base, row, bias, distance):
-    """The compile-time arguments that all kernels share."""
-    D = q.shape[3]
-    precision = 'ieee' if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest' else 'tf32'
-    if os.environ.get('TRITON_INTERPRET') == '1':
-        precision = 'interpreter'
-    return dict(D=D, BD=max(16, triton.next_power_of_2(D)), POPE=base > 0, RESCALE=row is not None, TOEPLITZ=bias is not None, DISTANCE=distance,
-                PRECISION=precision, STEP=STEP, FINE=FINE)
+@functools.cache
+def tuned(kernel, default, adds_to):
+    """The kernel with the fastest blocks, timed at the first call of a width, cached on disk."""
+    configs = []
+    for M, N, warps, stages in dict.fromkeys([default, *CHOICES[kernel.__name__]]):
+        configs.append(triton.Config(dict(M=M, N=N), num_warps=warps, num_stages=stages))
+    return triton.autotune(configs, key=['D', 'D_V'], reset_to_zero=adds_to,
+                           cache_results=True)(kernel)
 
 
-def magnitudes(q, k, softplus):
-    """q and k as the kernels take them."""
-    return (F.softplus(q).to(q.dtype), F.softplus(k).to(k.dtype)) if softplus else (q, k)           # autocast on CUDA makes it float32
+def launch(kernel, inputs, outputs, scale, bias, dbias=None):
+    """Run a kernel for each block of queries, or of keys, of every head and sequence.
+
+    inputs begin with q, k, v; a stride is passed for every tensor of four axes.
+    """
+    q, _, v, *_ = inputs
+    B, H, T, D = q.shape
+    D_V = v.shape[3]
+    by_keys = kernel is keys_kernel
+    exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'
+    constants = dict(D=D, BD=power_of_2(D), D_V=D_V, BD_V=power_of_2(D_V),
+                     PRECISION='ieee' if exact else 'tf32')
+    tensors = [*inputs, *outputs]
+    strides = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
+    per_group = B if bias is None else B // len(bias)
+    arguments = [*tensors, *strides, H, T, per_group, scale]
+
+    def grid(blocks):
+        return (triton.cdiv(T, blocks['N' if by_keys else 'M']) * B * H,)
+
+    blocks = default_blocks(kernel.__name__, D, q.dtype, shared_memory(q.device))
+    with torch.cuda.device_of(q):
+        if TUNE:
+            tuned(kernel, blocks, None if dbias is None else ('DBIAS',))[grid](
+                *arguments, **constants)
+            return
+        M, N, warps, stages = blocks
+        M, N = min(M, power_of_2(T)), min(N, power_of_2(T))
+        if (N % M if by_keys else M % N):
+            raise ValueError(f'{kernel.__name__} cannot have blocks of {M} queries and {N} keys: '
+                             f'{"M must divide N" if by_keys else "N must divide M"}')
+        kernel[grid](*arguments, **constants, M=M, N=N, num_warps=warps, num_stages=stages)
 
 
-def rows_contiguous(x):
-    """x with its last axis contiguous, as the kernels read it; the other axes may have any strides."""
-    return x if x.stride(3) == 1 else x.contiguous()
+def power_of_2(n):
+    """The least power of two that holds n, of those that tl.dot takes."""
+    return max(16, triton.next_power_of_2(n))
 
 
-def like_output(x):
-    """An uninitialized [B, H, T, D] that lies in memory as [B, T, H, D]: the projection after attention needs no copy."""
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+def new_rows(x, width=None):
+    """An uninitialized [B, H, T, width] that lies in memory as [B, T, H, width], so that the
+    projection after attention needs no copy."""
+    B, H, T, D = x.shape
+    return x.new_empty(B, T, H, width or D).transpose(1, 2)
+
+
+def rows(x):
+    """x [B, H, T, D] as the kernels read it: of a position the heads side by side, the positions
+    one stride apart. Slices of one projection are so; anything else is copied."""
+    B, H, T, D = x.shape
+    stride = x.stride(2)
+    wanted = (T * stride, D, stride, 1)
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), wanted)):
+        return x
+    return new_rows(x).copy_(x)
 
 
 @torch.library.custom_op('nanope::attention', mutates_args=())
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor | None, row: torch.Tensor | None,
-                      col: torch.Tensor | None, bias: torch.Tensor | None, base: float, softplus: bool,
-                      distance: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                      bias: torch.Tensor | None, scale: float, distance: bool
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, e, and the log-sum-exp of x in units of log 2 [B, H, T]."""
-    (B, H, T, D), each = q.shape, [x for x in (delta, row, bias) if x is not None]
-    q, k, v = map(rows_contiguous, (*magnitudes(q, k, softplus), v))
-    y, lse = like_output(q), q.new_empty(B, H, T, dtype=torch.float32)
-    e = torch.empty_like(lse) if distance else lse.new_empty(0)
-    on = switches(q, base, row, bias, distance)
-    M, N, warps, stages = blocks('forward', D, T, q.dtype, base > 0)
-    with torch.cuda.device_of(q):
-        forward_kernel[(triton.cdiv(T, M) * B * H,)](
-            q, k, v, y, e, lse, *tables(lse, delta, row, col, bias, base, D, on['BD'], T), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *y.stride()[:3], H, T, B // len(each[0]) if each else B, D ** -0.5, M=M, N=N, **on, num_warps=warps, num_stages=stages)
-    return y, e, lse
+    q, k, v = rows(q), rows(k), rows(v)
+    bias = None if bias is None else bias.contiguous()
+    y = new_rows(v)
+    lse = v.new_empty(v.shape[:3], dtype=torch.float32)
+    e = torch.empty_like(lse) if distance else None
+    launch(forward_kernel, (q, k, v, bias), (y, e, lse), scale, bias)
+    return y, e if distance else lse.new_empty(0), lse
 
 
 @torch.library.custom_op('nanope::attention_backward', mutates_args=())
-def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor | None,
-                       row: torch.Tensor | None, col: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor, e: torch.Tensor,
-                       lse: torch.Tensor, base: float, softplus: bool) -> list[torch.Tensor]:
-    """The gradients of q, k, v, delta, row, col, bias; empty tensors for those that are None."""
-    (B, H, T, D), each = q.shape, [x for x in (delta, row, bias) if x is not None]
-    q, k = magnitudes(q, k, softplus)
-    q, k, v, y, dy, e, lse = *map(rows_contiguous, (q, k, v, y, dy)), e.contiguous(), lse.contiguous()
-    on = switches(q, base, row, bias, de is not None)
-    M, N, warps, stages = blocks('keys', D, T, q.dtype, base > 0)
-    mean, dq, dk, dv, none = torch.empty_like(lse), like_output(q), like_output(k), like_output(v), lse.new_empty(0)
-    dcol, drow = (lse.new_empty(lse.shape) if row is not None else none for _ in range(2))
-    ddelta = lse.new_empty(B, H, triton.cdiv(T, N), D) if base else none
-    dbias = lse.new_zeros(bias.shape) if bias is not None else none
-    de = de.float().contiguous() if de is not None else none
-    with torch.cuda.device_of(q):
-        mean_kernel[(triton.cdiv(T, 64) * B * H,)](y, dy, e, de, mean, *y.stride()[:3], *dy.stride()[:3], H, T, D=D, BD=on['BD'], M=64,
-                                               DISTANCE=on['DISTANCE'])
-        inputs, strides = tables(lse, delta, row, col, bias, base, D, on['BD'], T), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
-        rest = (H, T, B // len(each[0]) if each else B, D ** -0.5)
-        keys_kernel[(triton.cdiv(T, N) * B * H,)](q, k, v, dy, dk, dv, ddelta, dcol, dbias, de, lse, mean, *inputs, *strides, *dk.stride()[:3],
-                                              *dv.stride()[:3], *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
-        M, N, warps, stages = blocks('queries', D, T, q.dtype, base > 0)
-        queries_kernel[(triton.cdiv(T, M) * B * H,)](q, k, v, dy, dq, drow, de, lse, mean, *inputs, *strides, *dq.stride()[:3],
-                                                 *rest, M=M, N=N, **on, num_warps=warps, num_stages=stages)
-    for grad, mu in ((dq, q), (dk, k)) if softplus else ():
-        grad.mul_(-torch.expm1(-mu))                                                    # softplus' = 1 - e^-mu
-    group = lambda x, G: x.unflatten(0, (G, -1)).sum(dim=1)                             # [B, ..] -> [G, ..]
-    grads = [dq, dk, dv, group(ddelta.sum(dim=2), len(delta)) if base else None, group(drow, len(row)) if row is not None else None, dcol, dbias]
-    return [lse.new_empty(0) if x is None or x is none else x for x in grads]           # no two may be one tensor
+def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tensor,
+                       k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+                       y: torch.Tensor, e: torch.Tensor, lse: torch.Tensor, scale: float,
+                       want_bias: bool) -> list[torch.Tensor]:
+    """The gradients of q, k, v and bias; an empty tensor where nobody wants that of the bias."""
+    dy, q, k, v, y = (rows(x) for x in (dy, q, k, v, y))
+    dq, dk, dv = new_rows(q), new_rows(k), new_rows(v)
+    lse, mean = lse.contiguous(), torch.empty_like(lse)
+    e, de = (None, None) if de is None else (e.contiguous(), de.float().contiguous())
+    bias = None if bias is None else bias.contiguous()
+    dbias = bias.new_zeros(bias.shape) if want_bias else None
+    launch(queries_kernel, (q, k, v, bias, y, e, lse, dy, de), (mean, dq), scale, bias)
+    launch(keys_kernel, (q, k, v, bias, lse, dy, de, mean), (dk, dv, dbias), scale, bias, dbias)
+    return [dq, dk, dv, dbias if want_bias else lse.new_empty(0)]
 
 
-def fold_seeds(op, shared=None):
-    """The vmap rule of an operator whose tensors all begin with the batch, or with G: the seeds go in front of either. Argument `shared` is one for all."""
-    def rule(info, in_dims, *args):
-        S = info.batch_size
-        if shared is not None and (in_dims[shared] is not None or args[-1] is True):
-            raise NotImplementedError('the table of sinusoids must be one for all: take pe.cursor_scan')
-        in_front = lambda x, dim: (x.movedim(dim, 0) if dim is not None else x.expand(S, *x.shape)).flatten(0, 1)
-        seeded = [isinstance(x, torch.Tensor) and place != shared for place, x in enumerate(args)]
-        folded = op(*(in_front(x, dim) if yes else x for yes, x, dim in zip(seeded, args, in_dims)))
-        out = [x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0) for x in folded]
-        return (out, [0] * len(out)) if isinstance(folded, list) else (tuple(out), (0,) * len(out))
-    return rule
+@functools.lru_cache(maxsize=8)
+def turns(T, D, base, device):
+    """cos and sin of t theta_c, theta_c = base^(-c/D) [T, 2D], rounded from float64."""
+    c = torch.arange(D, device=device, dtype=torch.float64)
+    angle = torch.arange(T, device=device)[:, None] * base ** (-c / D)
+    return torch.cat([angle.cos(), angle.sin()], dim=1).float()
 
+
+def launch_polar(kernel, x, delta, base, softplus, *outputs):
+    """Run one of PoPE's kernels, 64 rows a program."""
+    (B, H, T, D), tensors = x.shape, [x, delta.contiguous(), turns(*x.shape[2:], base, x.device)]
+    tensors += outputs
+    strides = [y.stride(2) for y in tensors if y.dim() == 4 and y.shape[2] == T]
+    with torch.cuda.device_of(x):
+        kernel[triton.cdiv(T, 64) * B * H,](*tensors, *strides, H, T, B // len(delta), D,
+                                            power_of_2(D), softplus, ROWS=64)
+
+
+@torch.library.custom_op('nanope::polar', mutates_args=())
+def polar(x: torch.Tensor, delta: torch.Tensor, base: float, softplus: bool) -> torch.Tensor:
+    """PoPE eq. 7-10: x [B, H, T, D], delta [G, H, D] -> mu(x_t) [cos, sin](t theta + delta)."""
+    y = new_rows(x, 2 * x.shape[3])
+    launch_polar(polar_kernel, rows(x), delta, base, softplus, y)
+    return y
+
+
+@torch.library.custom_op('nanope::polar_backward', mutates_args=())
+def polar_backward(dy: torch.Tensor, x: torch.Tensor, delta: torch.Tensor, base: float,
+                   softplus: bool) -> list[torch.Tensor]:
+    """The gradients of polar's x and delta."""
+    (B, H, T, D), G = x.shape, len(delta)
+    dx = new_rows(x)
+    parts = delta.new_empty(G, B // G, H, triton.cdiv(T, 64), D)
+    launch_polar(polar_backward_kernel, rows(x), delta, base, softplus, rows(dy), dx, parts)
+    return [dx, parts.sum(dim=(1, 3))]
+
+
+# --------------------------------------------------------------------------------------------------
+# what autograd, torch.compile and vmap want to know
 
 @attention_forward.register_fake
-def _(q, k, v, delta, row, col, bias, base, softplus, distance):
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return like_output(q), torch.empty_like(lse) if distance else lse.new_empty(0), lse
+def _(q, k, v, bias, scale, distance):
+    lse = v.new_empty(v.shape[:3], dtype=torch.float32)
+    return new_rows(v), torch.empty_like(lse) if distance else lse.new_empty(0), lse
 
 
 @attention_backward.register_fake
-def _(dy, de, q, k, v, delta, row, col, bias, y, e, lse, base, softplus):
-    return [*map(like_output, (q, k, v)), *(lse.new_empty(0 if x is None else x.shape) for x in (delta, row, col, bias))]
+def _(dy, de, q, k, v, bias, y, e, lse, scale, want_bias):
+    dbias = lse.new_empty(bias.shape if want_bias else 0)
+    return [new_rows(q), new_rows(k), new_rows(v), dbias]
 
 
-def keep_for_backward(ctx, inputs, output):
-    """What attention_gradient needs: inputs and outputs, nothing in between."""
-    *tensors, ctx.base, ctx.softplus, ctx.distance = inputs
+@polar.register_fake
+def _(x, delta, base, softplus):
+    return new_rows(x, 2 * x.shape[3])
+
+
+@polar_backward.register_fake
+def _(dy, x, delta, base, softplus):
+    return [new_rows(x), delta.new_empty(delta.shape)]
+
+
+def save_attention(ctx, inputs, output):
+    """Keep inputs and outputs for the backward pass, nothing in between."""
+    *tensors, ctx.scale, ctx.distance = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def attention_gradient(ctx, dy, de, dlse):
     """The gradients of attention_forward's inputs; nobody differentiates lse."""
-    *_, row, col, bias, y, e, lse = saved = ctx.saved_tensors
-    grads = attention_backward(dy, de if ctx.distance else None, *saved, ctx.base, ctx.softplus)
-    return *(None if x is None else grad for x, grad in zip(saved, grads)), None, None, None
+    de = de if ctx.distance else None
+    want_bias = ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = attention_backward(dy, de, *ctx.saved_tensors, ctx.scale, want_bias)
+    return dq, dk, dv, dbias if want_bias else None, None, None
+
+
+def save_polar(ctx, inputs, output):
+    """Keep x and delta."""
+    *tensors, ctx.base, ctx.softplus = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def polar_gradient(ctx, dy):
+    """The gradients of polar's inputs."""
+    return *polar_backward(dy, *ctx.saved_tensors, ctx.base, ctx.softplus), None, None
 
 
 def no_second_gradient(ctx, grads):
     """Say that there is none."""
-    raise NotImplementedError('the kernels have no second-order gradients: take the reference (kernels.NAME_reference, or --kernel=reference)')
+    raise NotImplementedError('the kernels have no second-order gradients: take the reference '
+                              '(kernels.NAME_reference, or --kernel=reference)')
 
 
-attention_forward.register_autograd(attention_gradient, setup_context=keep_for_backward)
+def fold_seeds(op, shared=None):
+    """The vmap rule of an operator whose tensors all begin with the batch, or with G: the seeds
+    go in front of either. Argument `shared` is one for all seeds."""
+    def in_front(x, dim, S):
+        x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.flatten(0, 1)
+
+    def unfold(x, S):
+        return x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0)
+
+    def rule(info, in_dims, *args):
+        S = info.batch_size
+        if shared is not None and (in_dims[shared] is not None or args[-1] is True):
+            raise NotImplementedError('the table of sinusoids must be one for all: take '
+                                      'pe.cursor_scan')
+        folded = []
+        for place, (x, dim) in enumerate(zip(args, in_dims)):
+            seeded = isinstance(x, torch.Tensor) and place != shared
+            folded.append(in_front(x, dim, S) if seeded else x)
+        out = op(*folded)
+        if isinstance(out, torch.Tensor):
+            return unfold(out, S), 0
+        return type(out)(unfold(x, S) for x in out), type(out)([0] * len(out))
+    return rule
+
+
+attention_forward.register_autograd(attention_gradient, setup_context=save_attention)
 attention_backward.register_autograd(no_second_gradient)
 attention_forward.register_vmap(fold_seeds(attention_forward))
 attention_backward.register_vmap(fold_seeds(attention_backward))
+polar.register_autograd(polar_gradient, setup_context=save_polar)
+polar_backward.register_autograd(no_second_gradient)
+polar.register_vmap(fold_seeds(polar))
+polar_backward.register_vmap(fold_seeds(polar_backward))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# PRISM's scan: a program for each cursor of each sequence. Offset d is row P + d of the table, or bin P + d. After token t only
-# the offsets -(t+1)..t+1 have mass; so the tokens are cut into windows, each a launch with twice as many bins as the one before
-# (scan_windows): BL of them, i, around P, of which low to high - 1 are used. In a launch the histogram h stays in registers; the
-# next one finds it in CHECKPOINTS and, going back, its gradient in DH. As no thread sees the bins of another, each step also
-# writes h to HISTORY: there it finds its neighbours, and the product with the table its rows. Row k is the histogram before step
-# k of a chunk of K, row k + 1 that after it.
+# --------------------------------------------------------------------------------------------------
+# PRISM's scan: one program for each cursor of each sequence
+#
+# A program holds its cursor's histogram h in registers, one bin for each offset d, and walks over
+# the tokens t. Pointers to histograms and to the table point at offset 0, in the middle of a row.
+# - Before token t only the offsets -t..t have mass: other bins are neither stored nor loaded. The
+#   first launch has 128 bins and stops before mass can leave them; the next goes on with 256, etc.
+# - A step needs the bins d - 1 and d + 1, which other threads hold. So each histogram is stored in
+#   HISTORY and loaded from there, shifted, after a barrier.
+# - The tokens are cut into chunks of K. Row k of HISTORY is the histogram before a chunk's token k,
+#   row k + 1 that after it; so Algorithm 2 is a product of HISTORY and the table.
+# - CHECKPOINTS keeps the histogram before each chunk. The backward kernel takes the last chunk
+#   first, fills HISTORY again from its checkpoint, and walks back over its tokens.
+
+
+def check_scan(reset, step, gamma, table, copy):
+    """ValueError if shapes do not fit, or if a cursor can leave the offsets of the table."""
+    B, C, T = reset.shape
+    P = len(table) // 2
+    shapes = dict(step=(B, C, T, 3), gamma=(C,), copy=(B, C, T, T + 1))
+    for (name, shape), x in zip(shapes.items(), (step, gamma, copy)):
+        if x is not None and x.shape != shape:
+            raise ValueError(f'{name} must be {[*shape]}, not {[*x.shape]}')
+    if table.dim() != 2 or len(table) % 2 == 0:
+        raise ValueError(f'the table must be [2P+1, d_pe], not {[*table.shape]}')
+    if P < T:
+        raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets '
+                         f'-{T}..{T} at least, not -{P}..{P}')
+
+
+def cursor_scan(reset, step, gamma, table, copy=None):
+    """pe.cursor_scan by the kernels, in float32: [B, C, T, d_pe].
+
+    Of the histograms [B, C, T, 2P+1] memory holds one in CHUNK. Gradients for every input, that of
+    the table by atomic additions. RuntimeError without Triton; ValueError as check_scan says.
+    """
+    if triton is None:
+        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; '
+                           'pe.cursor_scan needs nothing')
+    check_scan(reset, step, gamma, table, copy)
+    gamma = gamma if gamma is None else gamma.expand(len(reset), -1)  # (B, C)
+    inputs = reset, step, gamma, table, copy
+    return scan_forward(*(x if x is None else x.float() for x in inputs))[0]
+
 
 @jit
-def window(L, BL: tl.constexpr):
-    """P, the bins i of a launch, low and high."""
-    P = L // 2
-    reach = tl.minimum(P, BL // 2 - 1)
-    return P, P - BL // 2 + tl.arange(0, BL), P - reach, P + reach + 1
+def load_bins(ROW, d, reach):
+    """Bins d of the histogram at ROW, which has mass at the offsets -reach..reach."""
+    return tl.load(ROW + d, mask=tl.abs(d) <= reach, other=0.0)
 
 
 @jit
-def neighbours(ROW, i, low, high):
-    """What a step up and a step down bring to the bins i from the histogram at ROW."""
-    up = tl.load(ROW + i - 1, mask=(i > low) & (i < high), other=0.0)
-    return up, tl.load(ROW + i + 1, mask=(i >= low) & (i < high - 1), other=0.0)
+def load_gates(RESET, STEP, row):
+    """p_reset, p_incr, p_decr, p_keep."""
+    STEP += 3 * row
+    return tl.load(RESET + row), tl.load(STEP), tl.load(STEP + 1), tl.load(STEP + 2)
 
 
 @jit
-def moved(h, up, down, reset, incr, decr, keep, total, i, P):
-    """Algorithm 1, (2) and (3): all mass reset to offset 0 and then one step, or only the step."""
-    no_reset, origin = 1 - reset, tl.where(i == P, keep, tl.where(i == P + 1, incr, tl.where(i == P - 1, decr, 0.0)))
-    return reset * total * origin + (no_reset * incr) * up + (no_reset * decr) * down + (no_reset * keep) * h
+def load_copy(COPY, row, d, t, T):
+    """p_copy of the offsets d, and p_no_copy."""
+    COPY += row * (T + 1)
+    return tl.load(COPY + d, mask=(d >= 0) & (d <= t), other=0.0), tl.load(COPY + T)
 
 
 @jit
-def fast_log2(x, PRECISION: tl.constexpr):
-    """log2(x) by the GPU's one instruction for it, to 2^-22 (of 1 near 1); tl.log2 takes two dozen, a third of the whole step."""
-    if PRECISION == 'interpreter':
+def after_reset(h, d, total, p_reset):
+    """Algorithm 1 (2): a reset moves all mass to offset 0."""
+    return (1 - p_reset) * h + tl.where(d == 0, p_reset * total, 0.0)
+
+
+@jit
+def after_step(h, ROW, d, t, total, gates):
+    """Algorithm 1 (2), (3): the histogram h, also at ROW, after a reset and a step.
+
+    Mass comes to offset d from d - 1 by an increment, from d + 1 by a decrement, from d by neither.
+    """
+    p_reset, p_incr, p_decr, p_keep = gates
+    lower = after_reset(load_bins(ROW, d - 1, t), d - 1, total, p_reset)
+    higher = after_reset(load_bins(ROW, d + 1, t), d + 1, total, p_reset)
+    return p_incr * lower + p_decr * higher + p_keep * after_reset(h, d, total, p_reset)
+
+
+@jit
+def step_gradient(dh, DROW, h, d, t, total, gates, DRESET, DSTEP):
+    """The gradient of h from dh, also at DROW, that of after_step(h); stores those of the gates."""
+    p_reset, p_incr, p_decr, p_keep = gates
+    higher, lower = load_bins(DROW, d + 1, t + 1), load_bins(DROW, d - 1, t + 1)
+    here = after_reset(h, d, total, p_reset)
+    tl.store(DSTEP, tl.sum(here * higher, axis=0))
+    tl.store(DSTEP + 1, tl.sum(here * lower, axis=0))
+    tl.store(DSTEP + 2, tl.sum(here * dh, axis=0))
+    dh = p_incr * higher + p_decr * lower + p_keep * dh
+    dh_0 = p_incr * tl.load(DROW + 1) + p_decr * tl.load(DROW - 1) + p_keep * tl.load(DROW)
+    tl.store(DRESET, total * dh_0 - tl.sum(h * dh, axis=0))
+    return (1 - p_reset) * dh + p_reset * dh_0
+
+
+@jit
+def log2(x):
+    """log2(x) by one instruction, to 2^-22 (of 1 near 1). tl.log2 takes two dozen."""
+    if INTERPRETED:
         return tl.log2(x)
-    return tl.inline_asm_elementwise('lg2.approx.ftz.f32 $0, $1;', '=f,f', [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise('lg2.approx.ftz.f32 $0, $1;', '=f,f', [x],
+                                     dtype=tl.float32, is_pure=True, pack=1)
 
 
 @jit
-def gates(RESET, STEP, t, mask=None):
-    """p_reset, p_incr, p_decr, p_keep at token t."""
-    return tl.load(RESET + t, mask), tl.load(STEP + 3 * t, mask), tl.load(STEP + 3 * t + 1, mask), tl.load(STEP + 3 * t + 2, mask)
-
-
-@jit
-def jumps(COPY, t, i, T, P):
-    """Algorithm 1, (4): p_copy at token t by bins, and p_no-copy."""
-    ROW = COPY + tl.full([], t, tl.int64) * (T + 1)
-    return tl.load(ROW + i - P, mask=(i >= P) & (i <= P + t), other=0.0), tl.load(ROW + T)
-
-
-@jit
-def scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, low, high, T, L, P, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr,
-               PRECISION: tl.constexpr):
-    """Algorithm 1 from token start on, `steps` times; HISTORY gets the histograms, the one before in row 0."""
-    inside = (i >= low) & (i < high)
-    for k in range(steps):
-        t = start + k
-        tl.store(HISTORY + k * L + i, h, mask=inside)
-        tl.debug_barrier()
-        up, down = neighbours(HISTORY + k * L, i, low, high)
-        reset, incr, decr, keep = gates(RESET, STEP, t)
-        h = moved(h, up, down, reset, incr, decr, keep, 1.0 if SHARPEN else tl.sum(h, axis=0), i, P)
-        if COPYING:
-            jump, stay = jumps(COPY, t, i, T, P)
-            h = stay * h + jump
-        if SHARPEN:                                                # (5): (h + eps)^gamma, normalized, by way of the logarithm
-            x = tl.where(tl.abs(i - P) <= t + 1, gamma * fast_log2(h + EPS, PRECISION), float('-inf'))
+def scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L):
+    """Algorithm 1 at the tokens start..end-1: fills HISTORY, returns its last row."""
+    tl.store(HISTORY + d, h, mask=tl.abs(d) <= start)
+    tl.debug_barrier()
+    for t in range(start, end):
+        ROW = HISTORY + (t - start) * L
+        total = tl.sum(h, axis=0) if gamma is None else 1.0  # (1)
+        h = after_step(h, ROW, d, t, total, load_gates(RESET, STEP, n * T + t))
+        if COPY is not None:  # (4)
+            p_copy, p_no_copy = load_copy(COPY, n * T + t, d, t, T)
+            h = p_no_copy * h + p_copy
+        if gamma is not None:  # (5): (h + eps)^gamma, normalized
+            x = tl.where(tl.abs(d) <= t + 1, gamma * log2(h + EPSILON), float('-inf'))
             h = tl.exp2(x - tl.max(x, axis=0))
             h *= 1.0 / tl.sum(h, axis=0)
-    tl.store(HISTORY + steps * L + i, h, mask=inside)
-    tl.debug_barrier()
+        tl.store(ROW + L + d, h, mask=tl.abs(d) <= t + 1)
+        tl.debug_barrier()
     return h
 
 
 @jit
-def load_tile(X, rows, columns, stride, N, M):
-    """X[rows, columns], X [N, M] with rows `stride` apart, zeros outside."""
-    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=(rows[:, None] < N) & (columns[None, :] < M), other=0.0)
-
-
-@jit
-def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, first, last, C, T, L, D, EACH, BL: tl.constexpr, BJ: tl.constexpr,
-                BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr):
-    """A cursor's encodings OUT [T, D] at tokens first..last-1. CHECKPOINTS[m] is its histogram before token m K: that before `first` is read, the later ones
-    are written. EACH sequences share a row of GAMMA."""
-    n, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, BD)
-    RESET, STEP, COPY, OUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), OUT + n * T * D, HISTORY + n * (K + 1) * L
-    CHECKPOINTS += n * tl.cdiv(T, K) * L
-    gamma = tl.load(GAMMA + n // C // EACH * C + n % C)
-    P, i, low, high = window(L, BL)
-    h = tl.load(CHECKPOINTS + first // K * L + i, mask=tl.abs(i - P) <= first, other=0.0)
+def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, first, last, T, L, D,
+                BL: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
+    """Algorithm 2 at the tokens first..last-1: e_t = sum_d h_t[d] f(d)."""
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BL) - BL // 2
+    k, c = tl.arange(0, K)[:, None], tl.arange(0, BD)[None, :]
+    TABLE += L // 2 * D
+    HISTORY += n * (K + 1) * L + L // 2
+    CHECKPOINTS += n * (tl.cdiv(T, K) + 1) * L + L // 2
+    gamma = None if GAMMA is None else tl.load(GAMMA + n)
+    h = load_bins(CHECKPOINTS + first // K * L, d, first)
     for start in range(first, last, K):
-        steps = tl.minimum(K, T - start)
-        h = scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, low, high, T, L, P, SHARPEN, COPYING, EPS, PRECISION)
-        tl.store(CHECKPOINTS + (start // K + 1) * L + i, h, mask=(i >= low) & (i < high) & (start + K < T))
+        end = tl.minimum(start + K, T)
+        h = scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L)
+        tl.store(CHECKPOINTS + (start // K + 1) * L + d, h, mask=tl.abs(d) <= end)
+        t = start + k
         e = tl.zeros([K, BD], tl.float32)
-        for j in range(low, high, BJ):                             # Algorithm 2: sum_d h[d] f(d)
-            js = j + tl.arange(0, BJ)
-            e = dot(load_tile(HISTORY + L, ks, js, L, steps, high), load_tile(TABLE, js, cs, D, high, D), e, PRECISION)
-        tl.store(OUT + (start + ks[:, None]) * D + cs[None, :], e, mask=(ks[:, None] < steps) & (cs[None, :] < D))
+        for low in range(-end, end + 1, TILE):
+            j = low + tl.arange(0, TILE)
+            hs = load_bins(HISTORY + (k + 1) * L, j[None, :], tl.where(t < end, t + 1, -1))
+            inside = (tl.abs(j[:, None]) <= end) & (c < D)
+            f = tl.load(TABLE + j[:, None] * D + c, mask=inside, other=0.0)
+            e = tl.dot(hs, f, e, input_precision=PRECISION)
+        tl.store(OUT + (n * T + t) * D + c, e, mask=(t < end) & (c < D))
 
 
 @jit
-def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA, DTABLE, DCOPY, DH, HISTORY, GRADS, first, last, C, T, L,
-                         D, EACH, BL: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, SHARPEN: tl.constexpr, COPYING: tl.constexpr,
-                         EPS: tl.constexpr, PRECISION: tl.constexpr, WANT_TABLE: tl.constexpr):
-    """Gradients of a cursor's gates, gamma and jumps at tokens last-1..first; DH has that of its histogram after token last-1 and gets that before first.
+def superposition_gradient(DOUT, TABLE, DTABLE, HISTORY, GRADS, start, end, L, D,
+                           BD: tl.constexpr, PRECISION: tl.constexpr):
+    """Algorithm 2: dh_t[d] = <de_t, f(d)> to GRADS, df(d) = sum_t h_t[d] de_t added to DTABLE."""
+    k, c = tl.arange(0, K)[:, None], tl.arange(0, BD)[None, :]
+    reach = tl.where(start + k < end, start + k + 1, -1)
+    de = tl.load(DOUT + k * D + c, mask=(start + k < end) & (c < D), other=0.0)
+    for low in range(-end, end + 1, TILE):
+        j = low + tl.arange(0, TILE)
+        inside = (tl.abs(j[:, None]) <= end) & (c < D)
+        f = tl.load(TABLE + j[:, None] * D + c, mask=inside, other=0.0)
+        dh = tl.dot(de, tl.trans(f), input_precision=PRECISION)
+        tl.store(GRADS + k * L + j[None, :], dh, mask=tl.abs(j[None, :]) <= reach)
+        if DTABLE is not None:
+            hs = load_bins(HISTORY + (k + 1) * L, j[None, :], reach)
+            df = tl.dot(tl.trans(hs), de, input_precision=PRECISION)
+            tl.atomic_add(DTABLE + j[:, None] * D + c, df, mask=inside, sem='relaxed')
 
-    GRADS [K, L] first holds what the encodings give to the chunk's histograms; going back, row k becomes the gradient of what step k makes before (5).
+
+@jit
+def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA,
+                         DTABLE, DCOPY, HISTORY, GRADS, first, last, T, L, D,
+                         BL: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients of the gates, gamma and the table at the tokens last-1..first.
+
+    Row k of GRADS: what the encoding of token k gives to the histogram after it, then the gradient
+    before (4). Row K: the gradient after token last-1, which the launch before this one has left.
     """
-    n, ks, cs = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, BD)
-    RESET, STEP, COPY, DOUT, HISTORY = RESET + n * T, STEP + n * T * 3, COPY + n * T * (T + 1), DOUT + n * T * D, HISTORY + n * (K + 1) * L
-    DRESET, DSTEP, DCOPY, GRADS, CHECKPOINTS = DRESET + n * T, DSTEP + n * T * 3, DCOPY + n * T * (T + 1), GRADS + n * K * L, CHECKPOINTS + n * tl.cdiv(T, K) * L
-    gamma = tl.load(GAMMA + n // C // EACH * C + n % C)
-    P, i, low, high = window(L, BL)
-    inside, dgamma = (i >= low) & (i < high), tl.zeros([BL], tl.float32)
-    dh = tl.load(DH + n * L + i, mask=inside, other=0.0)
-    for back in range(tl.cdiv(last - first, K)):
-        start = first + (tl.cdiv(last - first, K) - 1 - back) * K
-        steps = tl.minimum(K, T - start)
-        h = tl.load(CHECKPOINTS + start // K * L + i, mask=tl.abs(i - P) <= start, other=0.0)
-        scan_chunk(h, start, steps, RESET, STEP, COPY, gamma, HISTORY, i, low, high, T, L, P, SHARPEN, COPYING, EPS, PRECISION)
-        de = load_tile(DOUT + start * D, ks, cs, D, steps, D)      # (K, BD)
-        for j in range(low, high, BJ):
-            js = j + tl.arange(0, BJ)
-            dhs = dot(de, tl.trans(load_tile(TABLE, js, cs, D, high, D)), tl.zeros([K, BJ], tl.float32), PRECISION)
-            tl.store(GRADS + ks[:, None] * L + js[None, :], dhs, mask=js[None, :] < high)
-            if WANT_TABLE:
-                hs = load_tile(HISTORY + L, ks, js, L, steps, high)
-                dtable = dot(tl.trans(hs), de, tl.zeros([BJ, BD], tl.float32), PRECISION)
-                tl.atomic_add(DTABLE + js[:, None] * D + cs[None, :], dtable, mask=(js[:, None] < high) & (cs[None, :] < D), sem='relaxed')
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BL) - BL // 2
+    TABLE += L // 2 * D
+    DTABLE = None if DTABLE is None else DTABLE + L // 2 * D
+    HISTORY += n * (K + 1) * L + L // 2
+    GRADS += n * (K + 1) * L + L // 2
+    CHECKPOINTS += n * (tl.cdiv(T, K) + 1) * L + L // 2
+    gamma = None if GAMMA is None else tl.load(GAMMA + n)
+    dgamma = tl.zeros([BL], tl.float32)
+    dh = load_bins(GRADS + K * L, d, last)
+    for start in range((last - 1) // K * K, first - 1, -K):
+        end = tl.minimum(start + K, T)
+        h = load_bins(CHECKPOINTS + start // K * L, d, start)
+        scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L)
+        superposition_gradient(DOUT + (n * T + start) * D, TABLE, DTABLE, HISTORY, GRADS,
+                               start, end, L, D, BD, PRECISION)
         tl.debug_barrier()
-        for done in range(steps):
-            k = steps - 1 - done
-            t, ROW = start + k, GRADS + k * L
-            dh += tl.load(ROW + i, mask=inside, other=0.0)
-            reset, incr, decr, keep = gates(RESET, STEP, t)
-            jump, stay = 0.0, 1.0
-            if COPYING:
-                jump, stay = jumps(COPY, t, i, T, P)
-            if SHARPEN:
-                h = tl.load(HISTORY + k * L + i, mask=inside, other=0.0)
-                up, down = neighbours(HISTORY + k * L, i, low, high)
-                x = stay * moved(h, up, down, reset, incr, decr, keep, 1.0, i, P) + jump + EPS
-                y = tl.load(HISTORY + (k + 1) * L + i, mask=inside, other=0.0)
+        for t in range(end - 1, start - 1, -1):
+            row = n * T + t
+            ROW, DROW = HISTORY + (t - start) * L, GRADS + (t - start) * L
+            dh += load_bins(DROW, d, t + 1)
+            h = load_bins(ROW, d, t)
+            total = tl.sum(h, axis=0) if gamma is None else 1.0
+            gates = load_gates(RESET, STEP, row)
+            moved = after_step(h, ROW, d, t, total, gates)
+            x = moved
+            if COPY is not None:
+                p_copy, p_no_copy = load_copy(COPY, row, d, t, T)
+                x = p_no_copy * moved + p_copy
+            if gamma is not None:  # (5): a softmax of gamma log(x + eps)
+                y = load_bins(ROW + L, d, t + 1)
                 dh = y * (dh - tl.sum(y * dh, axis=0))
-                dgamma += dh * fast_log2(x, PRECISION)
-                dh = gamma * dh / x
-            if COPYING:
-                tl.store(DCOPY + tl.full([], t, tl.int64) * (T + 1) + i - P, dh, mask=(i >= P) & (i <= P + t))
-            tl.store(ROW + i, dh, mask=inside)
+                dgamma += dh * log2(x + EPSILON)
+                dh = gamma * dh / (x + EPSILON)
+            if COPY is not None:  # (4)
+                tl.store(DCOPY + row * (T + 1) + d, dh, mask=(d >= 0) & (d <= t))
+                tl.store(DCOPY + row * (T + 1) + T, tl.sum(moved * dh, axis=0))
+                dh *= p_no_copy
+            tl.store(DROW + d, dh, mask=tl.abs(d) <= t + 1)
             tl.debug_barrier()
-            from_down, from_up = neighbours(ROW, i, low, high)
-            no_reset, reset_to = stay * (1 - reset), incr * tl.load(ROW + P + 1) + decr * tl.load(ROW + P - 1) + keep * tl.load(ROW + P)
-            dh = (no_reset * incr) * from_up + (no_reset * decr) * from_down + (no_reset * keep) * dh + stay * reset * reset_to
-        # the gates of all steps of the chunk: what moves up, down or not at all, times the gradient where it arrives
-        ups, downs, keeps, totals = tl.zeros([K, BJ], tl.float32), tl.zeros([K, BJ], tl.float32), tl.zeros([K, BJ], tl.float32), tl.zeros([K, BJ], tl.float32)
-        for j in range(low + 1, high - 1, BJ):
-            js = j + tl.arange(0, BJ)
-            hs = load_tile(HISTORY, ks, js, L, steps, high - 1)
-            ups += hs * load_tile(GRADS, ks, js + 1, L, steps, high)
-            downs += hs * load_tile(GRADS, ks, js - 1, L, steps, high)
-            keeps += hs * load_tile(GRADS, ks, js, L, steps, high)
-            totals += hs
-        t, on, to_up, to_down, to_keep, total = start + ks, ks < steps, tl.sum(ups, axis=1), tl.sum(downs, axis=1), tl.sum(keeps, axis=1), tl.sum(totals, axis=1)
-        reset, incr, decr, keep = gates(RESET, STEP, t, on)
-        MIDDLE = GRADS + ks * L + P
-        above, below, here = tl.load(MIDDLE + 1, on), tl.load(MIDDLE - 1, on), tl.load(MIDDLE, on)
-        if_reset, if_not = total * (incr * above + decr * below + keep * here), incr * to_up + decr * to_down + keep * to_keep
-        stay = 1.0
-        if COPYING:
-            NO_COPY = t.to(tl.int64) * (T + 1) + T
-            stay = tl.load(COPY + NO_COPY, on)
-            tl.store(DCOPY + NO_COPY, reset * if_reset + (1 - reset) * if_not, on)
-        tl.store(DRESET + t, stay * (if_reset - if_not), on)
-        tl.store(DSTEP + 3 * t, stay * ((1 - reset) * to_up + reset * total * above), on)
-        tl.store(DSTEP + 3 * t + 1, stay * ((1 - reset) * to_down + reset * total * below), on)
-        tl.store(DSTEP + 3 * t + 2, stay * ((1 - reset) * to_keep + reset * total * here), on)
+            dh = step_gradient(dh, DROW, h, d, t, total, gates, DRESET + row, DSTEP + 3 * row)
         tl.debug_barrier()
-    tl.store(DH + n * L + i, dh, mask=inside)
-    tl.store(DGAMMA + n, tl.load(DGAMMA + n) + 0.6931471805599453 * tl.sum(dgamma, axis=0))         # log(x) = log(2) log2(x)
+    tl.store(GRADS + K * L + d, dh, mask=tl.abs(d) <= first)
+    if GAMMA is not None:
+        tl.store(DGAMMA + n, tl.load(DGAMMA + n) + LN2 * tl.sum(dgamma, axis=0))
 
 
-def scan_windows(T):
-    """[(first, last, BL)]: the tokens first..last-1 of a launch and its bins, so many that no mass comes to the outermost."""
-    found, first, BL = [], 0, 128
+def scan_launches(T, L, D):
+    """Sizes and options of each launch, the first tokens first."""
+    # D = 1 holds the offsets themselves, which have more digits than tf32
+    rough = torch.get_float32_matmul_precision() != 'highest' and D > 1
+    sizes = dict(T=T, L=L, D=D, BD=max(16, triton.next_power_of_2(D)),
+                 PRECISION='tf32' if rough else 'tf32x3', num_stages=1)
+    launches = []
+    first, BL = 0, 128
     while first < T:
-        last = min(T, BL // 2 - CHUNK)                             # a multiple of CHUNK, or T
-        found.append((first, last, BL))
+        last = min(T, BL // 2 - CHUNK)  # a multiple of CHUNK, or T
+        warps = min(16, max(1, BL // 256))
+        launches.append(dict(sizes, first=first, last=last, BL=BL, num_warps=warps))
         first, BL = last, 2 * BL
-    return found
-
-
-def scan_launches(reset, gamma, table, copy):
-    """Grid, and for each window the sizes and switches that both kernels of the scan take."""
-    (B, C, T), (L, D) = reset.shape, table.shape
-    rough = torch.get_float32_matmul_precision() != 'highest' and D > 1        # the offsets themselves, D = 1, have more digits than tf32
-    precision = 'interpreter' if os.environ.get('TRITON_INTERPRET') == '1' else 'tf32' if rough else 'tf32x3'
-    sizes = dict(C=C, T=T, L=L, D=D, EACH=B if gamma is None else B // len(gamma), BJ=32, BD=max(16, triton.next_power_of_2(D)), K=CHUNK,
-                 SHARPEN=gamma is not None, COPYING=copy is not None, EPS=EPS, PRECISION=precision, num_stages=1)
-    return (B * C,), [sizes | dict(first=first, last=last, BL=BL, num_warps=min(16, max(1, BL // 256))) for first, last, BL in scan_windows(T)]
+    return launches
 
 
 @torch.library.custom_op('nanope::cursor_scan', mutates_args=())
-def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None, table: torch.Tensor,
-                 copy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encodings [B, C, T, d_pe], and the histograms before every CHUNK-th step, of what the cursor can have reached by then."""
+def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None,
+                 table: torch.Tensor, copy: torch.Tensor | None
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """cursor_scan with gamma [B, C]: encodings, and the histogram before each chunk."""
+    inputs = [x if x is None else x.contiguous() for x in (reset, step, gamma, table, copy)]
     (B, C, T), (L, D) = reset.shape, table.shape
-    reset, step, table, rest = reset.contiguous(), step.contiguous(), table.contiguous(), [x.contiguous() if x is not None else reset for x in (gamma, copy)]
-    out, checkpoints, history = reset.new_empty(B, C, T, D), reset.new_empty(B, C, triton.cdiv(T, CHUNK), L), reset.new_empty(B * C, CHUNK + 1, L)
-    checkpoints[:, :, 0, L // 2] = 1                               # all mass at offset 0
-    grid, launches = scan_launches(reset, gamma, table, copy)
+    out, checkpoints = empty_scan(*inputs)
+    checkpoints[:, :, 0, L // 2] = 1  # all mass at offset 0
+    history = reset.new_empty(B * C, CHUNK + 1, L)
     with torch.cuda.device_of(reset):
-        for arguments in launches:
-            scan_kernel[grid](reset, step, rest[0], table, rest[1], out, checkpoints, history, **arguments)
+        for sizes in scan_launches(T, L, D):
+            scan_kernel[B * C,](*inputs, out, checkpoints, history, **sizes)
     return out, checkpoints
 
 
-@torch.library.custom_op('nanope::cursor_scan_backward', mutates_args=())
-def scan_backward(dout: torch.Tensor, reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None, table: torch.Tensor,
-                  copy: torch.Tensor | None, checkpoints: torch.Tensor, want_table: bool) -> list[torch.Tensor]:
-    """The gradients of reset, step, gamma, table, copy; empty tensors for those that are None or not wanted."""
-    (B, C, _), L, none = reset.shape, len(table), lambda: reset.new_empty(0)
-    dout, reset, step, table, checkpoints = (x.contiguous() for x in (dout, reset, step, table, checkpoints))
-    rest = [x.contiguous() if x is not None else reset for x in (gamma, copy)]
-    dreset, dstep, dgamma, dh = torch.empty_like(reset), torch.empty_like(step), reset.new_zeros(B, C), reset.new_zeros(B * C, L)
-    dtable, dcopy = torch.zeros_like(table) if want_table else none(), torch.zeros_like(rest[1]) if copy is not None else none()
-    history, grads = reset.new_empty(B * C, CHUNK + 1, L), reset.new_empty(B * C, CHUNK, L)
-    grid, launches = scan_launches(reset, gamma, table, copy)
-    with torch.cuda.device_of(reset):
-        for arguments in reversed(launches):
-            scan_backward_kernel[grid](dout, reset, step, rest[0], table, rest[1], checkpoints, dreset, dstep, dgamma, dtable, dcopy, dh, history, grads,
-                                       WANT_TABLE=want_table, **arguments)
-    return [dreset, dstep, dgamma.unflatten(0, (len(gamma), -1)).sum(dim=1) if gamma is not None else none(), dtable, dcopy]
-
-
 @scan_forward.register_fake
-def _(reset, step, gamma, table, copy):
-    return reset.new_empty(*reset.shape, table.shape[1]), reset.new_empty(*reset.shape[:2], -(-reset.shape[2] // CHUNK), len(table))
+def empty_scan(reset, step, gamma, table, copy):
+    (B, C, T), (L, D) = reset.shape, table.shape
+    return reset.new_empty(B, C, T, D), reset.new_empty(B, C, -(-T // CHUNK) + 1, L)
+
+
+@torch.library.custom_op('nanope::cursor_scan_backward', mutates_args=())
+def scan_backward(dout: torch.Tensor, reset: torch.Tensor, step: torch.Tensor,
+                  gamma: torch.Tensor | None, table: torch.Tensor, copy: torch.Tensor | None,
+                  checkpoints: torch.Tensor, want_table: bool) -> list[torch.Tensor]:
+    """Gradients of scan_forward's inputs; empty tensors for those that are None or not wanted."""
+    tensors = dout, reset, step, gamma, table, copy, checkpoints
+    tensors = [x if x is None else x.contiguous() for x in tensors]
+    (B, C, T), (L, D) = reset.shape, table.shape
+    wanted = reset, step, gamma, table if want_table else None, copy
+    # zeros: the kernel adds to dgamma and dtable, and dcopy is 0 for later tokens
+    grads = [x if x is None else x.new_zeros(x.shape) for x in wanted]
+    history, dhistory = reset.new_empty(2, B * C, CHUNK + 1, L)
+    dhistory[:, CHUNK] = 0
+    with torch.cuda.device_of(reset):
+        for sizes in reversed(scan_launches(T, L, D)):
+            scan_backward_kernel[B * C,](*tensors, *grads, history, dhistory, **sizes)
+    return [reset.new_empty(0) if x is None else x for x in grads]
 
 
 @scan_backward.register_fake
 def _(dout, reset, step, gamma, table, copy, checkpoints, want_table):
-    return [reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, table if want_table else None, copy)]
+    wanted = reset, step, gamma, table if want_table else None, copy
+    return [reset.new_empty(0 if x is None else x.shape) for x in wanted]
 
 
-def keep_scan(ctx, inputs, output):
-    """What scan_gradient needs."""
+def save_scan(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output[1])
 
 
 def scan_gradient(ctx, dout, dcheckpoints):
-    """The gradients of scan_forward's inputs; nobody differentiates the checkpoints."""
-    *inputs, checkpoints = ctx.saved_tensors
-    grads = scan_backward(dout, *inputs, checkpoints, ctx.needs_input_grad[3])
-    return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad))
+    """Gradients of scan_forward's inputs; nothing depends on the checkpoints."""
+    wanted = ctx.needs_input_grad
+    grads = scan_backward(dout, *ctx.saved_tensors, wanted[3])
+    return tuple(grad if yes else None for grad, yes in zip(grads, wanted))
 
 
-scan_forward.register_autograd(scan_gradient, setup_context=keep_scan)
+scan_forward.register_autograd(scan_gradient, setup_context=save_scan)
 scan_backward.register_autograd(no_second_gradient)
 scan_forward.register_vmap(fold_seeds(scan_forward, shared=3))
 scan_backward.register_vmap(fold_seeds(scan_backward, shared=4))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # python kernels.py
 
 if __name__ == '__main__':
-    sys.modules['kernels'] = sys.modules['__main__']               # engine.bench takes this copy: an operator is registered once
+    # engine.bench takes this copy, as an operator can be registered only once
+    sys.modules['kernels'] = sys.modules['__main__']
     from engine import bench, config
     config.run(lambda argv: bench.kernel_main(__doc__, argv))

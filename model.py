@@ -183,16 +183,19 @@ class Transformer(nn.Module):
 
     def optim_groups(self, lr, weight_decay):
         """Groups for the optimizer: matrices decay; vectors, the embedding and the encoding's own
-        parameters do not. PRISM's alpha has the learning rate and betas of PRISM section 6.4."""
+        parameters do not. PoPE's delta has bounds to be clamped to, PRISM's alpha the learning
+        rate and betas of PRISM section 6.4."""
         own = {id(p) for block in self.blocks for p in block.attn.pe.parameters()}
-        groups = {'decay': [], 'no_decay': [], 'encoding': [], 'alpha': []}
+        groups = {'decay': [], 'no_decay': [], 'encoding': [], 'delta': [], 'alpha': []}
         for name, p in self.named_parameters():
             if id(p) in own:
-                groups['alpha' if name.endswith('.alpha') else 'encoding'].append(p)
+                last = name.rpartition('.')[2]
+                groups.get(last, groups['encoding']).append(p)
             else:
                 decays = p.dim() >= 2 and name != 'embedding.weight'
                 groups['decay' if decays else 'no_decay'].append(p)
         special = {'decay': dict(weight_decay=weight_decay),
+                   'delta': dict(bounds=encodings.PoPE.BOUNDS),
                    'alpha': dict(lr=self.cfg.prism_alpha_lr, betas=(0.8, 0.92))}
         usual = dict(lr=lr, weight_decay=0.0)
         return [dict(params=params, name=name, **(usual | special.get(name, {})))

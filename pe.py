@@ -269,7 +269,7 @@ class Encoding(nn.Module):
         return self.out(self.expected_distance(y, at), at)
 
     def attend_by_kernels(self, q, k, v, at):
-        """The average y by kernels.attention; only tensors as wide as q, k, v reach memory."""
+        """The average y by kernels.attention, in memory that grows with T."""
         q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # loud, and no wait for the device
         factors = self.rescale(q.float(), k.float(), at)
         delta = self.phases()
@@ -327,7 +327,7 @@ def check_positions(pos, B, T):
 def kernels_serve(cfg, q):
     """Whether kernels.py computes attention: cfg.kernel decides; auto: where memory counts."""
     pays = (q.is_cuda and kernels.triton is not None and q.shape[2] >= 512 and q.shape[3] <= 128
-            and q.dtype in (torch.bfloat16, torch.float16))
+            and q.dtype in (torch.bfloat16, torch.float16) and kernels.fits(q.device))
     return cfg.kernel == 'triton' or (cfg.kernel == 'auto' and pays)
 
 
@@ -509,12 +509,13 @@ class PoPE(Encoding):
     logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d).
 
     d frequencies where RoPE has d/2 (pope_frequencies='half': theta_c = base^(-2 floor(c/2)/d),
-    RoPE's, each for two features). delta [H, D] is learned and held in [-2 pi, 0]; the gradient
-    passes the clamp, so a phase at the bound can come back. In Cartesian form (eq. 7-10)
+    RoPE's, each for two features). delta [H, D] is learned and held in [-2 pi, 0]: training clamps
+    it after each step, and the gradient passes the clamp here. In Cartesian form (eq. 7-10)
     q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
     """
     shift_invariant = True
     gains = True
+    BOUNDS = -2 * math.pi, 0.0
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -523,7 +524,7 @@ class PoPE(Encoding):
             self.fusable = False
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if cfg.pope_delta == 'uniform':
-            delta.uniform_(-2 * math.pi, 0)
+            delta.uniform_(*self.BOUNDS)
         if cfg.pope_delta == 'none':
             self.register_buffer('delta', delta, persistent=False)
         else:
@@ -536,7 +537,7 @@ class PoPE(Encoding):
         return frequencies(d, base, like)
 
     def phases(self):
-        return self.delta + (self.delta.clamp(-2 * math.pi, 0) - self.delta).detach()
+        return self.delta + (self.delta.clamp(*self.BOUNDS) - self.delta).detach()
 
     def qk(self, q, k, at):
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if self.cfg.pope_softplus else (q, k)

@@ -1645,6 +1645,15 @@ def plain_attention(q, k, v):
     return kernels.attention_reference(q, k, v)[0]
 
 
+def vipe_by_sdpa(q, k, v, u):
+    row, col = kernels.vipe_factors(q, k, u, s=1.0)
+    return sdpa((q * row[..., None]).to(q.dtype), (k * col[..., None]).to(k.dtype), v)
+
+
+def vipe_reference(q, k, v, u):
+    return kernels.vipe_attention_reference(q, k, v, u)[0]
+
+
 @kernel_test
 @pytest.mark.parametrize('name', ['pope', 'vipe', 'bias'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -1652,8 +1661,8 @@ def plain_attention(q, k, v):
 def test_kernels_against_their_references(name, dtype, seed):
     """Random shapes and strides, every output and gradient: 1e-5 in float32.
 
-    In half precision at most twice the error of PyTorch's attention on these inputs, or four times
-    in the interpreter, whose casts to bfloat16 truncate.
+    In half precision at most twice the error of PyTorch's attention on these inputs (on q and k
+    times ViPE's factors), or four times in the interpreter, whose casts to bfloat16 truncate.
     """
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
     B, H = rng.randint(1, 2), rng.randint(1, 3)
@@ -1665,7 +1674,10 @@ def test_kernels_against_their_references(name, dtype, seed):
     if dtype == torch.float32:
         assert worst < 1e-5
         return
-    usual = max(errors(sdpa, plain_attention, [q, k, v], seed))
+    if name == 'vipe':
+        usual = max(errors(vipe_by_sdpa, vipe_reference, [q, k, v, own], seed))
+    else:
+        usual = max(errors(sdpa, plain_attention, [q, k, v], seed))
     factor = 4 if dtype == torch.bfloat16 and not CUDA else 2
     assert worst < factor * max(usual, torch.finfo(dtype).eps / 2)
 
@@ -1743,11 +1755,11 @@ def attention_arguments():
 @kernel_test
 def test_attention_as_an_operator():
     """Schema, fake tensors and gradients, as torch.compile needs them; no second gradient."""
-    q, k, v, delta, row, col, bias = attention_arguments()
+    q, k, v, delta, _, _, bias = attention_arguments()
     checks = ('test_schema', 'test_autograd_registration', 'test_faketensor')
-    for args in ((q, k, v, delta, row, col, bias, 100.0, True, True),
-                 (q, k, v, None, None, None, bias, 0.0, False, False)):
+    for args in ((q, k, v, bias, 0.25, True), (q, k, v, None, 0.25, False)):
         torch.library.opcheck(kernels.attention_forward, args, test_utils=checks)
+    torch.library.opcheck(kernels.polar, (q, delta, 100.0, True), test_utils=checks)
     y = kernels.bias_attention(q, k, v, bias[0])
     grad, = torch.autograd.grad(y.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match='second-order'):
@@ -1767,6 +1779,51 @@ def test_attention_says_what_does_not_fit():
             ((q, k, v), dict(bias=bias.expand(3, 2, 20)), '3 groups do not divide')):
         with pytest.raises(ValueError, match=says):
             kernels.attention(*args, **kw)
+
+
+@kernel_test
+def test_kernels_refuse_blocks_that_do_not_divide(monkeypatch):
+    q, k, v, *_ = attention_arguments()
+    for kernel, blocks, says in (('forward_kernel', (16, 32, 4, 1), 'N must divide M'),
+                                 ('keys_kernel', (32, 16, 4, 1), 'M must divide N')):
+        monkeypatch.setattr(kernels, 'default_blocks', lambda name, *_, kernel=kernel,
+                            blocks=blocks: blocks if name == kernel else (16, 16, 4, 1))
+        with pytest.raises(ValueError, match=says):
+            kernels.attention(q, k, v)[0].sum().backward()
+
+
+@kernel_test
+def test_bias_without_parameters_has_no_gradient(monkeypatch):
+    """ALiBi's has none: the kernel for keys then leaves out the sums over diagonals."""
+    q, k, v, _, _, _, bias = attention_arguments()
+    wanted = []
+
+    def launch(kernel, inputs, outputs, scale, bias, dbias=None):
+        wanted.append(dbias is not None)
+        return plain(kernel, inputs, outputs, scale, bias, dbias)
+
+    plain = kernels.launch
+    monkeypatch.setattr(kernels, 'launch', launch)
+    for x in (bias, bias.detach()):
+        kernels.attention(q, k, v, bias=x)[0].sum().backward()
+    assert wanted == [False, False, True, False, False, False]
+
+
+def test_auto_takes_the_reference_where_shared_memory_is_small(monkeypatch):
+    """And says so once."""
+    class Half:
+        is_cuda, shape, dtype, device = True, (1, 1, 512, 64), torch.bfloat16, 'a small GPU'
+
+    auto = pe.PEConfig(d_model=64, n_head=1)
+    monkeypatch.setattr(kernels, 'triton', object())
+    monkeypatch.setattr(kernels, 'shared_memory', lambda device: 64 * 1024)
+    kernels.fits.cache_clear()
+    with pytest.warns(UserWarning, match='need 101376 bytes') as said:
+        assert not pe.kernels_serve(auto, Half) and not pe.kernels_serve(auto, Half)
+    assert len(said) == 1
+    monkeypatch.setattr(kernels, 'shared_memory', lambda device: 99 * 1024)
+    kernels.fits.cache_clear()
+    assert pe.kernels_serve(auto, Half)
 
 
 @kernel_test
@@ -1917,17 +1974,6 @@ def test_cursor_scan_with_extreme_exponents(exponent):
 
 
 @kernel_test
-def test_cursor_scan_with_a_gamma_for_each_group():
-    torch.manual_seed(0)
-    reset, step, gamma, table, _ = (x.detach() for x in random_scan(2, 2, 9, 12, 4))
-    gammas = torch.stack([gamma, gamma + 1])
-    both = kernels.cursor_scan(reset, step, gammas, table)
-    for b in (0, 1):
-        alone = pe.cursor_scan(reset[b:b + 1], step[b:b + 1], gammas[b], table)
-        close(both[b:b + 1], alone, 1e-5)
-
-
-@kernel_test
 def test_kernels_refuse_other_positions():
     """Fractions take the reference; whole numbers that do not count up by 1 give NaN."""
     q, k, v, pos = (x.to(DEVICE) for x in qkv())
@@ -1944,7 +1990,7 @@ def test_cursor_scan_as_an_operator():
     """Schema and fake tensors, as torch.compile needs them, of both directions."""
     torch.manual_seed(0)
     reset, step, gamma, table, jumps = (x.detach() for x in random_scan(2, 2, 9, 12, 4))
-    inputs = (reset, step, gamma[None], table, jumps)
+    inputs = (reset, step, gamma.expand(2, -1), table, jumps)
     _, checkpoints = kernels.scan_forward(*inputs)
     dout = torch.randn(2, 2, 9, 4, device=DEVICE)
     checks = ('test_schema', 'test_faketensor')

@@ -301,6 +301,10 @@ class Trainer:
         if self.cfg.grad_clip:
             self.clip(self.model.parameters(), self.cfg.grad_clip)
         self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            if 'bounds' in group:                          # PoPE's delta
+                for p in group['params']:
+                    p.data.clamp_(*group['bounds'])
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
 

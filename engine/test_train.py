@@ -343,6 +343,27 @@ def test_seeds_with_tied_embeddings_train_as_each_alone():
 
 
 @pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_phases_stay_in_their_bounds(numbers):
+    """A phase that is pushed against a bound for long leaves it as soon as the push turns."""
+    group = train.make_group(smaller(pe='pope', seeds=numbers, lr=0.01, min_lr=0.01), CPU)
+    optimizer = group.trainer.optimizer
+    delta = next(g for g in optimizer.param_groups if g['name'] == 'delta')['params'][0]
+    gradient = -1.0
+
+    def push(*_):
+        delta.grad.fill_(gradient)
+
+    optimizer.register_step_pre_hook(push)
+    for step in range(100):
+        group.step(step)
+    assert (delta == 0).all()
+    gradient = 1.0
+    for step in range(100, 130):
+        group.step(step)
+    assert (delta < -0.01).all()
+
+
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
 def test_compiled_seeds_are_eager_ones(numbers, monkeypatch):
     """--compile compiles what a step calls in one graph: the model, or the pass of all seeds."""
     compiler = torch.compile
