@@ -356,7 +356,7 @@ def test_gradients_repeats_the_first_steps_of_the_run(tmp_path):
                  device='cpu', out_dir=run)
     train.main([f'--{key}={value}' for key, value in flags.items()])
     saved = (run / 'ckpt.pt').read_bytes()
-    probe.main(['gradients', str(run), '--steps=12', '--n=50'])
+    probe.main(['gradients', str(run), '--n=50'])    # as many steps as the run had
     assert (run / 'ckpt.pt').read_bytes() == saved
     rows = json.loads((run / 'probe_gradients.json').read_text())['rows']
     assert [row.pop('step') for row in rows][::2] == [0, 3, 6, 9, 12, 'trained']
