@@ -49,15 +49,21 @@ OF_LLAMA = [('hf', str, ''), ('text', str, '')]
 
 
 def tables(rows):
-    """Rows as tables of text, the names of the columns first; rows that share columns are one."""
+    """Rows as tables of text, the names of the columns first; rows that share columns are one.
+    Columns that are None throughout are left out."""
     groups = []
     for row in rows:
         if not groups or not groups[-1][0].keys() & row.keys():
             groups.append(({}, []))
         groups[-1][0].update(row)
         groups[-1][1].append(row)
-    return [[list(columns), *(['' if row.get(key) is None else str(row[key]) for key in columns]
-                              for row in members)] for columns, members in groups]
+    found = []
+    for columns, members in groups:
+        known = [key for key in columns if any(row.get(key) is not None for row in members)]
+        lines = [['' if row.get(key) is None else str(row[key]) for key in known]
+                 for row in members]
+        found.append([known, *lines])
+    return found
 
 
 def as_text(rows, summary):

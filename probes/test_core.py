@@ -196,10 +196,13 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
 
 
 def test_text_of_rows_and_summaries():
-    """A table for rows that share columns; a key stays with its value; at most 130 columns."""
-    rows = dict(step=0, layer=1), dict(layer=2, first=None), dict(what='x', found=3)
-    assert probe.tables(rows) == [[['step', 'layer', 'first'], ['0', '1', ''], ['', '2', '']],
-                                  [['what', 'found'], ['x', '3']]]
+    """A table for rows that share columns, without those that are None throughout; a key stays with
+    its value; at most 130 columns."""
+    rows = [dict(step=0, layer=1, none=None), dict(layer=2, first=None), dict(layer=3, first=0),
+            dict(what='x', found=3)]
+    assert probe.tables(rows) == [
+        [['step', 'layer', 'first'], ['0', '1', ''], ['', '2', ''], ['', '3', '0']],
+        [['what', 'found'], ['x', '3']]]
     summary = {f'accuracy beyond, part {i}': 1.7030816934493487e-07 for i in range(9)}
     lines = probe.as_text([], summary | dict(tokens=8192, none=None)).splitlines()
     assert '  '.join(lines).split('  ') == [
