@@ -57,13 +57,12 @@ def tables(rows):
             groups.append(({}, []))
         groups[-1][0].update(row)
         groups[-1][1].append(row)
-    found = []
     for columns, members in groups:
-        known = [key for key in columns if any(row.get(key) is not None for row in members)]
-        lines = [['' if row.get(key) is None else str(row[key]) for key in known]
-                 for row in members]
-        found.append([known, *lines])
-    return found
+        for key in list(columns):
+            if all(row.get(key) is None for row in members):
+                del columns[key]
+    return [[list(columns), *(['' if row.get(key) is None else str(row[key]) for key in columns]
+                              for row in members)] for columns, members in groups]
 
 
 def as_text(rows, summary):
