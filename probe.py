@@ -49,13 +49,18 @@ OF_LLAMA = [('hf', str, ''), ('text', str, '')]
 
 
 def tables(rows):
-    """Rows as tables of text, the names of the columns first; rows that share columns are one."""
+    """Rows as tables of text, the names of the columns first; rows that share columns are one.
+    Columns that are None throughout are left out."""
     groups = []
     for row in rows:
         if not groups or not groups[-1][0].keys() & row.keys():
             groups.append(({}, []))
         groups[-1][0].update(row)
         groups[-1][1].append(row)
+    for columns, members in groups:
+        for key in list(columns):
+            if all(row.get(key) is None for row in members):
+                del columns[key]
     return [[list(columns), *(['' if row.get(key) is None else str(row[key]) for key in columns]
                               for row in members)] for columns, members in groups]
 

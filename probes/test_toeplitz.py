@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import at_random, nano, untouched
 from torch.testing import assert_close
 
 import pe
@@ -17,15 +16,13 @@ import train
 from engine.config import UserError
 from model import Transformer
 from probes import by_hand, core, toeplitz
+from probes.conftest import at_random, nano, untouched
+from test_all import encoding
 
 
 def close(x, y, tolerance=1e-10):
     y = torch.as_tensor(y, dtype=torch.float64)
     assert_close(x.double(), y, rtol=0, atol=tolerance)
-
-
-def encoding(name, heads=2, width=8, **kw):
-    return pe.build(pe.PEConfig(pe=name, n_head=heads, d_model=heads * width, **kw))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,7 +161,7 @@ def test_latent_attention_adds_two_halves_where_eq_4_has_one_content():
     model, task, cfg = nano('copy', pe='rope', attention='mla', d_model=32, n_head=4)
     layer = core.trace(model, task.sample(3, 8, torch.Generator())[0])[0]
     (q, turned_q), (k, turned_k) = layer.q.chunk(2, dim=-1), layer.k.chunk(2, dim=-1)
-    part, pos = encoding('rope', width=8), torch.arange(q.shape[2])
+    part, pos = encoding('rope'), torch.arange(q.shape[2])
     turned = part.logits(turned_q, turned_k, pos) * 8 ** 0.5
     close((q @ k.mT + turned).tril() / 4, layer.logits.tril())
     assert min(row['eq. 4 off'] for row in toeplitz.toeplitz(model, task, cfg)[0]) > 0.01
@@ -278,7 +275,7 @@ def cancellation(name, values=0.0, linear=True):
     for sign in (1, -1):
         z = x.clone()
         z[2] += sign * t
-        S = encoding(name, heads=1, width=4).logits((z @ W_Q.T)[None, None],
+        S = encoding(name, heads=1, head_dim=4).logits((z @ W_Q.T)[None, None],
                                                     (z @ W_K.T)[None, None], torch.arange(7))
         S = S.detach().requires_grad_()
         y = (S.softmax(dim=-1) @ (z @ W_V.T))[0, 0, 5]
@@ -356,7 +353,7 @@ def test_gradients_repeats_the_first_steps_of_the_run(tmp_path):
                  device='cpu', out_dir=run)
     train.main([f'--{key}={value}' for key, value in flags.items()])
     saved = (run / 'ckpt.pt').read_bytes()
-    probe.main(['gradients', str(run), '--steps=12', '--n=50'])
+    probe.main(['gradients', str(run), '--n=50'])    # as many steps as the run had
     assert (run / 'ckpt.pt').read_bytes() == saved
     rows = json.loads((run / 'probe_gradients.json').read_text())['rows']
     assert [row.pop('step') for row in rows][::2] == [0, 3, 6, 9, 12, 'trained']

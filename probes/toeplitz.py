@@ -324,24 +324,27 @@ def by_layer(model, tokens, targets, edge):
     return rows, H, A2
 
 
-def gradients(model, task, cfg, length=0, n=256, steps=200):
+def gradients(model, task, cfg, length=0, n=256, steps=-1):
     """Does one head collect the gradient of position, more so the lower the layer?
 
     The Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss by a head's logits,
     over the edges() with label d of n held-out problems (length 0: the longest trained), before
-    training, in the first `steps` steps of this very run, done again, and in the saved model. For
-    each layer: strongest `head` by |H|, its |H| `first`, its `margin` over the next; `growth`: over
-    the layer above's margin (Theorem 6.1: above 1); `effective`: how many heads share |H|; `least`,
-    `most`: singular values of jacobians(); `snr`, control `random`: see signal_to_noise(); `gain`:
-    over the layer above (above 1). Summary: `A1`: the share of J^(l) with singular values within 0
-    and 2; `A2`: of edges with Lambda > 0 in the top layer (1; a coin: 0.5); median of gain;
-    `grows`: share of growth above 1. H below the top layer is ours.
+    training, in the first `steps` steps of this very run, done again (-1: 200, or all if it had
+    fewer), and in the saved model. For each layer: strongest `head` by |H|, its |H| `first`, its
+    `margin` over the next; `growth`: over the layer above's margin (Theorem 6.1: above 1);
+    `effective`: how many heads share |H|; `least`, `most`: singular values of jacobians(); `snr`,
+    control `random`: see signal_to_noise(); `gain`: over the layer above (above 1). Summary: `A1`:
+    the share of J^(l) with singular values within 0 and 2; `A2`: of edges with Lambda > 0 in the
+    top layer (1; a coin: 0.5); median of gain; `grows`: share of growth above 1. H below the top
+    layer is ours.
     """
     if core.name_of(cfg) == by_hand.NAME:
         raise UserError('gradients follows a training, and by_hand never had one: take a run')
     if cfg.heads == 1:
         raise UserError('gradients compares the heads of a layer, and this run has one: train it '
                         'with more, --n_head=4')
+    if steps < 0:
+        steps = min(200, cfg.max_steps)
     if steps > cfg.max_steps:
         raise UserError(f'--steps={steps}: this run had {cfg.max_steps}, take as many or fewer')
     length, tokens, targets = core.batch(task, cfg.train_lengths, length, n)

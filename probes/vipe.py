@@ -217,25 +217,30 @@ def alignment_panels(cfg, rows, mass, heads, best, wanted):
 def squeeze(model, task, cfg, length=0, n=256):
     """Are new distances the problem? Accuracy with positions squeezed together.
 
-    --length: the longest one, 0: of eval_lengths; --n: problems of each. Columns: share of problems
-    (exact) and of tokens right; squeezed: of T tokens, more than the T_0 trained on, token t stands
-    at t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023), so distances are shorter;
-    hidden: keys T_0 or more tokens back are hidden. Control: NoPE reads no positions: no change.
+    --length: the longest one, 0: of eval_lengths; --n: problems of each, fewer of long ones;
+    summary: n of the longest. Columns: share of problems (exact) and of tokens right; squeezed: of
+    T tokens, more than the T_0 trained on, token t stands at t (T_0 - 1) / (T - 1) (position
+    interpolation, Chen et al. 2023), so distances are shorter; hidden: keys T_0 or more tokens back
+    are hidden. Control: NoPE reads no positions: no change.
     """
     longest, rows = length or max(cfg.eval_lengths), []
     known = {*cfg.train_lengths, *cfg.eval_lengths}
     lengths = sorted({L for L in known if L < longest} | {longest})
-    for L, (tokens, targets) in core.problems(task, lengths, n).items():
+    for L, pair in core.problems(task, lengths, n).items():
+        # three forward passes, in which PRISM keeps histograms as large as maps
+        tokens, targets = core.fewer(cfg, *pair, limit=2 ** 23)
         t = torch.arange(tokens.shape[1])
         far = t[:, None] - t >= cfg.train_len
 
         def hide(i, layer, far=far):
             return vars(layer).pop('logits').masked_fill(far, -torch.inf)
 
-        squeezed = t * min(1.0, (cfg.train_len - 1) / t[-1].item())
-        found = {'': model(tokens)[0], ', squeezed': model(tokens, pos=squeezed)[0]}
-        with core.recording(model, hide):
-            found[', hidden'] = model(tokens)[0]
+        found = dict.fromkeys(('', ', squeezed', ', hidden'), model(tokens)[0])
+        if len(t) > cfg.train_len:    # else nothing is squeezed or hidden
+            squeezed = t * ((cfg.train_len - 1) / t[-1].item())
+            found[', squeezed'] = model(tokens, pos=squeezed)[0]
+            with core.recording(model, hide):
+                found[', hidden'] = model(tokens)[0]
         row = dict(length=L)
         for name, logits in found.items():
             right, asked = logits.argmax(dim=-1) == targets, targets != -100
