@@ -1,6 +1,7 @@
 """Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan, in Triton.
 
     python kernels.py      check the kernels against float64; with a GPU, time them as well
+    TRITON_INTERPRET=0 python kernels.py --arch=90      without one: what a compiler makes of them
 
 Queries t and keys s <= t count from 0. Every encoding here is one attention,
 
@@ -507,6 +508,7 @@ def polar_backward_kernel(X, DELTA, TURN, DY, DX, DDELTA, x_t, dy_t, dx_t, H, T,
 # launching
 
 LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory, of an A100 and of an RTX 4090
+POLAR_ROWS = 16
 TUNE = os.environ.get('NANOPE_TUNE') == '1'  # time CHOICES once, instead of the default
 
 
@@ -540,7 +542,7 @@ BLOCKS = {
 def default_blocks(kernel, D, dtype, shared):
     """M, N, warps and stages from BLOCKS; float32 has no tensor cores to feed."""
     if dtype == torch.float32:
-        return (32, 32, 8, 1) if D <= 64 else (16, 16, 4, 1)
+        return (32, 32, 8, 1) if D <= 64 else (16, 16, 8, 1)
     return BLOCKS[kernel][(D > 64) + (D > 128) + (D > 128 and shared < LARGE)]
 
 
@@ -658,13 +660,13 @@ def turns(T, D, base, device):
 
 
 def launch_polar(kernel, x, delta, base, softplus, *outputs):
-    """Run one of PoPE's kernels, 64 rows a program."""
+    """Run one of PoPE's kernels, a few rows a program, so that they stay in registers."""
     (B, H, T, D), tensors = x.shape, [x, delta.contiguous(), turns(*x.shape[2:], base, x.device)]
     tensors += outputs
-    strides = [y.stride(2) for y in tensors if y.dim() == 4 and y.shape[2] == T]
+    strides = [y.stride(2) for y in tensors if y.dim() == 4]
     with torch.cuda.device_of(x):
-        kernel[triton.cdiv(T, 64) * B * H,](*tensors, *strides, H, T, B // len(delta), D,
-                                            power_of_2(D), softplus, ROWS=64)
+        kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](
+            *tensors, *strides, H, T, B // len(delta), D, power_of_2(D), softplus, POLAR_ROWS)
 
 
 @torch.library.custom_op('nanope::polar', mutates_args=())
@@ -681,7 +683,7 @@ def polar_backward(dy: torch.Tensor, x: torch.Tensor, delta: torch.Tensor, base:
     """The gradients of polar's x and delta."""
     (B, H, T, D), G = x.shape, len(delta)
     dx = new_rows(x)
-    parts = delta.new_empty(G, B // G, H, triton.cdiv(T, 64), D)
+    parts = delta.new_empty(G, B // G, H, triton.cdiv(T, POLAR_ROWS), D)
     launch_polar(polar_backward_kernel, rows(x), delta, base, softplus, rows(dy), dx, parts)
     return [dx, parts.sum(dim=(1, 3))]
 

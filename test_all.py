@@ -13,6 +13,7 @@ import collections
 import concurrent.futures
 import doctest
 import itertools
+import json
 import math
 import os
 import random
@@ -36,7 +37,7 @@ import torch.nn.functional as F
 import kernels
 import pe
 import tasks
-from engine import data
+from engine import bench, data
 from model import ModelConfig, Transformer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -2022,75 +2023,59 @@ def test_cursor_scan_says_what_does_not_fit(scan):
             scan(*wrong)
 
 
-# Calls the kernels with a driver that claims an H200: compiles them, launches nothing. Prints the
-# type of q, the kernel's name, its shared memory in bytes, and which of three instructions it uses.
 COMPILE = """
+import functools, json, sys
 import torch
-torch.cuda.is_available = lambda: True  # so that kernels.py leaves the interpreter off
-import triton
-from triton.backends.compiler import GPUTarget
 import kernels
+from engine import bench
 
-class H200:
-    def get_current_target(self):
-        return GPUTarget('cuda', 90, 32)
+def scan():
+    T, d_pe = 40, 32
+    shapes = (1, 1, T), (1, 1, T, 3), (1,), (2 * T + 1, d_pe), (1, 1, T, T + 1)
+    inputs = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    kernels.cursor_scan(*inputs).sum().backward()
 
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-launch = triton.JITFunction.run
-
-def compile_only(kernel, *args, **kw):
-    made = launch(kernel, *args, **(kw | dict(warmup=True)))
-    found = [word for word in ('wgmma', 'mma', 'lg2.approx') if word in made.asm['ptx']]
-    print(dtype, kernel.__name__, made.metadata.shared, *found)
-
-triton.runtime.driver.set_active(H200())
-triton.JITFunction.run = compile_only
-
-T = 4096
-for dtype, D, on in (('bfloat16', 64, True), ('bfloat16', 128, False), ('float32', 80, True)):
-    q, k, v = torch.zeros(3, 1, 1, T, D, dtype=getattr(torch, dtype), requires_grad=True)
-    parts = {}
-    if on:
-        shapes = dict(delta=D, row=T, col=T, bias=T)
-        parts = {name: torch.zeros(1, 1, n, requires_grad=True) for name, n in shapes.items()}
-        parts |= dict(base=1e4, distance=True)
-    y, e = kernels.attention(q, k, v, **parts)
-    (y.sum() + (e.sum() if on else 0)).backward()
-T, d_pe = 40, 32
-shapes = (1, 1, T), (1, 1, T, 3), (1,), (2 * T + 1, d_pe), (1, 1, T, T + 1)
-kernels.cursor_scan(*(torch.zeros(shape, requires_grad=True) for shape in shapes)).sum().backward()
+for call in sys.argv[2:]:
+    name, D, dtype = call.split('/')
+    calls = functools.partial(bench.forward_and_backward, name, int(D), dtype)
+    for row in bench.compile_kernels(int(sys.argv[1]), [scan if name == 'scan' else calls]):
+        print(json.dumps(dict(row, dtype=dtype, **{'in': call})))
 """
 
 
 @needs_triton
-def test_kernels_compile_for_an_h200():
-    """Without one, by Triton's compiler alone: shared memory fits, and fast instructions are used.
+@pytest.mark.parametrize('arch, calls', [
+    (90, ['pope/64/bfloat16', 'pope/128/float16', 'bias/64/bfloat16', 'scan/1/']),
+    (89, ['pope/128/bfloat16', 'bias/64/bfloat16', 'bias/128/float32']),
+    (80, ['pope/128/bfloat16'])])
+def test_kernels_compile(arch, calls):
+    """Without a GPU, by Triton's compiler alone: shared memory fits, and registers suffice.
 
-    Products in half precision run asynchronously on the tensor cores (wgmma), those in float32 are
-    exact (no mma), and the scan's logarithm is one instruction.
+    On sm_90 products in half precision are asynchronous (wgmma, no mma.sync); those in float32 are
+    exact (neither); the scan's logarithm is one instruction. The spills are those that are known.
     """
-    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    run = python('-c', COMPILE, env=environment)
+    run = python('-c', COMPILE, str(arch), *calls, env=os.environ | dict(TRITON_INTERPRET='0'))
     assert run.returncode == 0, run.stderr
-    compiled = [line.split() for line in run.stdout.splitlines()]
-    multiplies = collections.Counter()
-    for dtype, name, shared, *found in compiled:
-        assert int(shared) <= 232448, name
-        if 'scan' in name:
-            assert 'lg2.approx' in found, name
-        elif dtype == 'bfloat16':
-            assert ('mma' in found) == ('wgmma' in found), name
-            multiplies['wgmma' in found, name] += 1
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    spills = {90: {('pope/64/bfloat16', 'keys'): 12, ('pope/128/float16', 'keys'): 128,
+                   ('bias/64/bfloat16', 'keys'): 16},
+              89: {('pope/128/bfloat16', 'queries'): 8, ('bias/64/bfloat16', 'keys'): 64,
+                   ('bias/128/float32', 'keys'): 16},
+              80: {('pope/128/bfloat16', 'keys'): 16, ('pope/128/bfloat16', 'polar_backward'): 8}}
+    for row in rows:
+        attention = row['kernel'] in ('forward', 'queries', 'keys')
+        assert row['shared'] <= bench.SHARED[arch], row
+        if attention or 'polar' in row['kernel']:
+            assert row['spilled'] <= 2 * spills[arch].get((row['in'], row['kernel']), 0), row
         else:
-            assert 'mma' not in found, name
-    asynchronous = [name for uses, name in multiplies if uses]
-    assert len(asynchronous) >= 3, compiled  # forward, and the gradients of keys and of queries
-    assert any('scan' in name for _, name, *_ in compiled)
+            assert row['fast_logarithms'], row
+        if attention and row['dtype'] == 'float32':
+            assert row['mma'] == row['wgmma'] == 0, row
+        elif attention:
+            assert (row['mma'] == 0, row['wgmma'] > 0) == (arch == 90, arch == 90), row
+    found = {row['kernel'] for row in rows}
+    assert {'forward', 'queries', 'keys', 'polar', 'polar_backward'} <= found
+    assert arch != 90 or {'scan', 'scan_backward'} <= found
 
 
 def exact_row(name, q, k, v, own, row):

@@ -1,8 +1,14 @@
 """What things cost: a training step for several seeds together, and the kernels."""
+import functools
+import json
 import math
+import os
+import re
 import statistics
+import subprocess
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -217,15 +223,140 @@ def time_kernels(tokens=16384, width=2048):
             time_on_cuda(f'T={T} D={D} B={B} H={H}', attention_functions(H, T, D), (q, k, v))
 
 
+# --------------------------------------------------------------------------------------------------
+# the kernels as compiled, without a GPU: TRITON_INTERPRET=0 python kernels.py --arch=90
+
+SHARED = {80: 166912, 89: 101376, 90: 232448}              # bytes a block on A100, RTX 4090, H100
+FLOPS, BYTES, L1_BYTES = 989e12, 3.35e12, 29e12            # of an H100 in a second, in bf16
+
+
+def compile_kernels(arch, calls):
+    """What Triton makes of the kernels that each of `calls` launches: a list of dictionaries.
+
+    Nothing is launched. wgmma, mma: the tensor cores' instructions in the PTX, asynchronous and
+    not; fast_logarithms: lg2.approx; registers of a thread; bytes of them that ptxas spills, and
+    of a block's shared memory.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    rows, run = [], triton.JITFunction.run
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget('cuda', arch, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    def compile_only(kernel, *args, **kw):
+        made = run(kernel, *args, **(kw | dict(warmup=True)))
+        ptx = made.asm['ptx']
+        registers, spilled = assemble(ptx, f'sm_{arch}' + 'a' * (arch == 90))
+        rows.append(dict(
+            kernel=kernel.__name__.removesuffix('_kernel'), M=kw.get('M'), N=kw.get('N'),
+            wgmma=ptx.count('wgmma.mma_async'), mma=ptx.count('mma.sync.'),
+            fast_logarithms=ptx.count('lg2.approx'), registers=registers, spilled=spilled,
+            shared=made.metadata.shared))
+
+    triton.runtime.driver.set_active(Driver())
+    with mock.patch.object(triton.JITFunction, 'run', compile_only), \
+         mock.patch.object(kernels, 'shared_memory', lambda device: SHARED[arch]):
+        for call in calls:
+            call()
+    return rows
+
+
+def assemble(ptx, gpu):
+    """Registers of a thread and bytes that it spills, by the ptxas of Triton's wheel."""
+    import triton
+    ptxas = os.path.join(os.path.dirname(triton.__file__), 'backends/nvidia/bin/ptxas')
+    said = subprocess.run([ptxas, '-v', f'--gpu-name={gpu}', '-', '-o', os.devnull], input=ptx,
+                          capture_output=True, text=True, check=True).stderr
+    registers = re.search(r'Used (\d+) registers', said)
+    return int(registers[1]), int(re.search(r'(\d+) bytes spill stores', said)[1])
+
+
+def forward_and_backward(name, D, dtype='bfloat16', T=4096):
+    """Call a kernel's attention of one head and its gradient, for compile_kernels."""
+    inputs = kernel_inputs(f'{name}_attention', 1, 1, T, D, getattr(torch, dtype), 'cpu')
+    y = getattr(kernels, f'{name}_attention')(*inputs)
+    loss = sum(x.sum() for x in y) if isinstance(y, tuple) else y.sum()
+    loss.backward()
+
+
+def least_ms(row, tokens=16384, width=2048):
+    """The row with a model of its time on an H100, in contexts of 1k, 4k and 16k tokens.
+
+    products: of a pair of blocks, in units of M N D, on tensor cores at their full rate: ms_T.
+    flash_ms_T: the same of FlashAttention-2, 2 products forward and 5 backward. bytes_ms: each
+    tensor read or written once. inside_ms_T, of PoPE's turn: had forward turned every key in each
+    of its blocks of 128 queries, by tables in the L1 cache, 16 bytes of cos and sin an element.
+    """
+    wide = 2 if row['encoding'] == 'pope' else 1
+    products, flash, tensors = {
+        'forward': (wide + 1, 2, 2 * wide + 2), 'queries': (2 * wide + 1, 2, 3 * wide + 3),
+        'keys': (2 * wide + 2, 3, 3 * wide + 3), 'polar': (0, 0, 6), 'polar_backward': (0, 0, 8),
+    }[row['kernel']]
+    moved = 2 * tensors * tokens * width
+    row |= dict(products=products, bytes=moved, bytes_ms=round(1e3 * moved / BYTES, 3))
+    for T in (1024, 4096, 16384):
+        work = 1e3 * tokens * T * width                    # of one product, T^2 / 2 pairs a row
+        row[f'ms_{T}'] = round(products * work / FLOPS, 3)
+        row[f'flash_ms_{T}'] = round(flash * work / FLOPS, 3)
+        if row['kernel'] == 'polar':
+            row[f'inside_ms_{T}'] = round(16 * work / (2 * 128) / L1_BYTES, 3)
+    return row
+
+
+def compile_table(arch):
+    """The rows of every kernel of attention: name, D, and what compile_kernels and least_ms say."""
+    rows = {}
+    for name in ('pope', 'vipe', 'bias'):
+        for D in (64, 128):
+            made = compile_kernels(arch, [functools.partial(forward_and_backward, name, D)])
+            for row in made:                               # PoPE's turn is there for q and for k
+                rows[name, D, row['kernel']] = least_ms(dict(encoding=name, D=D) | row)
+    return list(rows.values())
+
+
+@dataclass
+class KernelFlags:
+    """Flags of python kernels.py."""
+    arch: int = 0                  # 80 | 89 | 90: only compile for that GPU, and say what comes out
+    results: str = ''              # append that as a line to this file
+
+
+def print_compiled(flags):
+    """--arch: what becomes of every kernel."""
+    if flags.arch not in SHARED:
+        raise config.UserError(f'--arch must be one of {", ".join(map(str, SHARED))}')
+    if kernels.INTERPRETED:
+        raise config.UserError('the interpreter compiles nothing: set TRITON_INTERPRET=0')
+    rows = compile_table(flags.arch)
+    columns = list(rows[-1])
+    print_table([{key: row[key] for key in columns} for row in rows])
+    if flags.results:
+        command = f'python kernels.py --arch={flags.arch}'
+        line = dict(command=command, arch=flags.arch, rows=rows)
+        line |= report.machine(torch.device('cpu'))
+        checkpoint.append(flags.results, json.dumps(line) + '\n')
+
+
 def kernel_main(doc, argv):
-    """Check the kernels; on a GPU time them, too."""
+    """Check the kernels and, on a GPU, time them; or compile them for --arch."""
     if config.wants_help(argv):
-        return print(doc)
-    _, words = config.parse(config.NoFlags, argv)
+        return config.print_help(doc, KernelFlags)
+    flags, words = config.parse(KernelFlags, argv)
+    flags = KernelFlags(**flags)
     if words:
         raise config.UserError(f'python kernels.py takes no arguments, not {words[0]!r}')
     if kernels.triton is None:
         raise config.UserError('needs Triton, which is for Linux: pip install triton')
+    if flags.arch:
+        return print_compiled(flags)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     bad = check_kernels(device)
     if device == 'cuda':

@@ -63,6 +63,9 @@ def found_axes(name):
 
 def markdown(header, rows):
     """Lines of a Markdown table."""
+    if not rows:
+        yield 'Not run yet.'
+        return
     yield '| ' + ' | '.join(header).lstrip() + ' |'
     yield '|---' * len(header) + '|'
     for row in rows:
@@ -231,7 +234,7 @@ def why_table():
         weights = [f'{weight[n]:.2f}' for n in (16, 17, 20, 32)]
         body.append([f'seed {seed}', exact, squeezed, hidden, head, ', '.join(weights),
                      f'{peak:.0f}'])
-    yield from markdown(header, body) if body else ['Not run yet.']
+    yield from markdown(header, body)
 
 
 def seeds_table():
@@ -258,10 +261,7 @@ def one_step(cfg):
 def speed_table():
     """What --benchmark measured of several seeds in one step."""
     speed = plan.runs('speed')
-    if not speed:
-        yield 'Not run yet.'
-        return
-    counts = max(([step['seeds'] for step in run['steps']] for run in speed), key=len)
+    counts = max(([step['seeds'] for step in run['steps']] for run in speed), key=len, default=[])
     together = ['2 seeds together, time over one by one', *map(str, counts[2:])]
     body = []
     for run in speed:
@@ -275,15 +275,27 @@ def speed_table():
 
 def compile_table():
     """What --benchmark measured of torch.compile: the last step of a line is without it."""
-    runs = plan.runs('compile')
-    if not runs:
-        yield 'Not run yet.'
-        return
     body = []
-    for run in runs:
+    for run in plan.runs('compile'):
         cfg = train.make_config(run['config'])
         body.append([cfg.pe, one_step(cfg), f'{run["steps"][-1]["ratio"]:.2f}'])
     yield from markdown(['encoding', 'one step', 'time without torch.compile over with it'], body)
+
+
+def kernels_table():
+    """What Triton's compiler makes of the kernels, and the least time that it implies."""
+    body = []
+    for run in plan.runs('kernels'):
+        for row in run['rows'] if run['arch'] == 90 else ():
+            times = [f'{row[f"ms_{T}"]:.2f} ({row[f"flash_ms_{T}"]:.2f})'
+                     for T in (1024, 4096, 16384)]
+            blocks = f'{row["M"]} x {row["N"]}' if row['M'] else ''
+            counts = [row[key] for key in ('products', 'wgmma', 'mma', 'registers', 'spilled')]
+            body.append([row['encoding'], str(row['D']), row['kernel'], blocks, *map(str, counts),
+                         f'{row["shared"] / 1024:.0f}', f'{row["bytes_ms"]:.2f}', *times])
+    yield from markdown(
+        ['encoding', 'D', 'kernel', 'queries x keys', 'products', 'wgmma', 'mma.sync',
+         'registers', 'spilled bytes', 'shared KB', 'bytes, ms', '1k, ms', '4k', '16k'], body)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -587,7 +599,7 @@ def blocks():
     tables |= {name: by_length_table(name) for name in BY_LENGTH}
     return tables | dict(
         first_run=first_run(), why=why_table(), seeds=seeds_table(), speed=speed_table(),
-        compile=compile_table(),
+        compile=compile_table(), kernels=kernels_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table())
 
 
