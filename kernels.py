@@ -14,8 +14,9 @@ on rows times a factor (ViPE, in plain PyTorch). attention_reference is the same
 One forward and two backward kernels go over blocks of M queries and N keys, as FlashAttention
 does (Dao et al. 2022): a running maximum and sum make the softmax, so memory grows with T, not
 with T^2. Sums are in float32. The backward kernels compute the blocks again from the stored
-log-sum-exp, one for queries and one for keys, so that every sum has one order and a run repeats
-bit for bit. Without a GPU the kernels run in Triton's interpreter.
+log-sum-exp, one for queries and one for keys, so that every sum has one order. Only the gradients
+of a bias and of the scan's table, by atomic additions, differ from run to run in their last bits.
+Without a GPU the kernels run in Triton's interpreter.
 """
 from __future__ import annotations  # so that tl.constexpr is not read where Triton is missing
 
@@ -382,7 +383,7 @@ def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS, q_t, k_t, v_t, 
                 PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """dk_s and dv_s of a block of N keys, and dbias, which all blocks add to; M divides N.
 
-    Blocks stand with keys in rows, so that every product has N >= 64 rows for the tensor cores.
+    Blocks are [keys, queries]: so the keys are the rows of every product, and wgmma needs 64.
     """
     s0, b, h = which(T, H, N, False)
     Q += b * T * q_t + h * D
@@ -434,7 +435,7 @@ def add_diagonals(DBIAS, g, apart, T, M: tl.constexpr, N: tl.constexpr):
 
     `apart` is t0 - s0. Column i is turned down by i: then row r holds the distance apart + r in
     columns i >= r, and apart + r - N in the others. So a block makes 2 N atomic additions, not
-    M N. Their order is the only thing in this file that differs from run to run.
+    M N. Their order differs from run to run.
     """
     r = tl.arange(0, N)[:, None]
     i = tl.arange(0, M)[None, :]
@@ -507,7 +508,7 @@ def polar_backward_kernel(X, DELTA, TURN, DY, DX, DDELTA, x_t, dy_t, dx_t, H, T,
 # --------------------------------------------------------------------------------------------------
 # launching
 
-LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory, of an A100 and of an RTX 4090
+LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
 POLAR_ROWS = 16
 TUNE = os.environ.get('NANOPE_TUNE') == '1'  # time CHOICES once, instead of the default
 
@@ -558,6 +559,7 @@ def tuned(kernel, default, adds_to):
     """The kernel with the fastest blocks, timed at the first call of a width, cached on disk."""
     configs = []
     for M, N, warps, stages in dict.fromkeys([default, *CHOICES[kernel.__name__]]):
+        check_blocks(kernel, M, N)
         configs.append(triton.Config(dict(M=M, N=N), num_warps=warps, num_stages=stages))
     return triton.autotune(configs, key=['D', 'D_V'], reset_to_zero=adds_to,
                            cache_results=True)(kernel)
@@ -591,10 +593,16 @@ def launch(kernel, inputs, outputs, scale, bias, dbias=None):
             return
         M, N, warps, stages = blocks
         M, N = min(M, power_of_2(T)), min(N, power_of_2(T))
-        if (N % M if by_keys else M % N):
-            raise ValueError(f'{kernel.__name__} cannot have blocks of {M} queries and {N} keys: '
-                             f'{"M must divide N" if by_keys else "N must divide M"}')
+        check_blocks(kernel, M, N)
         kernel[grid](*arguments, **constants, M=M, N=N, num_warps=warps, num_stages=stages)
+
+
+def check_blocks(kernel, M, N):
+    """ValueError if a kernel's loops would miss some of the pairs of M queries and N keys."""
+    if kernel is keys_kernel and N % M:
+        raise ValueError(f'keys_kernel: M must divide N, not {M} queries and {N} keys')
+    if kernel is not keys_kernel and M % N:
+        raise ValueError(f'{kernel.__name__}: N must divide M, not {M} queries and {N} keys')
 
 
 def power_of_2(n):
@@ -651,7 +659,7 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
     return [dq, dk, dv, dbias if want_bias else lse.new_empty(0)]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache  # without a limit, as a CUDA graph may point at any of these
 def turns(T, D, base, device):
     """cos and sin of t theta_c, theta_c = base^(-c/D) [T, 2D], rounded from float64."""
     c = torch.arange(D, device=device, dtype=torch.float64)

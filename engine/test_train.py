@@ -527,7 +527,7 @@ def test_no_step_waits_for_the_device(numbers, kw, monkeypatch):
         params = list(model.params.values())
     else:
         params = list(model.to('meta').parameters())
-    trainer.optimizer = mock.Mock()
+    trainer.optimizer = mock.Mock(param_groups=[dict(params=params, bounds=(-1, 1))])
     # autocast knows no meta device
     monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
     monkeypatch.setattr(torch, 'autocast', lambda *args, **kw: contextlib.nullcontext())
