@@ -189,8 +189,7 @@ class Transformer(nn.Module):
         groups = {'decay': [], 'no_decay': [], 'encoding': [], 'delta': [], 'alpha': []}
         for name, p in self.named_parameters():
             if id(p) in own:
-                last = name.rpartition('.')[2]
-                groups.get(last, groups['encoding']).append(p)
+                groups.get(name.rpartition('.')[2], groups['encoding']).append(p)
             else:
                 decays = p.dim() >= 2 and name != 'embedding.weight'
                 groups['decay' if decays else 'no_decay'].append(p)
