@@ -1052,6 +1052,7 @@ def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | 
 
 @scan_forward.register_fake
 def empty_scan(reset, step, gamma, table, copy):
+    """Uninitialized outputs of scan_forward."""
     (B, C, T), (L, D) = reset.shape, table.shape
     return reset.new_empty(B, C, T, D), reset.new_empty(B, C, -(-T // CHUNK) + 1, L)
 
@@ -1082,6 +1083,7 @@ def _(dout, reset, step, gamma, table, copy, checkpoints, want_table):
 
 
 def save_scan(ctx, inputs, output):
+    """Keep the inputs and the checkpoints for the backward pass."""
     ctx.save_for_backward(*inputs, output[1])
 
 

@@ -183,8 +183,7 @@ class Transformer(nn.Module):
 
     def optim_groups(self, lr, weight_decay):
         """Groups for the optimizer: matrices decay; vectors, the embedding and the encoding's own
-        parameters do not. PoPE's delta has bounds to be clamped to, PRISM's alpha the learning
-        rate and betas of PRISM section 6.4."""
+        parameters do not. PoPE's delta has bounds; PRISM's alpha, the rate and betas of its 6.4."""
         own = {id(p) for block in self.blocks for p in block.attn.pe.parameters()}
         groups = {'decay': [], 'no_decay': [], 'encoding': [], 'delta': [], 'alpha': []}
         for name, p in self.named_parameters():
