@@ -1,4 +1,4 @@
-"""Fused causal attention for PoPE, ViPE and Toeplitz biases, and PRISM's scan, in Triton.
+"""Fused causal attention for PoPE, ViPE and Toeplitz biases in Triton; PRISM's is engine/scan.py.
 
     python kernels.py      check the kernels against float64; with a GPU, time them as well
     TRITON_INTERPRET=0 python kernels.py --arch=90      without one: what a compiler makes of them
@@ -15,7 +15,7 @@ One forward and two backward kernels go over blocks of M queries and N keys, as 
 does (Dao et al. 2022): a running maximum and sum make the softmax, so memory grows with T, not
 with T^2. Sums are in float32. The backward kernels compute the blocks again from the stored
 log-sum-exp, one for queries and one for keys, so that every sum has one order. Only the gradients
-of a bias and of the scan's table, by atomic additions, differ from run to run in their last bits.
+of a bias, by atomic additions, differ from run to run in their last bits.
 Without a GPU the kernels run in Triton's interpreter.
 """
 from __future__ import annotations  # so that tl.constexpr is not read where Triton is missing
@@ -29,21 +29,11 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    os.environ.setdefault('TRITON_INTERPRET', '1')
-try:
-    import triton
-    import triton.language as tl
-    jit, constexpr = triton.jit, tl.constexpr
-except ImportError:  # Triton is for Linux; the references work everywhere
-    triton, jit, constexpr = None, lambda function: function, float
+from engine import scan
+from engine.scan import INTERPRETED, constexpr, jit, tl, triton
 
-# what kernels read besides their arguments must be constexpr
-INTERPRETED = constexpr(os.environ.get('TRITON_INTERPRET') == '1')
-LN2 = constexpr(math.log(2))
-LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
-EPS, CHUNK = 1e-8, 16  # PRISM: of the sharpened histograms; tokens of a chunk
-EPSILON, K, TILE = constexpr(EPS), constexpr(CHUNK), constexpr(32)
+cursor_scan = scan.cursor_scan  # PRISM's, in a file of its own
+LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x); kernels read constexpr alone
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,7 +52,7 @@ def attention_reference(q, k, v, delta=None, base=0.0, row=None, col=None, bias=
     distance = t[:, None] - t  # (T, T)
     if base:
         angle = t[:, None] * base ** (-torch.arange(D, device=q.device, dtype=torch.float64) / D)
-        phase = angle + for_each(delta, B)[:, :, None]  # (B, H, T, D)
+        phase = angle if delta is None else angle + for_each(delta, B)[:, :, None]  # (B, H, T, D)
         q = torch.cat([q * angle.cos().to(q.dtype), q * angle.sin().to(q.dtype)], dim=-1)
         k = torch.cat([k * phase.cos().to(k.dtype), k * phase.sin().to(k.dtype)], dim=-1)
     if row is not None:
@@ -181,9 +171,9 @@ def attention(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None, soft
     """
     check_attention(q, k, v, delta, base, row, col, bias, softplus)
     scale = q.shape[3] ** -0.5
-    if delta is not None:
-        q = polar(q, torch.zeros_like(delta, dtype=torch.float32), base, softplus)
-        k = polar(k, delta.float(), base, softplus)
+    if base:
+        q = polar(q, None, base, softplus)
+        k = polar(k, None if delta is None else delta.float(), base, softplus)
     if row is not None:
         q = (q * for_each(row, len(q))[..., None]).to(v.dtype)
         k = (k * col[..., None]).to(v.dtype)
@@ -204,8 +194,8 @@ def check_attention(q, k, v, delta, base, row, col, bias, softplus):
     if not q.shape == k.shape == v.shape or q.dim() != 4 or not 1 <= q.shape[3] <= 128:
         raise ValueError('q, k and v must all be [B, H, T, D], D from 1 to 128, '
                          f'not {[*q.shape]}, {[*k.shape]}, {[*v.shape]}')
-    if (delta is None) != (not base) or (row is None) != (col is None) or softplus and not base:
-        raise ValueError('delta goes with base, row with col, softplus with base')
+    if (row is None) != (col is None) or not base and (softplus or delta is not None):
+        raise ValueError('delta and softplus go with base, row with col')
     B, H, T, D = q.shape
     groups = [len(x) for x in (delta, row, bias) if x is not None]
     G = groups[0] if groups else 1
@@ -231,7 +221,7 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 
 @jit
-def which(T, H, ROWS: tl.constexpr, LAST_FIRST: tl.constexpr):
+def own_block(T, H, ROWS: tl.constexpr, LAST_FIRST: tl.constexpr):
     """The first row, sequence and head of this program; LAST_FIRST: the longest work first."""
     blocks = tl.cdiv(T, ROWS)
     block = tl.program_id(0) % blocks
@@ -277,21 +267,21 @@ def load_bias(BIAS, t, s, T):
 # attention, forward: a program for each block of M queries, head and sequence
 
 @jit
-def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_t, k_t, v_t, y_t, H, T, per_group, scale,
+def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, per_group, scale,
                    D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
                    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """y_t = sum_s p_ts v_s, e_t = sum_s p_ts (t - s), lse_t = log2 sum_s 2^x_ts; x in log 2 units.
 
-    N divides M. X_t is the stride of tensor X from a position to the next.
+    N divides M. x_step: elements from a position of X to the next.
     """
-    t0, b, h = which(T, H, M, True)
-    Q += b * T * q_t + h * D
-    K += b * T * k_t + h * D
-    V += b * T * v_t + h * D_V
+    t0, b, h = own_block(T, H, M, True)
+    Q += b * T * q_step + h * D
+    K += b * T * k_step + h * D
+    V += b * T * v_step + h * D_V
     if BIAS is not None:
         BIAS += (b // per_group * H + h) * T
     t = t0 + tl.arange(0, M)
-    q = load_rows(Q, t0, q_t, T, D, BD, M)
+    q = load_rows(Q, t0, q_step, T, D, BD, M)
     y = tl.zeros([M, BD_V], tl.float32)
     e = tl.zeros([M], tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -301,7 +291,7 @@ def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_t, k_t, v_t, y_t, H, T, per_group
         end = min(t0 + M, T) if diagonal else t0
         for s0 in range(start, end, N):
             s = s0 + tl.arange(0, N)
-            k = load_rows(K, s0, k_t, T, D, BD, N)
+            k = load_rows(K, s0, k_step, T, D, BD, N)
             x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
             if BIAS is not None:
                 x += load_bias(BIAS, t[:, None], s[None, :], T)
@@ -315,11 +305,11 @@ def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_t, k_t, v_t, y_t, H, T, per_group
             here = tl.sum(p, 1)
             if E is not None:  # t - s = (t - s0) - (s - s0)
                 e = e * shrink + (t - s0) * here - tl.sum(p * tl.arange(0, N)[None, :], 1)
-            v = load_rows(V, s0, v_t, T, D_V, BD_V, N)
+            v = load_rows(V, s0, v_step, T, D_V, BD_V, N)
             y = dot(p.to(v.dtype), v, y * shrink[:, None], PRECISION)
             total = total * shrink + here
             largest = new
-    store_rows(Y + b * T * y_t + h * D_V, y / total[:, None], t0, y_t, T, D_V, BD_V, M)
+    store_rows(Y + b * T * y_step + h * D_V, y / total[:, None], t0, y_step, T, D_V, BD_V, M)
     rows = (b * H + h) * T + t
     tl.store(LSE + rows, largest + tl.log2(total), mask=t < T)
     if E is not None:
@@ -332,22 +322,22 @@ def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_t, k_t, v_t, y_t, H, T, per_group
 #     dq_t = sum_s g_ts k_s / sqrt(D)    dk_s = sum_t g_ts q_t / sqrt(D)    dv_s = sum_t p_ts dy_t
 
 @jit
-def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ, q_t, k_t, v_t, y_t, dy_t, dq_t,
-                   H, T, per_group, scale,
+def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ,
+                   q_step, k_step, v_step, y_step, dy_step, dq_step, H, T, per_group, scale,
                    D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
                    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """dq_t, and mean_t for keys_kernel, of a block of M queries; N divides M."""
-    t0, b, h = which(T, H, M, True)
-    Q += b * T * q_t + h * D
-    K += b * T * k_t + h * D
-    V += b * T * v_t + h * D_V
+    t0, b, h = own_block(T, H, M, True)
+    Q += b * T * q_step + h * D
+    K += b * T * k_step + h * D
+    V += b * T * v_step + h * D_V
     if BIAS is not None:
         BIAS += (b // per_group * H + h) * T
     t = t0 + tl.arange(0, M)
     rows = (b * H + h) * T + t
-    q = load_rows(Q, t0, q_t, T, D, BD, M)
-    y = load_rows(Y + b * T * y_t + h * D_V, t0, y_t, T, D_V, BD_V, M)
-    dy = load_rows(DY + b * T * dy_t + h * D_V, t0, dy_t, T, D_V, BD_V, M)
+    q = load_rows(Q, t0, q_step, T, D, BD, M)
+    y = load_rows(Y + b * T * y_step + h * D_V, t0, y_step, T, D_V, BD_V, M)
+    dy = load_rows(DY + b * T * dy_step + h * D_V, t0, dy_step, T, D_V, BD_V, M)
     lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))  # past the end p = 0
     mean = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
     if DE is not None:
@@ -355,13 +345,13 @@ def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ, q_t, k_t, v_t, y_
         mean += de * tl.load(E + rows, mask=t < T, other=0.0)
     tl.store(MEAN + rows, mean, mask=t < T)
     dq = tl.zeros([M, BD], tl.float32)
-    for diagonal in tl.static_range(2):
+    for diagonal in tl.static_range(2):  # first the keys that all queries see
         start = t0 if diagonal else 0
         end = min(t0 + M, T) if diagonal else t0
         for s0 in range(start, end, N):
             s = s0 + tl.arange(0, N)
-            k = load_rows(K, s0, k_t, T, D, BD, N)
-            v = load_rows(V, s0, v_t, T, D_V, BD_V, N)
+            k = load_rows(K, s0, k_step, T, D, BD, N)
+            v = load_rows(V, s0, v_step, T, D_V, BD_V, N)
             x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
             if BIAS is not None:
                 x += load_bias(BIAS, t[:, None], s[None, :], T)
@@ -373,21 +363,21 @@ def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ, q_t, k_t, v_t, y_
                 dp += de[:, None] * (t[:, None] - s[None, :])
             g = p * (dp - mean[:, None])
             dq = dot(g.to(k.dtype), k, dq, PRECISION)
-    store_rows(DQ + b * T * dq_t + h * D, dq * scale, t0, dq_t, T, D, BD, M)
+    store_rows(DQ + b * T * dq_step + h * D, dq * scale, t0, dq_step, T, D, BD, M)
 
 
 @jit
-def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS, q_t, k_t, v_t, dy_t, dk_t, dv_t,
-                H, T, per_group, scale,
+def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS,
+                q_step, k_step, v_step, dy_step, dk_step, dv_step, H, T, per_group, scale,
                 D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
                 PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """dk_s and dv_s of a block of N keys, and dbias, which all blocks add to; M divides N.
 
     Blocks are [keys, queries]: so the keys are the rows of every product, and wgmma needs 64.
     """
-    s0, b, h = which(T, H, N, False)
-    Q += b * T * q_t + h * D
-    DY += b * T * dy_t + h * D_V
+    s0, b, h = own_block(T, H, N, False)
+    Q += b * T * q_step + h * D
+    DY += b * T * dy_step + h * D_V
     LSE += (b * H + h) * T
     MEAN += (b * H + h) * T
     if DE is not None:
@@ -397,17 +387,17 @@ def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS, q_t, k_t, v_t, 
     if DBIAS is not None:
         DBIAS += (b // per_group * H + h) * T
     s = s0 + tl.arange(0, N)
-    k = load_rows(K + b * T * k_t + h * D, s0, k_t, T, D, BD, N)
-    v = load_rows(V + b * T * v_t + h * D_V, s0, v_t, T, D_V, BD_V, N)
+    k = load_rows(K + b * T * k_step + h * D, s0, k_step, T, D, BD, N)
+    v = load_rows(V + b * T * v_step + h * D_V, s0, v_step, T, D_V, BD_V, N)
     dk = tl.zeros([N, BD], tl.float32)
     dv = tl.zeros([N, BD_V], tl.float32)
-    for diagonal in tl.static_range(2):
+    for diagonal in tl.static_range(2):  # first the queries that see all keys
         start = s0 if diagonal else s0 + N
         end = min(s0 + N, T) if diagonal else T
         for t0 in range(start, end, M):
             t = t0 + tl.arange(0, M)
-            q = load_rows(Q, t0, q_t, T, D, BD, M)
-            dy = load_rows(DY, t0, dy_t, T, D_V, BD_V, M)
+            q = load_rows(Q, t0, q_step, T, D, BD, M)
+            dy = load_rows(DY, t0, dy_step, T, D_V, BD_V, M)
             lse = tl.load(LSE + t, mask=t < T, other=float('inf'))  # past the end p = 0
             mean = tl.load(MEAN + t, mask=t < T, other=0.0)
             x = dot(k, tl.trans(q), None, PRECISION) * (scale * LOG2E)  # (N, M)
@@ -425,8 +415,8 @@ def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS, q_t, k_t, v_t, 
             dk = dot(g.to(q.dtype), q, dk, PRECISION)
             if DBIAS is not None:
                 add_diagonals(DBIAS, g, t0 - s0, T, M, N)
-    store_rows(DK + b * T * dk_t + h * D, dk * scale, s0, dk_t, T, D, BD, N)
-    store_rows(DV + b * T * dv_t + h * D_V, dv, s0, dv_t, T, D_V, BD_V, N)
+    store_rows(DK + b * T * dk_step + h * D, dk * scale, s0, dk_step, T, D, BD, N)
+    store_rows(DV + b * T * dv_step + h * D_V, dv, s0, dv_step, T, D_V, BD_V, N)
 
 
 @jit
@@ -451,58 +441,67 @@ def add_diagonals(DBIAS, g, apart, T, M: tl.constexpr, N: tl.constexpr):
 # PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), mu = softplus, 2D wide
 
 @jit
-def load_turn(TURN, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """cos and sin of t theta + delta [ROWS, BD]; TURN [T, 2D] has cos and sin of t theta."""
-    c = tl.arange(0, BD)
-    delta = tl.load(DELTA + c, mask=c < D, other=0.0)[None, :]
-    cos = load_rows(TURN, t0, 2 * D, T, D, BD, ROWS)
-    sin = load_rows(TURN + D, t0, 2 * D, T, D, BD, ROWS)
-    return (cos * tl.cos(delta) - sin * tl.sin(delta), sin * tl.cos(delta) + cos * tl.sin(delta))
-
-
-@jit
 def magnitude(x, SOFTPLUS: tl.constexpr):
-    """mu(x) = log(1 + e^x), or x; the quotient makes up for the rounding of 1 + small."""
+    """mu(x) = log(1 + e^x), or x."""
     if not SOFTPLUS:
         return x
     small = tl.exp(-tl.abs(x))
     one = 1 + small
+    # times the quotient, which undoes the rounding of 1 + small
     log1p = tl.where(one == 1, small, tl.log(one) * (small / tl.where(one == 1, 1, one - 1)))
     return tl.maximum(x, 0.0) + log1p
 
 
 @jit
-def polar_kernel(X, DELTA, TURN, Y, x_t, y_t, H, T, per_group, D: tl.constexpr, BD: tl.constexpr,
-                 SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
-    """y_t = mu(x_t) [cos, sin](t theta + delta) of a block of rows of X [T, D]."""
-    t0, b, h = which(T, H, ROWS, False)
-    x = load_rows(X + b * T * x_t + h * D, t0, x_t, T, D, BD, ROWS).to(tl.float32)
-    mu = magnitude(x, SOFTPLUS)
-    cos, sin = load_turn(TURN, DELTA + (b // per_group * H + h) * D, t0, T, D, BD, ROWS)
-    Y += b * T * y_t + h * 2 * D
-    store_rows(Y, mu * cos, t0, y_t, T, D, BD, ROWS)
-    store_rows(Y + D, mu * sin, t0, y_t, T, D, BD, ROWS)
+def load_phases(ANGLES, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """cos and sin of t theta + delta [ROWS, BD]; ANGLES [T, 2D] has cos and sin of t theta."""
+    cos = load_rows(ANGLES, t0, 2 * D, T, D, BD, ROWS)
+    sin = load_rows(ANGLES + D, t0, 2 * D, T, D, BD, ROWS)
+    if DELTA is not None:
+        c = tl.arange(0, BD)
+        delta = tl.load(DELTA + c, mask=c < D, other=0.0)[None, :]
+        cos, sin = (cos * tl.cos(delta) - sin * tl.sin(delta),
+                    sin * tl.cos(delta) + cos * tl.sin(delta))
+    return cos, sin
 
 
 @jit
-def polar_backward_kernel(X, DELTA, TURN, DY, DX, DDELTA, x_t, dy_t, dx_t, H, T, per_group,
-                          D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
-                          ROWS: tl.constexpr):
+def polar_kernel(X, DELTA, ANGLES, Y, x_step, y_step, H, T, per_group,
+                 D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
+    """y_t = mu(x_t) [cos, sin](t theta + delta) of a block of rows of X [T, D]."""
+    t0, b, h = own_block(T, H, ROWS, False)
+    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
+    mu = magnitude(x, SOFTPLUS)
+    if DELTA is not None:
+        DELTA += (b // per_group * H + h) * D
+    cos, sin = load_phases(ANGLES, DELTA, t0, T, D, BD, ROWS)
+    Y += b * T * y_step + h * 2 * D
+    store_rows(Y, mu * cos, t0, y_step, T, D, BD, ROWS)
+    store_rows(Y + D, mu * sin, t0, y_step, T, D, BD, ROWS)
+
+
+@jit
+def polar_backward_kernel(X, DELTA, ANGLES, DY, DX, DDELTA, x_step, dy_step, dx_step,
+                          H, T, per_group, D: tl.constexpr, BD: tl.constexpr,
+                          SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
     """dx_t = mu'(x_t) <dy_t, [cos, sin]>, mu' = sigmoid; and a block's part of ddelta."""
-    t0, b, h = which(T, H, ROWS, False)
-    x = load_rows(X + b * T * x_t + h * D, t0, x_t, T, D, BD, ROWS).to(tl.float32)
-    cos, sin = load_turn(TURN, DELTA + (b // per_group * H + h) * D, t0, T, D, BD, ROWS)
-    DY += b * T * dy_t + h * 2 * D
-    dy_cos = load_rows(DY, t0, dy_t, T, D, BD, ROWS).to(tl.float32)
-    dy_sin = load_rows(DY + D, t0, dy_t, T, D, BD, ROWS).to(tl.float32)
+    t0, b, h = own_block(T, H, ROWS, False)
+    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
+    if DELTA is not None:
+        DELTA += (b // per_group * H + h) * D
+    cos, sin = load_phases(ANGLES, DELTA, t0, T, D, BD, ROWS)
+    DY += b * T * dy_step + h * 2 * D
+    dy_cos = load_rows(DY, t0, dy_step, T, D, BD, ROWS).to(tl.float32)
+    dy_sin = load_rows(DY + D, t0, dy_step, T, D, BD, ROWS).to(tl.float32)
     dx = dy_cos * cos + dy_sin * sin
     if SOFTPLUS:
         dx *= tl.sigmoid(x)
-    store_rows(DX + b * T * dx_t + h * D, dx, t0, dx_t, T, D, BD, ROWS)
-    ddelta = tl.sum(magnitude(x, SOFTPLUS) * (dy_sin * cos - dy_cos * sin), 0)
-    c = tl.arange(0, BD)
-    block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS
-    tl.store(DDELTA + block * D + c, ddelta, mask=c < D)
+    store_rows(DX + b * T * dx_step + h * D, dx, t0, dx_step, T, D, BD, ROWS)
+    if DDELTA is not None:
+        ddelta = tl.sum(magnitude(x, SOFTPLUS) * (dy_sin * cos - dy_cos * sin), 0)
+        c = tl.arange(0, BD)
+        block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS
+        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -510,7 +509,7 @@ def polar_backward_kernel(X, DELTA, TURN, DY, DX, DDELTA, x_t, dy_t, dx_t, H, T,
 
 LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
 POLAR_ROWS = 16
-TUNE = os.environ.get('NANOPE_TUNE') == '1'  # time CHOICES once, instead of the default
+TUNE = os.environ.get('NANOPE_TUNE') == '1' and torch.cuda.is_available()
 
 
 @functools.cache
@@ -547,7 +546,7 @@ def default_blocks(kernel, D, dtype, shared):
     return BLOCKS[kernel][(D > 64) + (D > 128) + (D > 128 and shared < LARGE)]
 
 
-# what tuning times besides the default
+# what NANOPE_TUNE=1 times once, besides the default
 CHOICES = {
     'forward_kernel': [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
     'queries_kernel': [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
@@ -617,7 +616,7 @@ def new_rows(x, width=None):
     return x.new_empty(B, T, H, width or D).transpose(1, 2)
 
 
-def rows(x):
+def evenly_spaced(x):
     """x [B, H, T, D] as the kernels read it: of a position the heads side by side, the positions
     one stride apart. Slices of one projection are so; anything else is copied."""
     B, H, T, D = x.shape
@@ -633,7 +632,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                       bias: torch.Tensor | None, scale: float, distance: bool
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, e, and the log-sum-exp of x in units of log 2 [B, H, T]."""
-    q, k, v = rows(q), rows(k), rows(v)
+    q, k, v = evenly_spaced(q), evenly_spaced(k), evenly_spaced(v)
     bias = None if bias is None else bias.contiguous()
     y = new_rows(v)
     lse = v.new_empty(v.shape[:3], dtype=torch.float32)
@@ -648,7 +647,7 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
                        y: torch.Tensor, e: torch.Tensor, lse: torch.Tensor, scale: float,
                        want_bias: bool) -> list[torch.Tensor]:
     """The gradients of q, k, v and bias; an empty tensor where nobody wants that of the bias."""
-    dy, q, k, v, y = (rows(x) for x in (dy, q, k, v, y))
+    dy, q, k, v, y = (evenly_spaced(x) for x in (dy, q, k, v, y))
     dq, dk, dv = new_rows(q), new_rows(k), new_rows(v)
     lse, mean = lse.contiguous(), torch.empty_like(lse)
     e, de = (None, None) if de is None else (e.contiguous(), de.float().contiguous())
@@ -660,7 +659,7 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
 
 
 @functools.cache  # without a limit, as a CUDA graph may point at any of these
-def turns(T, D, base, device):
+def angle_table(T, D, base, device):
     """cos and sin of t theta_c, theta_c = base^(-c/D) [T, 2D], rounded from float64."""
     c = torch.arange(D, device=device, dtype=torch.float64)
     angle = torch.arange(T, device=device)[:, None] * base ** (-c / D)
@@ -669,31 +668,38 @@ def turns(T, D, base, device):
 
 def launch_polar(kernel, x, delta, base, softplus, *outputs):
     """Run one of PoPE's kernels, a few rows a program, so that they stay in registers."""
-    (B, H, T, D), tensors = x.shape, [x, delta.contiguous(), turns(*x.shape[2:], base, x.device)]
-    tensors += outputs
-    strides = [y.stride(2) for y in tensors if y.dim() == 4]
+    B, H, T, D = x.shape
+    per_group = B if delta is None else B // len(delta)
+    tensors = [x, delta, angle_table(T, D, base, x.device), *outputs]
+    strides = [y.stride(2) for y in tensors if y is not None and y.dim() == 4]
     with torch.cuda.device_of(x):
         kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](
-            *tensors, *strides, H, T, B // len(delta), D, power_of_2(D), softplus, POLAR_ROWS)
+            *tensors, *strides, H, T, per_group, D, power_of_2(D), softplus, POLAR_ROWS)
 
 
 @torch.library.custom_op('nanope::polar', mutates_args=())
-def polar(x: torch.Tensor, delta: torch.Tensor, base: float, softplus: bool) -> torch.Tensor:
+def polar(x: torch.Tensor, delta: torch.Tensor | None, base: float,
+          softplus: bool) -> torch.Tensor:
     """PoPE eq. 7-10: x [B, H, T, D], delta [G, H, D] -> mu(x_t) [cos, sin](t theta + delta)."""
     y = new_rows(x, 2 * x.shape[3])
-    launch_polar(polar_kernel, rows(x), delta, base, softplus, y)
+    delta = None if delta is None else delta.contiguous()
+    launch_polar(polar_kernel, evenly_spaced(x), delta, base, softplus, y)
     return y
 
 
 @torch.library.custom_op('nanope::polar_backward', mutates_args=())
-def polar_backward(dy: torch.Tensor, x: torch.Tensor, delta: torch.Tensor, base: float,
-                   softplus: bool) -> list[torch.Tensor]:
-    """The gradients of polar's x and delta."""
-    (B, H, T, D), G = x.shape, len(delta)
-    dx = new_rows(x)
-    parts = delta.new_empty(G, B // G, H, triton.cdiv(T, POLAR_ROWS), D)
-    launch_polar(polar_backward_kernel, rows(x), delta, base, softplus, rows(dy), dx, parts)
-    return [dx, parts.sum(dim=(1, 3))]
+def polar_backward(dy: torch.Tensor, x: torch.Tensor, delta: torch.Tensor | None, base: float,
+                   softplus: bool, want_delta: bool) -> list[torch.Tensor]:
+    """The gradients of polar's x and delta; an empty tensor where nobody wants that of delta."""
+    B, H, T, D = x.shape
+    dx, parts = new_rows(x), None
+    if delta is not None:
+        delta = delta.contiguous()
+    if want_delta:
+        parts = delta.new_empty(len(delta), B // len(delta), H, triton.cdiv(T, POLAR_ROWS), D)
+    launch_polar(polar_backward_kernel, evenly_spaced(x), delta, base, softplus,
+                 evenly_spaced(dy), dx, parts)
+    return [dx, parts.sum(dim=(1, 3)) if want_delta else x.new_empty(0, dtype=torch.float32)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -717,8 +723,8 @@ def _(x, delta, base, softplus):
 
 
 @polar_backward.register_fake
-def _(dy, x, delta, base, softplus):
-    return [new_rows(x), delta.new_empty(delta.shape)]
+def _(dy, x, delta, base, softplus, want_delta):
+    return [new_rows(x), x.new_empty(delta.shape if want_delta else 0, dtype=torch.float32)]
 
 
 def save_attention(ctx, inputs, output):
@@ -743,361 +749,19 @@ def save_polar(ctx, inputs, output):
 
 def polar_gradient(ctx, dy):
     """The gradients of polar's inputs."""
-    return *polar_backward(dy, *ctx.saved_tensors, ctx.base, ctx.softplus), None, None
-
-
-def no_second_gradient(ctx, grads):
-    """Say that there is none."""
-    raise NotImplementedError('the kernels have no second-order gradients: take the reference '
-                              '(kernels.NAME_reference, or --kernel=reference)')
-
-
-def fold_seeds(op, shared=None):
-    """The vmap rule of an operator whose tensors all begin with the batch, or with G: the seeds
-    go in front of either. Argument `shared` is one for all seeds."""
-    def in_front(x, dim, S):
-        x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
-
-    def unfold(x, S):
-        return x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0)
-
-    def rule(info, in_dims, *args):
-        S = info.batch_size
-        if shared is not None and (in_dims[shared] is not None or args[-1] is True):
-            raise NotImplementedError('the table of sinusoids must be one for all: take '
-                                      'pe.cursor_scan')
-        folded = []
-        for place, (x, dim) in enumerate(zip(args, in_dims)):
-            seeded = isinstance(x, torch.Tensor) and place != shared
-            folded.append(in_front(x, dim, S) if seeded else x)
-        out = op(*folded)
-        if isinstance(out, torch.Tensor):
-            return unfold(out, S), 0
-        return type(out)(unfold(x, S) for x in out), type(out)([0] * len(out))
-    return rule
+    want_delta = ctx.needs_input_grad[1]
+    dx, ddelta = polar_backward(dy, *ctx.saved_tensors, ctx.base, ctx.softplus, want_delta)
+    return dx, ddelta if want_delta else None, None, None
 
 
 attention_forward.register_autograd(attention_gradient, setup_context=save_attention)
-attention_backward.register_autograd(no_second_gradient)
-attention_forward.register_vmap(fold_seeds(attention_forward))
-attention_backward.register_vmap(fold_seeds(attention_backward))
+attention_backward.register_autograd(scan.no_second_gradient)
+attention_forward.register_vmap(scan.fold_seeds(attention_forward))
+attention_backward.register_vmap(scan.fold_seeds(attention_backward))
 polar.register_autograd(polar_gradient, setup_context=save_polar)
-polar_backward.register_autograd(no_second_gradient)
-polar.register_vmap(fold_seeds(polar))
-polar_backward.register_vmap(fold_seeds(polar_backward))
-
-
-# --------------------------------------------------------------------------------------------------
-# PRISM's scan: one program for each cursor of each sequence
-#
-# A program holds its cursor's histogram h in registers, one bin for each offset d, and walks over
-# the tokens t. Pointers to histograms and to the table point at offset 0, in the middle of a row.
-# - Before token t only the offsets -t..t have mass: other bins are neither stored nor loaded. The
-#   first launch has 128 bins and stops before mass can leave them; the next goes on with 256, etc.
-# - A step needs the bins d - 1 and d + 1, which other threads hold. So each histogram is stored in
-#   HISTORY and loaded from there, shifted, after a barrier.
-# - The tokens are cut into chunks of K. Row k of HISTORY is the histogram before a chunk's token k,
-#   row k + 1 that after it; so Algorithm 2 is a product of HISTORY and the table.
-# - CHECKPOINTS keeps the histogram before each chunk. The backward kernel takes the last chunk
-#   first, fills HISTORY again from its checkpoint, and walks back over its tokens.
-
-
-def check_scan(reset, step, gamma, table, copy):
-    """ValueError if shapes do not fit, or if a cursor can leave the offsets of the table."""
-    B, C, T = reset.shape
-    P = len(table) // 2
-    shapes = dict(step=(B, C, T, 3), gamma=(C,), copy=(B, C, T, T + 1))
-    for (name, shape), x in zip(shapes.items(), (step, gamma, copy)):
-        if x is not None and x.shape != shape:
-            raise ValueError(f'{name} must be {[*shape]}, not {[*x.shape]}')
-    if table.dim() != 2 or len(table) % 2 == 0:
-        raise ValueError(f'the table must be [2P+1, d_pe], not {[*table.shape]}')
-    if P < T:
-        raise ValueError(f'a cursor can move {T} places in {T} steps: the table must hold offsets '
-                         f'-{T}..{T} at least, not -{P}..{P}')
-
-
-def cursor_scan(reset, step, gamma, table, copy=None):
-    """pe.cursor_scan by the kernels, in float32: [B, C, T, d_pe].
-
-    Of the histograms [B, C, T, 2P+1] memory holds one in CHUNK. Gradients for every input, that of
-    the table by atomic additions. RuntimeError without Triton; ValueError as check_scan says.
-    """
-    if triton is None:
-        raise RuntimeError('the kernels need Triton, which is for Linux: pip install triton; '
-                           'pe.cursor_scan needs nothing')
-    check_scan(reset, step, gamma, table, copy)
-    gamma = gamma if gamma is None else gamma.expand(len(reset), -1)  # (B, C)
-    inputs = reset, step, gamma, table, copy
-    return scan_forward(*(x if x is None else x.float() for x in inputs))[0]
-
-
-@jit
-def load_bins(ROW, d, reach):
-    """Bins d of the histogram at ROW, which has mass at the offsets -reach..reach."""
-    return tl.load(ROW + d, mask=tl.abs(d) <= reach, other=0.0)
-
-
-@jit
-def load_gates(RESET, STEP, row):
-    """p_reset, p_incr, p_decr, p_keep."""
-    STEP += 3 * row
-    return tl.load(RESET + row), tl.load(STEP), tl.load(STEP + 1), tl.load(STEP + 2)
-
-
-@jit
-def load_copy(COPY, row, d, t, T):
-    """p_copy of the offsets d, and p_no_copy."""
-    COPY += row * (T + 1)
-    return tl.load(COPY + d, mask=(d >= 0) & (d <= t), other=0.0), tl.load(COPY + T)
-
-
-@jit
-def after_reset(h, d, total, p_reset):
-    """Algorithm 1 (2): a reset moves all mass to offset 0."""
-    return (1 - p_reset) * h + tl.where(d == 0, p_reset * total, 0.0)
-
-
-@jit
-def after_step(h, ROW, d, t, total, gates):
-    """Algorithm 1 (2), (3): the histogram h, also at ROW, after a reset and a step.
-
-    Mass comes to offset d from d - 1 by an increment, from d + 1 by a decrement, from d by neither.
-    """
-    p_reset, p_incr, p_decr, p_keep = gates
-    lower = after_reset(load_bins(ROW, d - 1, t), d - 1, total, p_reset)
-    higher = after_reset(load_bins(ROW, d + 1, t), d + 1, total, p_reset)
-    return p_incr * lower + p_decr * higher + p_keep * after_reset(h, d, total, p_reset)
-
-
-@jit
-def step_gradient(dh, DROW, h, d, t, total, gates, DRESET, DSTEP):
-    """The gradient of h from dh, also at DROW, that of after_step(h); stores those of the gates."""
-    p_reset, p_incr, p_decr, p_keep = gates
-    higher, lower = load_bins(DROW, d + 1, t + 1), load_bins(DROW, d - 1, t + 1)
-    here = after_reset(h, d, total, p_reset)
-    tl.store(DSTEP, tl.sum(here * higher, axis=0))
-    tl.store(DSTEP + 1, tl.sum(here * lower, axis=0))
-    tl.store(DSTEP + 2, tl.sum(here * dh, axis=0))
-    dh = p_incr * higher + p_decr * lower + p_keep * dh
-    dh_0 = p_incr * tl.load(DROW + 1) + p_decr * tl.load(DROW - 1) + p_keep * tl.load(DROW)
-    tl.store(DRESET, total * dh_0 - tl.sum(h * dh, axis=0))
-    return (1 - p_reset) * dh + p_reset * dh_0
-
-
-@jit
-def log2(x):
-    """log2(x) by one instruction, to 2^-22 (of 1 near 1). tl.log2 takes two dozen."""
-    if INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise('lg2.approx.ftz.f32 $0, $1;', '=f,f', [x],
-                                     dtype=tl.float32, is_pure=True, pack=1)
-
-
-@jit
-def scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L):
-    """Algorithm 1 at the tokens start..end-1: fills HISTORY, returns its last row."""
-    tl.store(HISTORY + d, h, mask=tl.abs(d) <= start)
-    tl.debug_barrier()
-    for t in range(start, end):
-        ROW = HISTORY + (t - start) * L
-        total = tl.sum(h, axis=0) if gamma is None else 1.0  # (1)
-        h = after_step(h, ROW, d, t, total, load_gates(RESET, STEP, n * T + t))
-        if COPY is not None:  # (4)
-            p_copy, p_no_copy = load_copy(COPY, n * T + t, d, t, T)
-            h = p_no_copy * h + p_copy
-        if gamma is not None:  # (5): (h + eps)^gamma, normalized
-            x = tl.where(tl.abs(d) <= t + 1, gamma * log2(h + EPSILON), float('-inf'))
-            h = tl.exp2(x - tl.max(x, axis=0))
-            h *= 1.0 / tl.sum(h, axis=0)
-        tl.store(ROW + L + d, h, mask=tl.abs(d) <= t + 1)
-        tl.debug_barrier()
-    return h
-
-
-@jit
-def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, first, last, T, L, D,
-                BL: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
-    """Algorithm 2 at the tokens first..last-1: e_t = sum_d h_t[d] f(d)."""
-    n = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BL) - BL // 2
-    k, c = tl.arange(0, K)[:, None], tl.arange(0, BD)[None, :]
-    TABLE += L // 2 * D
-    HISTORY += n * (K + 1) * L + L // 2
-    CHECKPOINTS += n * (tl.cdiv(T, K) + 1) * L + L // 2
-    gamma = None if GAMMA is None else tl.load(GAMMA + n)
-    h = load_bins(CHECKPOINTS + first // K * L, d, first)
-    for start in range(first, last, K):
-        end = tl.minimum(start + K, T)
-        h = scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L)
-        tl.store(CHECKPOINTS + (start // K + 1) * L + d, h, mask=tl.abs(d) <= end)
-        t = start + k
-        e = tl.zeros([K, BD], tl.float32)
-        for low in range(-end, end + 1, TILE):
-            j = low + tl.arange(0, TILE)
-            hs = load_bins(HISTORY + (k + 1) * L, j[None, :], tl.where(t < end, t + 1, -1))
-            inside = (tl.abs(j[:, None]) <= end) & (c < D)
-            f = tl.load(TABLE + j[:, None] * D + c, mask=inside, other=0.0)
-            e = tl.dot(hs, f, e, input_precision=PRECISION)
-        tl.store(OUT + (n * T + t) * D + c, e, mask=(t < end) & (c < D))
-
-
-@jit
-def superposition_gradient(DOUT, TABLE, DTABLE, HISTORY, GRADS, start, end, L, D,
-                           BD: tl.constexpr, PRECISION: tl.constexpr):
-    """Algorithm 2: dh_t[d] = <de_t, f(d)> to GRADS, df(d) = sum_t h_t[d] de_t added to DTABLE."""
-    k, c = tl.arange(0, K)[:, None], tl.arange(0, BD)[None, :]
-    reach = tl.where(start + k < end, start + k + 1, -1)
-    de = tl.load(DOUT + k * D + c, mask=(start + k < end) & (c < D), other=0.0)
-    for low in range(-end, end + 1, TILE):
-        j = low + tl.arange(0, TILE)
-        inside = (tl.abs(j[:, None]) <= end) & (c < D)
-        f = tl.load(TABLE + j[:, None] * D + c, mask=inside, other=0.0)
-        dh = tl.dot(de, tl.trans(f), input_precision=PRECISION)
-        tl.store(GRADS + k * L + j[None, :], dh, mask=tl.abs(j[None, :]) <= reach)
-        if DTABLE is not None:
-            hs = load_bins(HISTORY + (k + 1) * L, j[None, :], reach)
-            df = tl.dot(tl.trans(hs), de, input_precision=PRECISION)
-            tl.atomic_add(DTABLE + j[:, None] * D + c, df, mask=inside, sem='relaxed')
-
-
-@jit
-def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA,
-                         DTABLE, DCOPY, HISTORY, GRADS, first, last, T, L, D,
-                         BL: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients of the gates, gamma and the table at the tokens last-1..first.
-
-    Row k of GRADS: what the encoding of token k gives to the histogram after it, then the gradient
-    before (4). Row K: the gradient after token last-1, which the launch before this one has left.
-    """
-    n = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BL) - BL // 2
-    TABLE += L // 2 * D
-    DTABLE = None if DTABLE is None else DTABLE + L // 2 * D
-    HISTORY += n * (K + 1) * L + L // 2
-    GRADS += n * (K + 1) * L + L // 2
-    CHECKPOINTS += n * (tl.cdiv(T, K) + 1) * L + L // 2
-    gamma = None if GAMMA is None else tl.load(GAMMA + n)
-    dgamma = tl.zeros([BL], tl.float32)
-    dh = load_bins(GRADS + K * L, d, last)
-    for start in range((last - 1) // K * K, first - 1, -K):
-        end = tl.minimum(start + K, T)
-        h = load_bins(CHECKPOINTS + start // K * L, d, start)
-        scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L)
-        superposition_gradient(DOUT + (n * T + start) * D, TABLE, DTABLE, HISTORY, GRADS,
-                               start, end, L, D, BD, PRECISION)
-        tl.debug_barrier()
-        for t in range(end - 1, start - 1, -1):
-            row = n * T + t
-            ROW, DROW = HISTORY + (t - start) * L, GRADS + (t - start) * L
-            dh += load_bins(DROW, d, t + 1)
-            h = load_bins(ROW, d, t)
-            total = tl.sum(h, axis=0) if gamma is None else 1.0
-            gates = load_gates(RESET, STEP, row)
-            moved = after_step(h, ROW, d, t, total, gates)
-            x = moved
-            if COPY is not None:
-                p_copy, p_no_copy = load_copy(COPY, row, d, t, T)
-                x = p_no_copy * moved + p_copy
-            if gamma is not None:  # (5): a softmax of gamma log(x + eps)
-                y = load_bins(ROW + L, d, t + 1)
-                dh = y * (dh - tl.sum(y * dh, axis=0))
-                dgamma += dh * log2(x + EPSILON)
-                dh = gamma * dh / (x + EPSILON)
-            if COPY is not None:  # (4)
-                tl.store(DCOPY + row * (T + 1) + d, dh, mask=(d >= 0) & (d <= t))
-                tl.store(DCOPY + row * (T + 1) + T, tl.sum(moved * dh, axis=0))
-                dh *= p_no_copy
-            tl.store(DROW + d, dh, mask=tl.abs(d) <= t + 1)
-            tl.debug_barrier()
-            dh = step_gradient(dh, DROW, h, d, t, total, gates, DRESET + row, DSTEP + 3 * row)
-        tl.debug_barrier()
-    tl.store(GRADS + K * L + d, dh, mask=tl.abs(d) <= first)
-    if GAMMA is not None:
-        tl.store(DGAMMA + n, tl.load(DGAMMA + n) + LN2 * tl.sum(dgamma, axis=0))
-
-
-def scan_launches(T, L, D):
-    """Sizes and options of each launch, the first tokens first."""
-    # D = 1 holds the offsets themselves, which have more digits than tf32
-    rough = torch.get_float32_matmul_precision() != 'highest' and D > 1
-    sizes = dict(T=T, L=L, D=D, BD=max(16, triton.next_power_of_2(D)),
-                 PRECISION='tf32' if rough else 'tf32x3', num_stages=1)
-    launches = []
-    first, BL = 0, 128
-    while first < T:
-        last = min(T, BL // 2 - CHUNK)  # a multiple of CHUNK, or T
-        warps = min(16, max(1, BL // 256))
-        launches.append(dict(sizes, first=first, last=last, BL=BL, num_warps=warps))
-        first, BL = last, 2 * BL
-    return launches
-
-
-@torch.library.custom_op('nanope::cursor_scan', mutates_args=())
-def scan_forward(reset: torch.Tensor, step: torch.Tensor, gamma: torch.Tensor | None,
-                 table: torch.Tensor, copy: torch.Tensor | None
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cursor_scan with gamma [B, C]: encodings, and the histogram before each chunk."""
-    inputs = [x if x is None else x.contiguous() for x in (reset, step, gamma, table, copy)]
-    (B, C, T), (L, D) = reset.shape, table.shape
-    out, checkpoints = empty_scan(*inputs)
-    checkpoints[:, :, 0, L // 2] = 1  # all mass at offset 0
-    history = reset.new_empty(B * C, CHUNK + 1, L)
-    with torch.cuda.device_of(reset):
-        for sizes in scan_launches(T, L, D):
-            scan_kernel[B * C,](*inputs, out, checkpoints, history, **sizes)
-    return out, checkpoints
-
-
-@scan_forward.register_fake
-def empty_scan(reset, step, gamma, table, copy):
-    """Uninitialized outputs of scan_forward."""
-    (B, C, T), (L, D) = reset.shape, table.shape
-    return reset.new_empty(B, C, T, D), reset.new_empty(B, C, -(-T // CHUNK) + 1, L)
-
-
-@torch.library.custom_op('nanope::cursor_scan_backward', mutates_args=())
-def scan_backward(dout: torch.Tensor, reset: torch.Tensor, step: torch.Tensor,
-                  gamma: torch.Tensor | None, table: torch.Tensor, copy: torch.Tensor | None,
-                  checkpoints: torch.Tensor, want_table: bool) -> list[torch.Tensor]:
-    """Gradients of scan_forward's inputs; empty tensors for those that are None or not wanted."""
-    tensors = dout, reset, step, gamma, table, copy, checkpoints
-    tensors = [x if x is None else x.contiguous() for x in tensors]
-    (B, C, T), (L, D) = reset.shape, table.shape
-    wanted = reset, step, gamma, table if want_table else None, copy
-    # zeros: the kernel adds to dgamma and dtable, and dcopy is 0 for later tokens
-    grads = [x if x is None else x.new_zeros(x.shape) for x in wanted]
-    history, dhistory = reset.new_empty(2, B * C, CHUNK + 1, L)
-    dhistory[:, CHUNK] = 0
-    with torch.cuda.device_of(reset):
-        for sizes in reversed(scan_launches(T, L, D)):
-            scan_backward_kernel[B * C,](*tensors, *grads, history, dhistory, **sizes)
-    return [reset.new_empty(0) if x is None else x for x in grads]
-
-
-@scan_backward.register_fake
-def _(dout, reset, step, gamma, table, copy, checkpoints, want_table):
-    wanted = reset, step, gamma, table if want_table else None, copy
-    return [reset.new_empty(0 if x is None else x.shape) for x in wanted]
-
-
-def save_scan(ctx, inputs, output):
-    """Keep the inputs and the checkpoints for the backward pass."""
-    ctx.save_for_backward(*inputs, output[1])
-
-
-def scan_gradient(ctx, dout, dcheckpoints):
-    """Gradients of scan_forward's inputs; nothing depends on the checkpoints."""
-    wanted = ctx.needs_input_grad
-    grads = scan_backward(dout, *ctx.saved_tensors, wanted[3])
-    return tuple(grad if yes else None for grad, yes in zip(grads, wanted))
-
-
-scan_forward.register_autograd(scan_gradient, setup_context=save_scan)
-scan_backward.register_autograd(no_second_gradient)
-scan_forward.register_vmap(fold_seeds(scan_forward, shared=3))
-scan_backward.register_vmap(fold_seeds(scan_backward, shared=4))
+polar_backward.register_autograd(scan.no_second_gradient)
+polar.register_vmap(scan.fold_seeds(polar))
+polar_backward.register_vmap(scan.fold_seeds(polar_backward))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+from engine.scan import EPS, check_scan
 
 
 @dataclass
@@ -715,7 +716,7 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     reach, -(t+1)..t+1, so it depends neither on P nor on later tokens. ValueError if shapes do not
     fit, or if a cursor can leave the table (Algorithm 1 clamps at +-P).
     """
-    kernels.check_scan(reset, step, gamma, table, copy)
+    check_scan(reset, step, gamma, table, copy)
     (B, C, T), P = reset.shape, len(table) // 2
     h = table.new_ones(B, C, 1)  # offsets -t..t before token t
     histograms, encodings = [], []
@@ -732,7 +733,7 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
             h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :t + 1], (t + 1, 1))
         # (5) sharpen: (h + eps)^gamma, normalized
         if gamma is not None:
-            h = (gamma[:, None] * (h + kernels.EPS).log()).softmax(dim=-1)
+            h = (gamma[:, None] * (h + EPS).log()).softmax(dim=-1)
         histograms.append(h)
         # superpose: sum_d h[d] f(d)
         if len(histograms) == chunk or t == T - 1:

@@ -38,6 +38,7 @@ import kernels
 import pe
 import tasks
 from engine import bench, data
+from engine import scan as prism_scan
 from model import ModelConfig, Transformer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1685,7 +1686,7 @@ def test_kernels_against_their_references(name, dtype, seed):
 
 @kernel_test
 @pytest.mark.parametrize('on', [
-    '', 'pope', 'vipe', 'bias', 'pope vipe', 'pope bias', 'vipe bias', 'pope vipe bias'])
+    '', 'polar', 'pope', 'vipe', 'bias', 'pope vipe', 'pope bias', 'vipe bias', 'pope vipe bias'])
 @pytest.mark.parametrize('G', [1, 2])
 def test_kernels_with_every_switch(on, G):
     """attention() with any of its parts, each for G groups of the batch; outputs and gradients."""
@@ -1701,7 +1702,7 @@ def test_kernels_with_every_switch(on, G):
     tensors = strided_qkv(B, H, T, D, torch.float32, 'contiguous', g)
     for shape in shapes.values():
         tensors.append((torch.rand(shape, generator=g) * 2).to(DEVICE).requires_grad_())
-    base = 100.0 if 'pope' in on else 0.0
+    base = 100.0 if on[:2] == 'po' else 0.0
 
     def by_kernel(q, k, v, *rest):
         return kernels.attention(q, k, v, base=base, distance=True, **dict(zip(shapes, rest)))
@@ -1760,7 +1761,8 @@ def test_attention_as_an_operator():
     checks = ('test_schema', 'test_autograd_registration', 'test_faketensor')
     for args in ((q, k, v, bias, 0.25, True), (q, k, v, None, 0.25, False)):
         torch.library.opcheck(kernels.attention_forward, args, test_utils=checks)
-    torch.library.opcheck(kernels.polar, (q, delta, 100.0, True), test_utils=checks)
+    for phases in (delta, None):
+        torch.library.opcheck(kernels.polar, (q, phases, 100.0, True), test_utils=checks)
     y = kernels.bias_attention(q, k, v, bias[0])
     grad, = torch.autograd.grad(y.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match='second-order'):
@@ -1773,7 +1775,7 @@ def test_attention_says_what_does_not_fit():
     for args, kw, says in (
             ((q.double(), k, v), {}, 'float32, bfloat16 or float16'),
             ((q[:, :1], k, v), {}, 'must all be'),
-            ((q, k, v), dict(delta=delta), 'delta goes with base'),
+            ((q, k, v), dict(delta=delta), 'delta and softplus go with base'),
             ((q, k, v), dict(delta=delta[:, :1], base=9.0), r'delta must be \[1, 2, 16\]'),
             ((q, k, v), dict(row=row), 'row with col'),
             ((q, k, v), dict(bias=bias[..., :9]), r'bias must be \[1, 2, 20\]'),
@@ -1992,12 +1994,12 @@ def test_cursor_scan_as_an_operator():
     torch.manual_seed(0)
     reset, step, gamma, table, jumps = (x.detach() for x in random_scan(2, 2, 9, 12, 4))
     inputs = (reset, step, gamma.expand(2, -1), table, jumps)
-    _, checkpoints = kernels.scan_forward(*inputs)
+    _, checkpoints = prism_scan.scan_forward(*inputs)
     dout = torch.randn(2, 2, 9, 4, device=DEVICE)
     checks = ('test_schema', 'test_faketensor')
-    torch.library.opcheck(kernels.scan_forward, inputs, test_utils=checks)
+    torch.library.opcheck(prism_scan.scan_forward, inputs, test_utils=checks)
     backward = (dout, *inputs, checkpoints, True)
-    torch.library.opcheck(kernels.scan_backward, backward, test_utils=checks)
+    torch.library.opcheck(prism_scan.scan_backward, backward, test_utils=checks)
 
 
 @kernel_test
@@ -2029,25 +2031,27 @@ import torch
 import kernels
 from engine import bench
 
-def scan():
-    T, d_pe = 40, 32
-    shapes = (1, 1, T), (1, 1, T, 3), (1,), (2 * T + 1, d_pe), (1, 1, T, T + 1)
-    inputs = [torch.zeros(shape, requires_grad=True) for shape in shapes]
-    kernels.cursor_scan(*inputs).sum().backward()
+def everything():
+    q, k, v, delta = bench.kernel_inputs('pope_attention', 1, 1, 4096, 64, torch.bfloat16, 'cpu')
+    row, col, bias = (torch.zeros(1, 1, 4096, requires_grad=True) for _ in range(3))
+    y, e = kernels.attention(q, k, v, delta[None], 9.0, row, col, bias, distance=True)
+    (y.sum() + e.sum()).backward()
 
 for call in sys.argv[2:]:
     name, D, dtype = call.split('/')
-    calls = functools.partial(bench.forward_and_backward, name, int(D), dtype)
-    for row in bench.compile_kernels(int(sys.argv[1]), [scan if name == 'scan' else calls]):
+    name = 'cursor_scan' if name == 'scan' else f'{name}_attention'
+    run = functools.partial(bench.forward_and_backward, name, int(D), dtype, T=40)
+    run = everything if 'everything' in name else run
+    for row in bench.compile_kernels(int(sys.argv[1]), [run]):
         print(json.dumps(dict(row, dtype=dtype, **{'in': call})))
 """
 
 
 @needs_triton
 @pytest.mark.parametrize('arch, calls', [
-    (90, ['pope/64/bfloat16', 'pope/128/float16', 'bias/64/bfloat16', 'scan/1/']),
+    (90, ['pope/64/bfloat16', 'pope/128/float16', 'bias/64/bfloat16', 'scan/64/float32']),
     (89, ['pope/128/bfloat16', 'bias/64/bfloat16', 'bias/128/float32']),
-    (80, ['pope/128/bfloat16'])])
+    (80, ['pope/128/bfloat16', 'everything/64/bfloat16'])])
 def test_kernels_compile(arch, calls):
     """Without a GPU, by Triton's compiler alone: shared memory fits, and registers suffice.
 
@@ -2061,7 +2065,8 @@ def test_kernels_compile(arch, calls):
                    ('bias/64/bfloat16', 'keys'): 16},
               89: {('pope/128/bfloat16', 'queries'): 8, ('bias/64/bfloat16', 'keys'): 64,
                    ('bias/128/float32', 'keys'): 16},
-              80: {('pope/128/bfloat16', 'keys'): 16, ('pope/128/bfloat16', 'polar_backward'): 8}}
+              80: {('pope/128/bfloat16', 'keys'): 16, ('pope/128/bfloat16', 'polar_backward'): 8,
+                   ('everything/64/bfloat16', 'keys'): 32}}
     for row in rows:
         attention = row['kernel'] in ('forward', 'queries', 'keys')
         assert row['shared'] <= bench.SHARED[arch], row

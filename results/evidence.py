@@ -288,11 +288,14 @@ def kernels_table():
     for run in plan.runs('kernels'):
         for row in run['rows'] if run['arch'] == 90 else ():
             times = [f'{row[f"ms_{T}"]:.2f} ({row[f"flash_ms_{T}"]:.2f})'
-                     for T in (1024, 4096, 16384)]
+                     for T in (1024, 4096, 16384) if 'products' in row]
             blocks = f'{row["M"]} x {row["N"]}' if row['M'] else ''
-            counts = [row[key] for key in ('products', 'wgmma', 'mma', 'registers', 'spilled')]
+            blocks = f'{row["bins"]} bins' if row.get('bins') else blocks
+            counts = [row.get(key, '')
+                      for key in ('products', 'wgmma', 'mma', 'registers', 'spilled')]
+            moved = f'{row["bytes_ms"]:.2f}' if 'products' in row else ''
             body.append([row['encoding'], str(row['D']), row['kernel'], blocks, *map(str, counts),
-                         f'{row["shared"] / 1024:.0f}', f'{row["bytes_ms"]:.2f}', *times])
+                         f'{row["shared"] / 1024:.0f}', moved, *(times or 3 * [''])])
     yield from markdown(
         ['encoding', 'D', 'kernel', 'queries x keys', 'products', 'wgmma', 'mma.sync',
          'registers', 'spilled bytes', 'shared KB', 'bytes, ms', '1k, ms', '4k', '16k'], body)
