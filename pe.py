@@ -76,6 +76,7 @@ class PEConfig:
     prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
     # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
+    prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py for pope, vipe, alibi, t5, prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
@@ -86,7 +87,7 @@ class PEConfig:
                        't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
-        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', zero=True)
+        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', zero=True)
         if self.rope_base <= 1:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
@@ -743,6 +744,12 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     return torch.cat(encodings, dim=2)
 
 
+def entropy(logits):
+    """Entropy in nats of softmax(logits) along the last axis."""
+    log_p = logits.log_softmax(dim=-1)
+    return -(log_p.exp() * log_p).sum(dim=-1)
+
+
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads content and opens gates that move cursors, histograms of offsets.
 
@@ -785,10 +792,16 @@ class Cursors(nn.Module):
         return W
 
     def penalty(self):
-        """Keeps W_h near an orthogonal matrix with prism_recurrent='penalty' (6.3)."""
-        W = self.W_h.weight
-        eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
-        return 1e-3 * (W.T @ W - eye).square().sum()
+        """prism_whole times the mean entropy of the latest gates: whole steps add up over any
+        length, fractions blur. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        loss = 0.0
+        if self.cfg.prism_whole:
+            loss = self.cfg.prism_whole * self.doubt
+        if self.cfg.prism_recurrent == 'penalty':
+            W = self.W_h.weight
+            eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
+            loss = loss + 1e-3 * (W.T @ W - eye).square().sum()
+        return loss
 
     def gru(self, x):
         """[B, T, C] -> [B, T, hidden] (Cho et al. 2014)."""
@@ -813,6 +826,8 @@ class Cursors(nn.Module):
         reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
+        if self.training and self.cfg.prism_whole:  # sigmoid(w) is softmax([w, 0])
+            self.doubt = (entropy(F.pad(w[..., :1], (0, 1))) + entropy(w[..., 1:])).mean()
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':
@@ -914,8 +929,7 @@ class PRISM(Encoding):
         return self.cursors(x, pos) if self.layer == 0 else state
 
     def penalty(self):
-        penalized = self.layer == 0 and self.cfg.prism_recurrent == 'penalty'
-        return self.cursors.penalty() if penalized else 0.0
+        return self.cursors.penalty() if self.layer == 0 else 0.0
 
     def qk(self, q, k, at):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]  # (B, H, T, branches d_pe)

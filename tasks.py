@@ -359,7 +359,7 @@ class TriggerCount(Classification):
 # --------------------------------------------------------------------------------------------------
 # PRISM's tasks (Tables 3 and 4), in characters
 
-CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*']
+CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^']
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
 
 
@@ -402,12 +402,28 @@ class StringCopy(Characters):
 
 
 class StringReverse(StringCopy):
-    """Reverse a string of digits. `length` is its length.
+    """Reverse a string of digits. `length` is its length. The start symbol is what tells where to
+    stop: PRISM's Figure 15 names one.
     >>> example('string_reverse', 7)
-    '4930397=7930394.'
+    '^4930397=7930394.'
     """
+    def write(self, x):
+        return ['^', *super().write(x)]
+
     def answer(self, x):
         return x.flip(1)
+
+
+class BucketSort(StringCopy):
+    """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023).
+    >>> example('bucket_sort', 7)
+    '4430342=0233444.'
+    """
+    def inputs(self, n, length, draw):
+        return [draw.integers(5, n, length)]
+
+    def answer(self, x):
+        return x.sort(dim=1).values
 
 
 class OddsFirst(StringCopy):
@@ -673,6 +689,7 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count'
          'indirect_indexing': IndirectIndexing(),
          'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
+         'bucket_sort': BucketSort(),
          'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
          'scan': SCAN(), 'scan_simple': SCAN(simple=1), 'scan_cot': SCANCoT()}

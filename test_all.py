@@ -733,6 +733,25 @@ def test_prism_recurrent_matrices():
     close(excess, expected, 1e-8)
 
 
+def test_prism_whole_is_the_entropy_of_the_gates():
+    model = make(pe='prism', prism_whole=0.5, n_layer=1)
+    tokens = torch.arange(12).view(2, 6) % 5
+    cursors = model.blocks[0].attn.pe.cursors
+    with torch.no_grad():
+        excess = model.train()(tokens, tokens)[1] - model.eval()(tokens, tokens)[1]
+        reset, step, _ = cursors.gates(model.embedding(tokens))
+    total = 0.0
+    for p in reset.flatten().tolist():
+        total -= p * math.log(p) + (1 - p) * math.log(1 - p)
+    for p in step.flatten().tolist():
+        total -= p * math.log(p)
+    close(excess, 0.5 * total / reset.numel(), 1e-12)
+    with torch.no_grad():
+        cursors.W.bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(cursors.W.bias) // 4))
+    model.train()(tokens, tokens)[1].backward()  # certain gates have finite gradients
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def set_by_hand(enc):
     """Fill every parameter of an encoding with a fixed ramp."""
     with torch.no_grad():
@@ -1206,6 +1225,9 @@ def string_answer(name, x):
         return x[::-1]
     if name == 'odds_first':
         return x[1::2] + x[::2]
+    if name == 'bucket_sort':
+        assert set(x) <= set('01234')
+        return ''.join(sorted(x))
     left = []  # the stack: bits first, then actions
     assert re.fullmatch('[01]+[234]*', x)
     for symbol in x:
@@ -1219,6 +1241,9 @@ def string_answer(name, x):
 def string_oracle(name, length, prompt, answer):
     """digits=digits."""
     x = ''.join(prompt).removesuffix('=')
+    if name == 'string_reverse':
+        assert x[0] == '^'
+        x = x[1:]
     assert len(x) == length
     assert ''.join(answer) == string_answer(name, x) + '.'
 
@@ -1307,6 +1332,7 @@ ORACLES = {
     'string_copy': (string_oracle, TEXT_LENGTHS),
     'string_reverse': (string_oracle, TEXT_LENGTHS),
     'odds_first': (string_oracle, TEXT_LENGTHS),
+    'bucket_sort': (string_oracle, TEXT_LENGTHS),
     'stack': (string_oracle, TEXT_LENGTHS),
     'dyn_str_cpy': (dyn_str_cpy_oracle, TEXT_LENGTHS),
     'addition_cot': (addition_oracle, TEXT_LENGTHS),

@@ -454,7 +454,7 @@ def load(run_dir, seed=None):
     path = os.path.join(run_dir, 'ckpt.pt')
     state = checkpoint.read(path, Config)
     cfg = make_config(state['config'])
-    checkpoint.check_same(cfg, state['config'], path, [])  # the vocabulary alone
+    checkpoint.check_same(cfg, state['config'], path, [])  # what the task sets
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
     chosen = checkpoint.first_sound(state) if seed is None else seed
     model.load_state_dict(checkpoint.weights(state, chosen, path))

@@ -104,11 +104,13 @@ def check_same(cfg, saved, path, keys=None):
     """Refuse a checkpoint from a config that differs in one of the keys (None: all but FREE)."""
     if keys is None:
         keys = [key for key in config.keys(type(cfg)) if key not in FREE]
-    for key in [*keys, 'vocab_size']:                      # the last: the data have changed
+    for key in [*keys, 'vocab_size', 'train_len']:
         now = getattr(cfg, key)
         if saved[key] != now:
-            raise UserError(f'{path} was trained with {key}={saved[key]}, not {now}: '
-                            'use the same, or another --out_dir')
+            advice = 'use the same, or another --out_dir'
+            if key not in keys:                            # the task sets these
+                advice = f'the task {cfg.task}, or its data, has changed; train again'
+            raise UserError(f'{path} was trained with {key}={saved[key]}, not {now}: {advice}')
 
 
 def weights(checkpoint, seed, path):

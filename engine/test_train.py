@@ -174,6 +174,18 @@ def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path):
         assert log_lines(folder) == log_lines(whole)
 
 
+def test_a_run_of_a_task_that_has_changed_is_refused(tmp_path):
+    """string_reverse had no start symbol once; its sequences were a token shorter."""
+    train.main(flags(task='string_reverse', out_dir=tmp_path))
+    state = read_checkpoint(tmp_path)
+    state['config']['train_len'] -= 1
+    torch.save(state, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='the task string_reverse, or its data, has changed'):
+        train.load(tmp_path)
+    with pytest.raises(UserError, match='the task string_reverse, or its data, has changed'):
+        train.main(flags(task='string_reverse', out_dir=tmp_path) + ['--eval_only'])
+
+
 @pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
 def test_the_form_of_a_checkpoint_and_of_a_results_line_stays(numbers, tmp_path):
     """Old files go on being read. Here a checkpoint lacks what was added to its form later."""
