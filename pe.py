@@ -831,11 +831,12 @@ class Cursors(nn.Module):
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':
-            # the copying cursors' key cursors count tokens: keep at the first, then increment
+            # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
+            # so a jump to token k meets the key of the token after it
             c = torch.arange(2 * self.count, device=x.device)[:, None] - self.count
             fixed = (c >= 0) & (c % 5 == 0)  # (2C, 1)
             t = torch.arange(x.shape[1], device=x.device)
-            count = torch.stack([t > 0, t < 0, t == 0], dim=-1).to(step.dtype)  # (T, 3)
+            count = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)  # (T, 3)
             reset = reset.masked_fill(fixed, 0.0)
             step = torch.where(fixed[..., None], count, step)
         return reset, step, self.jumps(torch.cat([x, h], dim=-1))

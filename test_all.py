@@ -556,6 +556,18 @@ def test_superposition_is_not_the_encoding_of_the_mean():
     assert (mixed - torch.cat([mean.sin(), mean.cos()])).abs().max() > 0.05
 
 
+def test_the_kernel_of_eq_7_is_not_monotone():
+    """PRISM asks for kappa(r1) > kappa(r2) where r1 < r2; that of sinusoids rises from r = 4 on."""
+    table = pe.sinusoids(torch.arange(6).double(), 32, 1e4, torch.zeros(1).double())
+    kappa = (table @ table[0]) / (table[0] @ table[0])
+    close(kappa[0], 1.0)
+    assert (kappa[:4] > kappa[1:5]).all()
+    assert kappa[5] > kappa[4]
+    for r in range(6):
+        total = sum(math.cos(r * 1e4 ** (-2 * i / 32)) for i in range(16))
+        close(kappa[r], total / 16, 1e-12)
+
+
 def test_cursor_machines():
     """Gates set by hand: increments count tokens, a reset goes back to 0, a copy to its token."""
     T = 8
@@ -637,8 +649,8 @@ def test_prism_without_reset_or_superposition():
 def test_prism_copies_by_hand():
     """Every fifth query cursor can jump to a token.
 
-    With prism_copy='fixed' its key cursor counts tokens from 0, so that a jump to k meets the key
-    of token k.
+    With prism_copy='fixed' its key cursor counts tokens from -1, so that a jump to k meets the key
+    of token k + 1.
     """
     model = make(pe='prism', prism_copy='fixed', prism_cursors=3, prism_d_pe=4, n_layer=1)
     cursors = model.blocks[0].attn.pe.cursors
@@ -658,7 +670,7 @@ def test_prism_copies_by_hand():
         alone = pe.cursor_scan(*gates, gamma, table, jump)
         close(h[:, c:c + 1], alone)
     for c in (12, 17, 22):
-        assert (h[:, c].argmax(dim=-1) - 9).tolist() == [list(range(9))] * 2
+        assert (h[:, c].argmax(dim=-1) - 9).tolist() == [list(range(-1, 8))] * 2
 
     with torch.no_grad():
         cursors.W_stay.weight.zero_()

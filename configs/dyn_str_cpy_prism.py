@@ -1,16 +1,17 @@
-# PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10;
-# copy branch on (PRISM section 6.0.1). With --prism_copy=trained it copies strings of 80 to 150
-# (results/README.md). Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape
+# PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10,
+# up to 150. Copy branch on (PRISM section 6.0.1), with key cursors that are trained; the paper's
+# only step up. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape,rope
 task = 'dyn_str_cpy'
 pe = 'prism'
-prism_copy = 'fixed'
+prism_copy = 'trained'
 n_head = 2
 train_lengths = range(1, 11)
 length_schedule = [(0, 5), (400, 10)]
 eval_lengths = [*range(1, 16), 20, 30, 40, 60, 80, 100, 150]
 prism_input = 0.3
+prism_alpha_lr = 0.003          # see string_reverse_prism
 dropout = 0.1
-max_steps = 1500
+max_steps = 1000
 min_lr = 6.6e-4
 eval_interval = 500
 n_eval = 16
