@@ -8,14 +8,14 @@ Queries t and keys s <= t count from 0. Every encoding here is one attention,
     x_ts = <q_t, k_s> / sqrt(D) + bias_(t-s)        p_t = softmax(x_t)
     y_t  = sum_s p_ts v_s                           e_t = sum_s p_ts (t - s)
 
-with a bias (ALiBi, T5), on rows turned to polar coordinates first (PoPE, a kernel of its own), or
-on rows times a factor (ViPE, in plain PyTorch). attention_reference is the same in a few lines.
+ALiBi and T5 add a bias. PoPE first turns q_t and k_s to polar coordinates, by a kernel of its own.
+ViPE first multiplies them by factors, in plain PyTorch.
 
 One forward and two backward kernels go over blocks of M queries and N keys, as FlashAttention
 does (Dao et al. 2022): a running maximum and sum make the softmax, so memory grows with T, not
-with T^2. Sums are in float32. The backward kernels compute the blocks again from the stored
-log-sum-exp, one for queries and one for keys, so that every sum has one order. Only the gradients
-of a bias, by atomic additions, differ from run to run in their last bits.
+with T^2. Sums are in float32. The backward kernels compute p again from the stored log-sum-exp.
+One owns a block of queries, the other a block of keys, so every sum has one order. Only the
+gradient of a bias, by atomic additions, differs from run to run in its last bits.
 Without a GPU the kernels run in Triton's interpreter.
 """
 from __future__ import annotations  # so that tl.constexpr is not read where Triton is missing
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import scan
-from engine.scan import INTERPRETED, constexpr, jit, tl, triton
+from engine.operators import INTERPRETED, constexpr, fold_seeds, jit, no_second_gradient, tl, triton
 
 cursor_scan = scan.cursor_scan  # PRISM's, in a file of its own
 LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x); kernels read constexpr alone
@@ -42,9 +42,9 @@ LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x); kernels read constex
 def attention_reference(q, k, v, delta=None, base=0.0, row=None, col=None, bias=None):
     """The equations above as they stand: (y [B, H, T, D], e [B, H, T]).
 
-    q, k, v [B, H, T, D]. base > 0 turns q_t and k_s to polar coordinates (PoPE eq. 7-10), with
-    delta [G, H, D]. row [G, H, T] multiplies q_t and col [B, H, T] k_s. bias [G, H, T] is by the
-    distance t - s. G divides B: sequence b uses entry b G // B (one for each seed of a run).
+    q, k, v [B, H, T, D]. base > 0 turns q_t and k_s to polar coordinates (PoPE eq. 7-10), k_s with
+    the phase delta [G, H, D]. row [G, H, T] multiplies q_t and col [B, H, T] k_s. bias [G, H, T] is
+    by the distance t - s. G divides B: sequence b uses entry b G // B (one for each seed of a run).
     """
     B, H, T, D = q.shape
     scale = D ** -0.5
@@ -88,41 +88,6 @@ def vipe_attention_reference(q, k, v, u, s=1.0):
 def bias_attention_reference(q, k, v, bias):
     """logit_ts = <q_t, k_s> / sqrt(D) + bias[h, t - s]."""
     return attention_reference(q, k, v, bias=bias[None])[0]
-
-
-# --------------------------------------------------------------------------------------------------
-# PyTorch's fused attention, for what the kernels below do not compute
-
-def fused_attention(q, k, v, mask, scale):
-    """Causal attention [B, H, Tq, D] by PyTorch's fused kernels; a mask [1 or B, H, Tq, T] is added
-    to the logits and takes the place of causality."""
-    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
-        return seeds_attention(q, k, v, mask, scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                          scale=scale)
-
-
-@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
-def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-                    scale: float) -> torch.Tensor:
-    """fused_attention under vmap, which has no rule for it: seeds_attention_rule is the rule."""
-    raise NotImplementedError('seeds_attention exists for its vmap rule only')
-
-
-@seeds_attention.register_vmap
-def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
-    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
-    S = info.batch_size
-    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
-               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
-    if mask is None or in_dims[3] is None and len(mask) == 1:  # one mask: seeds into the batch
-        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
-        return y.unflatten(0, (S, -1)), 0
-    H = q.shape[2]  # a mask per seed or row: seeds into the heads
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
-    mask = mask.expand(S, *mask.shape) if in_dims[3] is None else mask.movedim(in_dims[3], 0)
-    mask = mask.transpose(0, 1).flatten(1, 2)  # (1 or B, S H, Tq, T)
-    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -253,8 +218,8 @@ def store_rows(X, x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: 
 def load_bias(BIAS, t, s, T):
     """bias_(t-s) in units of log 2 for t and s that broadcast; anything where s > t or t >= T.
 
-    In assembly, as Triton would stage the block [M, N] of a tl.load in shared memory, where its
-    M + N values would need more than an RTX 4090 has; so they come from the L1 cache.
+    Triton would stage the M N values of a tl.load in shared memory, more than an RTX 4090 has. Only
+    M + N - 1 of them differ, so assembly reads them through the L1 cache.
     """
     address = BIAS + tl.minimum(tl.maximum(t - s, 0), T - 1)
     if INTERPRETED:
@@ -270,22 +235,20 @@ def load_bias(BIAS, t, s, T):
 def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, per_group, scale,
                    D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
                    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """y_t = sum_s p_ts v_s, e_t = sum_s p_ts (t - s), lse_t = log2 sum_s 2^x_ts; x in log 2 units.
-
-    N divides M. x_step: elements from a position of X to the next.
+    """y_t = sum_s p_ts v_s, e_t = sum_s p_ts (t - s), lse_t = log2 sum_s 2^x_ts, where x_ts is the
+    logit times log2(e). N divides M. q_step, k_step, ...: the stride from a position to the next.
     """
     t0, b, h = own_block(T, H, M, True)
     Q += b * T * q_step + h * D
     K += b * T * k_step + h * D
     V += b * T * v_step + h * D_V
-    if BIAS is not None:
-        BIAS += (b // per_group * H + h) * T
+    BIAS = None if BIAS is None else BIAS + (b // per_group * H + h) * T
     t = t0 + tl.arange(0, M)
     q = load_rows(Q, t0, q_step, T, D, BD, M)
     y = tl.zeros([M, BD_V], tl.float32)
     e = tl.zeros([M], tl.float32)
-    total = tl.zeros([M], tl.float32)
-    largest = tl.full([M], float('-inf'), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    row_max = tl.full([M], float('-inf'), tl.float32)
     for diagonal in tl.static_range(2):  # first the keys that all queries see
         start = t0 if diagonal else 0
         end = min(t0 + M, T) if diagonal else t0
@@ -297,29 +260,30 @@ def forward_kernel(Q, K, V, BIAS, Y, E, LSE, q_step, k_step, v_step, y_step, H, 
                 x += load_bias(BIAS, t[:, None], s[None, :], T)
             if diagonal:
                 x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
-            new = tl.maximum(largest, tl.max(x, 1))
+            new = tl.maximum(row_max, tl.max(x, 1))
             # a bias of -inf may have hidden every key so far
-            zero = tl.where(new == float('-inf'), 0.0, new)
-            p = tl.exp2(x - zero[:, None])
-            shrink = tl.exp2(largest - zero)
-            here = tl.sum(p, 1)
+            shift = tl.where(new == float('-inf'), 0.0, new)
+            p = tl.exp2(x - shift[:, None])
+            rescale = tl.exp2(row_max - shift)
+            block_sum = tl.sum(p, 1)
             if E is not None:  # t - s = (t - s0) - (s - s0)
-                e = e * shrink + (t - s0) * here - tl.sum(p * tl.arange(0, N)[None, :], 1)
+                e = e * rescale + (t - s0) * block_sum - tl.sum(p * tl.arange(0, N)[None, :], 1)
             v = load_rows(V, s0, v_step, T, D_V, BD_V, N)
-            y = dot(p.to(v.dtype), v, y * shrink[:, None], PRECISION)
-            total = total * shrink + here
-            largest = new
-    store_rows(Y + b * T * y_step + h * D_V, y / total[:, None], t0, y_step, T, D_V, BD_V, M)
+            y = dot(p.to(v.dtype), v, y * rescale[:, None], PRECISION)
+            row_sum = row_sum * rescale + block_sum
+            row_max = new
+    store_rows(Y + b * T * y_step + h * D_V, y / row_sum[:, None], t0, y_step, T, D_V, BD_V, M)
     rows = (b * H + h) * T + t
-    tl.store(LSE + rows, largest + tl.log2(total), mask=t < T)
+    tl.store(LSE + rows, row_max + tl.log2(row_sum), mask=t < T)
     if E is not None:
-        tl.store(E + rows, e / total, mask=t < T)
+        tl.store(E + rows, e / row_sum, mask=t < T)
 
 
 # --------------------------------------------------------------------------------------------------
 # attention, backward. With g_ts = dloss/dx_ts = p_ts (<dy_t, v_s> + de_t (t - s) - mean_t) and
 # mean_t = <dy_t, y_t> + de_t e_t:
 #     dq_t = sum_s g_ts k_s / sqrt(D)    dk_s = sum_t g_ts q_t / sqrt(D)    dv_s = sum_t p_ts dy_t
+#     dbias_d = sum_t g_(t, t-d)
 
 @jit
 def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ,
@@ -331,8 +295,7 @@ def queries_kernel(Q, K, V, BIAS, Y, E, LSE, DY, DE, MEAN, DQ,
     Q += b * T * q_step + h * D
     K += b * T * k_step + h * D
     V += b * T * v_step + h * D_V
-    if BIAS is not None:
-        BIAS += (b // per_group * H + h) * T
+    BIAS = None if BIAS is None else BIAS + (b // per_group * H + h) * T
     t = t0 + tl.arange(0, M)
     rows = (b * H + h) * T + t
     q = load_rows(Q, t0, q_step, T, D, BD, M)
@@ -373,19 +336,17 @@ def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS,
                 PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """dk_s and dv_s of a block of N keys, and dbias, which all blocks add to; M divides N.
 
-    Blocks are [keys, queries]: so the keys are the rows of every product, and wgmma needs 64.
+    Blocks are [N keys, M queries], the transpose of forward's: keys are the rows of every product,
+    and wgmma needs 64 rows.
     """
     s0, b, h = own_block(T, H, N, False)
     Q += b * T * q_step + h * D
     DY += b * T * dy_step + h * D_V
     LSE += (b * H + h) * T
     MEAN += (b * H + h) * T
-    if DE is not None:
-        DE += (b * H + h) * T
-    if BIAS is not None:
-        BIAS += (b // per_group * H + h) * T
-    if DBIAS is not None:
-        DBIAS += (b // per_group * H + h) * T
+    DE = None if DE is None else DE + (b * H + h) * T
+    BIAS = None if BIAS is None else BIAS + (b // per_group * H + h) * T
+    DBIAS = None if DBIAS is None else DBIAS + (b // per_group * H + h) * T
     s = s0 + tl.arange(0, N)
     k = load_rows(K + b * T * k_step + h * D, s0, k_step, T, D, BD, N)
     v = load_rows(V + b * T * v_step + h * D_V, s0, v_step, T, D_V, BD_V, N)
@@ -423,22 +384,23 @@ def keys_kernel(Q, K, V, BIAS, LSE, DY, DE, MEAN, DK, DV, DBIAS,
 def add_diagonals(DBIAS, g, apart, T, M: tl.constexpr, N: tl.constexpr):
     """DBIAS[t - s] += g_ts, of g [N, M] with rows s = s0 + j, columns t = t0 + i, M <= N.
 
-    `apart` is t0 - s0. Column i is turned down by i: then row r holds the distance apart + r in
-    columns i >= r, and apart + r - N in the others. So a block makes 2 N atomic additions, not
-    M N. Their order differs from run to run.
+    `apart` is t0 - s0. Row r of `by_distance` has in column i the row (i - r) mod N of g: that is
+    the distance apart + r where i >= r, and apart + r - N elsewhere. So a block makes 2 N atomic
+    additions, not M N. Their order differs from run to run.
     """
     r = tl.arange(0, N)[:, None]
     i = tl.arange(0, M)[None, :]
-    turned = tl.gather(g, (i - r + N) % N, 0)
-    near = tl.sum(tl.where(i >= r, turned, 0.0), 1)
-    far = tl.sum(tl.where(i < r, turned, 0.0), 1)
+    by_distance = tl.gather(g, (i - r + N) % N, 0)
+    near = tl.sum(tl.where(i >= r, by_distance, 0.0), 1)
+    far = tl.sum(tl.where(i < r, by_distance, 0.0), 1)
     d = apart + tl.arange(0, N)
     tl.atomic_add(DBIAS + d, near, mask=(d >= 0) & (d < T), sem='relaxed')
     tl.atomic_add(DBIAS + d - N, far, mask=(d >= N) & (d - N < T), sem='relaxed')
 
 
 # --------------------------------------------------------------------------------------------------
-# PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), mu = softplus, 2D wide
+# PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), 2D wide; mu = softplus, theta_c =
+# base^(-c/D); delta for keys alone
 
 @jit
 def magnitude(x, SOFTPLUS: tl.constexpr):
@@ -446,17 +408,17 @@ def magnitude(x, SOFTPLUS: tl.constexpr):
     if not SOFTPLUS:
         return x
     small = tl.exp(-tl.abs(x))
-    one = 1 + small
-    # times the quotient, which undoes the rounding of 1 + small
-    log1p = tl.where(one == 1, small, tl.log(one) * (small / tl.where(one == 1, 1, one - 1)))
+    z = 1 + small
+    # times the quotient, which undoes the rounding of z
+    log1p = tl.where(z == 1, small, tl.log(z) * (small / tl.where(z == 1, 1, z - 1)))
     return tl.maximum(x, 0.0) + log1p
 
 
 @jit
-def load_phases(ANGLES, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """cos and sin of t theta + delta [ROWS, BD]; ANGLES [T, 2D] has cos and sin of t theta."""
-    cos = load_rows(ANGLES, t0, 2 * D, T, D, BD, ROWS)
-    sin = load_rows(ANGLES + D, t0, 2 * D, T, D, BD, ROWS)
+def load_cos_sin(COS_SIN, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """cos and sin of t theta + delta [ROWS, BD]; COS_SIN [T, 2D] has cos and sin of t theta."""
+    cos = load_rows(COS_SIN, t0, 2 * D, T, D, BD, ROWS)
+    sin = load_rows(COS_SIN + D, t0, 2 * D, T, D, BD, ROWS)
     if DELTA is not None:
         c = tl.arange(0, BD)
         delta = tl.load(DELTA + c, mask=c < D, other=0.0)[None, :]
@@ -466,30 +428,29 @@ def load_phases(ANGLES, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: t
 
 
 @jit
-def polar_kernel(X, DELTA, ANGLES, Y, x_step, y_step, H, T, per_group,
+def polar_kernel(X, DELTA, COS_SIN, Y, x_step, y_step, H, T, per_group,
                  D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
     """y_t = mu(x_t) [cos, sin](t theta + delta) of a block of rows of X [T, D]."""
     t0, b, h = own_block(T, H, ROWS, False)
     x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
     mu = magnitude(x, SOFTPLUS)
-    if DELTA is not None:
-        DELTA += (b // per_group * H + h) * D
-    cos, sin = load_phases(ANGLES, DELTA, t0, T, D, BD, ROWS)
+    DELTA = None if DELTA is None else DELTA + (b // per_group * H + h) * D
+    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)
     Y += b * T * y_step + h * 2 * D
     store_rows(Y, mu * cos, t0, y_step, T, D, BD, ROWS)
     store_rows(Y + D, mu * sin, t0, y_step, T, D, BD, ROWS)
 
 
 @jit
-def polar_backward_kernel(X, DELTA, ANGLES, DY, DX, DDELTA, x_step, dy_step, dx_step,
+def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx_step,
                           H, T, per_group, D: tl.constexpr, BD: tl.constexpr,
                           SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
-    """dx_t = mu'(x_t) <dy_t, [cos, sin]>, mu' = sigmoid; and a block's part of ddelta."""
+    """dx = mu'(x) (dy_cos cos + dy_sin sin), feature by feature, mu' = sigmoid; and this block's
+    part of ddelta = sum_t mu(x_t) (dy_sin cos - dy_cos sin)."""
     t0, b, h = own_block(T, H, ROWS, False)
     x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
-    if DELTA is not None:
-        DELTA += (b // per_group * H + h) * D
-    cos, sin = load_phases(ANGLES, DELTA, t0, T, D, BD, ROWS)
+    DELTA = None if DELTA is None else DELTA + (b // per_group * H + h) * D
+    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)
     DY += b * T * dy_step + h * 2 * D
     dy_cos = load_rows(DY, t0, dy_step, T, D, BD, ROWS).to(tl.float32)
     dy_sin = load_rows(DY + D, t0, dy_step, T, D, BD, ROWS).to(tl.float32)
@@ -540,7 +501,7 @@ BLOCKS = {
 
 
 def default_blocks(kernel, D, dtype, shared):
-    """M, N, warps and stages from BLOCKS; float32 has no tensor cores to feed."""
+    """M, N, warps and stages from BLOCKS; float32 takes small blocks, being twice as wide."""
     if dtype == torch.float32:
         return (32, 32, 8, 1) if D <= 64 else (16, 16, 8, 1)
     return BLOCKS[kernel][(D > 64) + (D > 128) + (D > 128 and shared < LARGE)]
@@ -659,18 +620,18 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
 
 
 @functools.cache  # without a limit, as a CUDA graph may point at any of these
-def angle_table(T, D, base, device):
+def cos_sin_table(T, D, base, device):
     """cos and sin of t theta_c, theta_c = base^(-c/D) [T, 2D], rounded from float64."""
     c = torch.arange(D, device=device, dtype=torch.float64)
     angle = torch.arange(T, device=device)[:, None] * base ** (-c / D)
     return torch.cat([angle.cos(), angle.sin()], dim=1).float()
 
 
-def launch_polar(kernel, x, delta, base, softplus, *outputs):
+def launch_polar(kernel, x, delta, base, softplus, *others):
     """Run one of PoPE's kernels, a few rows a program, so that they stay in registers."""
     B, H, T, D = x.shape
     per_group = B if delta is None else B // len(delta)
-    tensors = [x, delta, angle_table(T, D, base, x.device), *outputs]
+    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]
     strides = [y.stride(2) for y in tensors if y is not None and y.dim() == 4]
     with torch.cuda.device_of(x):
         kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](
@@ -755,13 +716,13 @@ def polar_gradient(ctx, dy):
 
 
 attention_forward.register_autograd(attention_gradient, setup_context=save_attention)
-attention_backward.register_autograd(scan.no_second_gradient)
-attention_forward.register_vmap(scan.fold_seeds(attention_forward))
-attention_backward.register_vmap(scan.fold_seeds(attention_backward))
+attention_backward.register_autograd(no_second_gradient)
+attention_forward.register_vmap(fold_seeds(attention_forward))
+attention_backward.register_vmap(fold_seeds(attention_backward))
 polar.register_autograd(polar_gradient, setup_context=save_polar)
-polar_backward.register_autograd(scan.no_second_gradient)
-polar.register_vmap(scan.fold_seeds(polar))
-polar_backward.register_vmap(scan.fold_seeds(polar_backward))
+polar_backward.register_autograd(no_second_gradient)
+polar.register_vmap(fold_seeds(polar))
+polar_backward.register_vmap(fold_seeds(polar_backward))
 
 
 # --------------------------------------------------------------------------------------------------

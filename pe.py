@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+from engine.operators import fused_attention
 from engine.scan import EPS, check_scan
 
 
@@ -267,7 +268,7 @@ class Encoding(nn.Module):
             mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
         width = v.shape[-1]
         q, k, v = pad_to_one_width(q, k, v)  # fused attention wants one width
-        y = kernels.fused_attention(q, k, v, mask, self.scale)[..., :width]
+        y = fused_attention(q, k, v, mask, self.scale)[..., :width]
         return self.out(self.expected_distance(y, at), at)
 
     def attend_by_kernels(self, q, k, v, at):

@@ -2085,6 +2085,14 @@ for call in sys.argv[2:]:
 """
 
 
+def test_without_triton_everything_but_the_kernels_works():
+    code = ("import sys; sys.modules['triton'] = None; import torch, kernels, pe; "
+            "x = torch.randn(1, 1, 4, 4); kernels.attention_reference(x, x, x); "
+            "pe.build(pe.PEConfig(pe='pope')); kernels.attention(x, x, x)")
+    run = python('-c', code)
+    assert 'RuntimeError: the kernels need Triton' in run.stderr
+
+
 @needs_triton
 @pytest.mark.parametrize('arch, calls', [
     (90, ['pope/64/bfloat16', 'pope/128/float16', 'bias/64/bfloat16', 'scan/64/float32']),

@@ -9,7 +9,6 @@ train_lengths = range(1, 11)
 length_schedule = [(0, 5), (400, 10)]
 eval_lengths = [*range(1, 16), 20, 30, 40, 60, 80, 100, 150]
 prism_input = 0.3
-prism_alpha_lr = 0.003          # see string_reverse_prism
 dropout = 0.1
 max_steps = 1500
 min_lr = 6.6e-4

@@ -5,21 +5,11 @@ On the way it keeps one histogram in CHUNK. `python kernels.py` checks it.
 from __future__ import annotations  # so that tl.constexpr is not read where Triton is missing
 
 import math
-import os
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault('TRITON_INTERPRET', '1')
-try:
-    import triton
-    import triton.language as tl
-    jit, constexpr = triton.jit, tl.constexpr
-except ImportError:  # Triton is for Linux; the references work everywhere
-    triton, jit, constexpr = None, lambda function: function, float
+from engine.operators import INTERPRETED, constexpr, fold_seeds, jit, no_second_gradient, tl, triton
 
-# what kernels read besides their arguments must be constexpr
-INTERPRETED = constexpr(os.environ.get('TRITON_INTERPRET') == '1')
 LN2 = constexpr(math.log(2))
 EPS, CHUNK = 1e-8, 16  # of the sharpened histograms; tokens of a chunk
 EPSILON = constexpr(EPS)
@@ -28,40 +18,11 @@ TILE = constexpr(32)
 
 
 # --------------------------------------------------------------------------------------------------
-# for every operator, here and in kernels.py
-
-def no_second_gradient(ctx, grads):
-    """Say that there is none."""
-    raise NotImplementedError('the kernels have no second-order gradients: take the reference '
-                              '(kernels.NAME_reference, or --kernel=reference)')
-
-
-def fold_seeds(op):
-    """The vmap rule of an operator whose tensors all begin with the batch, or with groups that
-    divide it: seeds go in front of either."""
-    def fold(x, dim, S):
-        if not isinstance(x, torch.Tensor):
-            return x
-        x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
-
-    def unfold(x, S):
-        return x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0)
-
-    def rule(info, in_dims, *args):
-        S = info.batch_size
-        out = op(*(fold(x, dim, S) for x, dim in zip(args, in_dims)))
-        if isinstance(out, torch.Tensor):
-            return unfold(out, S), 0
-        return type(out)(unfold(x, S) for x in out), type(out)([0] * len(out))
-    return rule
-
-
-# --------------------------------------------------------------------------------------------------
 # one program for each cursor of each sequence
 #
 # A program holds its cursor's histogram h in registers, one bin for each offset d, and walks over
-# the tokens t. Pointers to histograms and to the table point at offset 0, in the middle of a row.
+# the tokens t. Pointers to histograms point at offset 0, in the middle of a row, as does
+# that to the table, in the middle of its rows.
 # - Before token t only the offsets -t..t have mass: other bins are neither stored nor loaded. The
 #   first launch has 128 bins and stops before mass can leave them; the next goes on with 256, etc.
 # - A step needs the bins d - 1 and d + 1, which other threads hold. So each histogram is stored in
@@ -142,7 +103,7 @@ def after_step(h, ROW, d, t, total, gates):
 
 @jit
 def step_gradient(dh, DROW, h, d, t, total, gates, DRESET, DSTEP):
-    """The gradient of h from dh, also at DROW, that of after_step(h); stores those of the gates."""
+    """From dh, also at DROW, the gradient of after_step's result: that of h; stores the gates'."""
     p_reset, p_incr, p_decr, p_keep = gates
     higher, lower = load_bins(DROW, d + 1, t + 1), load_bins(DROW, d - 1, t + 1)
     here = after_reset(h, d, total, p_reset)
@@ -188,7 +149,7 @@ def scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L):
 @jit
 def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, first, last, T, L, D,
                 BL: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
-    """Algorithm 2 at the tokens first..last-1: e_t = sum_d h_t[d] f(d)."""
+    """Algorithms 1 and 2 at the tokens first..last-1: h_t, and e_t = sum_d h_t[d] f(d)."""
     n = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BL) - BL // 2
     k, c = tl.arange(0, K)[:, None], tl.arange(0, BD)[None, :]
@@ -235,7 +196,7 @@ def superposition_gradient(DOUT, TABLE, DTABLE, HISTORY, GRADS, start, end, L, D
 def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRESET, DSTEP, DGAMMA,
                          DTABLE, DCOPY, HISTORY, GRADS, first, last, T, L, D,
                          BL: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients of the gates, gamma and the table at the tokens last-1..first.
+    """Gradients of the gates, gamma, the copies and the table at the tokens last-1..first.
 
     Row k of GRADS: what the encoding of token k gives to the histogram after it, then the gradient
     before (4). Row K: the gradient after token last-1, which the launch before this one has left.

@@ -128,12 +128,8 @@ OF_VIPE |= {f'{task}, {layers} layers, {heads} heads': iterative(task, layers, h
             for layers, heads in ((4, 2), (6, 4)) for task in THREE}
 
 OF_PRISM = {task: (f'configs/{task}_prism.py', [20])
-            for task in ('string_copy', 'string_reverse', 'odds_first', 'stack')}
+            for task in ('string_copy', 'odds_first', 'stack')}
 OF_PRISM |= {
-    'dyn_str_cpy': (
-        'configs/string_copy_prism.py --task=dyn_str_cpy --prism_copy=fixed', [20]),
-    'dyn_str_cpy, trained to 5': (
-        'configs/dyn_str_cpy_prism.py --train_lengths=1-5 --length_schedule=[]', [10]),
     'addition_cot': ('configs/addition_prism.py', [16]),
     'multiplication_cot': (
         'configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 '
@@ -280,13 +276,28 @@ GRIDS = PAPER | {
          '6,000 steps': ('configs/odds_first_prism.py --max_steps=6000', [20]),
          'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
                            '--length_schedule=[(0,5),(400,10),(1000,20)]', [40])}),
+    'prism_reverse': Grid(
+        "Reversing with PRISM, one setting changed at a time: alpha's learning rate as in the "
+        'paper, 0.03 (0.003 in the config); with it, a weight of 0.03 on the entropy of the gates, '
+        'or an orthogonal recurrent matrix',
+        {'prism': '--pe=prism',
+         'alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03',
+         'alpha at 0.03, entropy': '--pe=prism --prism_alpha_lr=0.03 --prism_whole=0.03',
+         'alpha at 0.03, orthogonal':
+             '--pe=prism --prism_alpha_lr=0.03 --prism_recurrent=orthogonal'},
+        {'string_reverse': ('configs/string_reverse_prism.py', [20])}),
+    'prism_dyn': Grid(
+        "PRISM's copy branch on dyn_str_cpy: left out, with key cursors that only step up, or with "
+        'key cursors that are trained',
+        {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}'
+         for kind in ('none', 'fixed', 'trained')},
+        {'dyn_str_cpy': ('configs/dyn_str_cpy_prism.py', [20])}),
     'prism_copy': Grid(
-        "PRISM's copy branch: left out, or with key cursors that are trained; above, they only "
-        'step up',
+        "PRISM's copy branch on SCAN: left out, or with key cursors that are trained; above, they "
+        'only step up',
         {'prism, no copy branch': '--pe=prism --prism_copy=none',
          'prism, key cursors trained': '--pe=prism --prism_copy=trained'},
-        {task: OF_PRISM[task]
-         for task in ('dyn_str_cpy', 'dyn_str_cpy, trained to 5', 'scan_cot')}),
+        {'scan_cot': OF_PRISM['scan_cot']}),
     'ablation_vipe': Grid(
         'ViPE, every combination of its four parts (without all of them it is NoPE); the longer '
         'length here is 10 after 8, and 8 after 6', VIPE,
@@ -311,10 +322,10 @@ HEADS += [('toeplitz', row, 'distance:span=16')
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
-FIRST = ('out/paper_pope/', 'out/paper_vipe/polynomial', 'out/paper_toeplitz/distance',
-         'out/paper_prism/', 'out/paper', 'out/ablation_vipe/', 'out/cross/', 'out/vipe',
-         'out/toeplitz/', 'out/prism', 'out/ablation_prism/', 'out/toeplitz_64/',
-         'out/counting_64/')
+FIRST = ('out/prism_reverse/', 'out/prism_dyn/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
+         'out/paper_toeplitz/distance', 'out/paper_prism/', 'out/paper', 'out/ablation_vipe/',
+         'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
+         'out/toeplitz_64/', 'out/counting_64/')
 
 # --------------------------------------------------------------------------------------------------
 # what is there: lines of results/*.jsonl

@@ -1,0 +1,80 @@
+"""What operators need besides their kernels: Triton, or a stand-in, and rules for torch.func."""
+import os
+
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault('TRITON_INTERPRET', '1')
+try:
+    import triton
+    import triton.language as tl
+    jit, constexpr = triton.jit, tl.constexpr
+except ImportError:  # Triton is for Linux; the references work everywhere
+    triton = tl = None
+    jit, constexpr = lambda function: function, float
+
+# what kernels read besides their arguments must be constexpr
+INTERPRETED = constexpr(os.environ.get('TRITON_INTERPRET') == '1')
+
+
+def no_second_gradient(ctx, grads):
+    """Say that there is none."""
+    raise NotImplementedError('the kernels have no second-order gradients: take the reference '
+                              '(kernels.NAME_reference, or --kernel=reference)')
+
+
+def fold_seeds(op):
+    """The vmap rule of an operator whose tensors all begin with the batch, or with groups that
+    divide it: seeds go in front of either."""
+    def fold(x, dim, S):
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.flatten(0, 1)
+
+    def unfold(x, S):
+        return x.unflatten(0, (S, len(x) // S)) if x.dim() > 1 else x.new_empty(S, 0)
+
+    def rule(info, in_dims, *args):
+        S = info.batch_size
+        out = op(*(fold(x, dim, S) for x, dim in zip(args, in_dims)))
+        if isinstance(out, torch.Tensor):
+            return unfold(out, S), 0
+        return type(out)(unfold(x, S) for x in out), type(out)([0] * len(out))
+    return rule
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch's fused attention, which has no vmap rule of its own
+
+def fused_attention(q, k, v, mask, scale):
+    """Causal attention [B, H, Tq, D] by PyTorch's fused kernels; a mask [1 or B, H, Tq, T] is added
+    to the logits and takes the place of causality."""
+    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
+        return seeds_attention(q, k, v, mask, scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                          scale=scale)
+
+
+@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
+def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+                    scale: float) -> torch.Tensor:
+    """fused_attention under vmap, which has no rule for it: seeds_attention_rule is the rule."""
+    raise NotImplementedError('seeds_attention exists for its vmap rule only')
+
+
+@seeds_attention.register_vmap
+def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
+    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
+    S = info.batch_size
+    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
+               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
+    if mask is None or in_dims[3] is None and len(mask) == 1:  # one mask: seeds into the batch
+        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
+        return y.unflatten(0, (S, -1)), 0
+    H = q.shape[2]  # a mask per seed or row: seeds into the heads
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
+    mask = mask.expand(S, *mask.shape) if in_dims[3] is None else mask.movedim(in_dims[3], 0)
+    mask = mask.transpose(0, 1).flatten(1, 2)  # (1 or B, S H, Tq, T)
+    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
