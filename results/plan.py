@@ -280,17 +280,15 @@ GRIDS = PAPER | {
         "Reversing with PRISM, one setting changed at a time: alpha's learning rate as in the "
         'paper, 0.03 (0.003 in the config); with it, a weight of 0.03 on the entropy of the gates, '
         'or an orthogonal recurrent matrix',
-        {'prism': '--pe=prism',
-         'alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03',
+        {'alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03',
          'alpha at 0.03, entropy': '--pe=prism --prism_alpha_lr=0.03 --prism_whole=0.03',
          'alpha at 0.03, orthogonal':
              '--pe=prism --prism_alpha_lr=0.03 --prism_recurrent=orthogonal'},
         {'string_reverse': ('configs/string_reverse_prism.py', [20])}),
     'prism_dyn': Grid(
-        "PRISM's copy branch on dyn_str_cpy: left out, with key cursors that only step up, or with "
-        'key cursors that are trained',
-        {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}'
-         for kind in ('none', 'fixed', 'trained')},
+        "PRISM's copy branch on dyn_str_cpy: left out, or with key cursors that only step up (the "
+        'config trains them)',
+        {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}' for kind in ('none', 'fixed')},
         {'dyn_str_cpy': ('configs/dyn_str_cpy_prism.py', [20])}),
     'prism_copy': Grid(
         "PRISM's copy branch on SCAN: left out, or with key cursors that are trained; above, they "
