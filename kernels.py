@@ -469,7 +469,7 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
 # launching
 
 LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
-POLAR_ROWS = 16
+POLAR_ROWS = 64 if INTERPRETED else 16  # on a GPU so few stay in registers
 TUNE = os.environ.get('NANOPE_TUNE') == '1' and torch.cuda.is_available()
 
 
@@ -628,7 +628,7 @@ def cos_sin_table(T, D, base, device):
 
 
 def launch_polar(kernel, x, delta, base, softplus, *others):
-    """Run one of PoPE's kernels, a few rows a program, so that they stay in registers."""
+    """Run one of PoPE's kernels, POLAR_ROWS rows a program."""
     B, H, T, D = x.shape
     per_group = B if delta is None else B // len(delta)
     tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]
