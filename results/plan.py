@@ -277,13 +277,11 @@ GRIDS = PAPER | {
          'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
                            '--length_schedule=[(0,5),(400,10),(1000,20)]', [40])}),
     'prism_reverse': Grid(
-        "Reversing with PRISM, one setting changed at a time: alpha's learning rate as in the "
-        'paper, 0.03 (0.003 in the config); with it, a weight of 0.03 on the entropy of the gates, '
-        'or an orthogonal recurrent matrix',
-        {'alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03',
-         'alpha at 0.03, entropy': '--pe=prism --prism_alpha_lr=0.03 --prism_whole=0.03',
-         'alpha at 0.03, orthogonal':
-             '--pe=prism --prism_alpha_lr=0.03 --prism_recurrent=orthogonal'},
+        'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
+        "alpha's learning rate as in the paper, 0.03, or a tenth; an orthogonal recurrent matrix",
+        {'prism': '--pe=prism --prism_whole=0',
+         'prism, alpha at 0.003': '--pe=prism --prism_whole=0 --prism_alpha_lr=0.003',
+         'prism, orthogonal': '--pe=prism --prism_whole=0 --prism_recurrent=orthogonal'},
         {'string_reverse': ('configs/string_reverse_prism.py', [20])}),
     'prism_dyn': Grid(
         "PRISM's copy branch on dyn_str_cpy: left out, or with key cursors that only step up (the "
