@@ -1,6 +1,7 @@
 # PRISM reverses strings: trained on at most 10 digits, it reverses 150. The start symbol tells its
 # cursor where to stop (PRISM Figure 15). prism_whole makes cursors step by whole places; without it
-# most seeds drift (results/README.md). Compare: --prism_whole=0,0.03 and --pe=prism,shifted_ape,rope
+# some seeds drift (results/README.md). Compare: --prism_whole=0,0.03 and
+# --pe=prism,shifted_ape,rope
 task = 'string_reverse'
 pe = 'prism'
 n_head = 2

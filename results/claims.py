@@ -405,8 +405,8 @@ def prism():
             'otherwise, string_copy': in_row('prism_causes', 'string_copy', 'all'),
         } | at_paper_size('paper_prism', 'all')),
         'Agrees on copying, reversing and dyn_str_cpy; stack goes on in part. Reversing needs the '
-        'start symbol of Figure 15, and a rate of alpha that fits the other rates, or a weight '
-        'on the entropy of the gates. The baseline learns all trained lengths of no task in these '
+        'start symbol of Figure 15; that no seed drifts, a weight on the entropy of the gates, '
+        'which the paper does not have. The baseline learns all trained lengths of no task in these '
         "steps, at most a fiftieth of the paper's.")
     yield (
         'Figure 8: odds first: the same',

@@ -280,7 +280,7 @@ GRIDS = PAPER | {
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; an orthogonal recurrent matrix",
         {'prism': '--pe=prism --prism_whole=0',
-         'prism, alpha at 0.003': '--pe=prism --prism_whole=0 --prism_alpha_lr=0.003',
+         'prism, alpha at 0.003': '--pe=prism --prism_whole=0 --prism_alpha_lr=0.003 --seeds=0-7',
          'prism, orthogonal': '--pe=prism --prism_whole=0 --prism_recurrent=orthogonal'},
         {'string_reverse': ('configs/string_reverse_prism.py', [20])}),
     'prism_dyn': Grid(
