@@ -406,8 +406,8 @@ def prism():
         } | at_paper_size('paper_prism', 'all')),
         'Agrees on copying, reversing and dyn_str_cpy; stack goes on in part. Reversing needs the '
         'start symbol of Figure 15; that no seed drifts, a weight on the entropy of the gates, '
-        'which the paper does not have. The baseline learns all trained lengths of no task in these '
-        "steps, at most a fiftieth of the paper's.")
+        'which the paper does not have. The baseline learns all trained lengths of no task in '
+        "these steps, at most a fiftieth of the paper's.")
     yield (
         'Figure 8: odds first: the same',
         'a curve, trained to 40',
