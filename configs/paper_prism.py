@@ -2,7 +2,8 @@
 #   string_copy_prism, paper_prism
 #   string_reverse_prism, paper_prism, --prism_copy=fixed
 #   odds_first_prism or stack_prism, paper_prism, --prism_layers=1,4
-#   addition_prism, dyn_str_cpy_prism or multiplication_cot_prism, paper_prism, paper_prism_short
+#   addition_prism or multiplication_cot_prism, paper_prism, paper_prism_short
+#   dyn_str_cpy_prism, paper_prism, paper_prism_short, --prism_copy=fixed
 #   scan_cot_prism, paper_prism, paper_prism_scan
 # and for the paper's baseline, after these, paper_prism_baseline. 150,000 steps want a GPU: not run
 # yet. 140 cursors at 4 per head, of queries and of keys: 7 heads in each of 5 layers. The paper's
@@ -15,6 +16,8 @@ prism_cursors = 4
 prism_d_pe = 84                 # 4 cursors: a position stream of 336, as we read the paper's 340
 prism_hidden = 100
 prism_recurrent = 'orthogonal'
+prism_input = 0.5
+prism_whole = 0.0               # the small configs' own
 dropout = 0.0
 batch_size = 100
 max_steps = 150000
