@@ -1,6 +1,7 @@
 # PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10,
-# far beyond that (results/README.md). Copy branch on (PRISM section 6.0.1), with key cursors that are trained; the paper's
-# only step up. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape,rope
+# far beyond that (results/README.md). Copy branch on (PRISM section 6.0.1), with key cursors that
+# are trained; the paper's only step up. Compare: --prism_copy=none,fixed,trained and
+# --pe=prism,shifted_ape,rope
 task = 'dyn_str_cpy'
 pe = 'prism'
 prism_copy = 'trained'
