@@ -2103,7 +2103,8 @@ def test_kernels_compile(arch, calls):
     """Without a GPU, by Triton's compiler alone: shared memory fits, and registers suffice.
 
     On sm_90 products in half precision are asynchronous (wgmma, no mma.sync); those in float32 are
-    exact (neither); the scan's logarithm is one instruction. The spills are those that are known.
+    exact (neither); the scan's logarithm is one instruction. The spills are those that are known
+    of Triton 3.8 (3.6, with an older ptxas: at most 64 bytes).
     """
     run = python('-c', COMPILE, str(arch), *calls, env=os.environ | dict(TRITON_INTERPRET='0'))
     assert run.returncode == 0, run.stderr
@@ -2115,11 +2116,13 @@ def test_kernels_compile(arch, calls):
               80: {('pope/128/bfloat16', 'keys'): 16, ('pope/128/bfloat16', 'polar_backward'): 8,
                    ('everything/64/bfloat16', 'keys'): 32,
                    ('everything/64/bfloat16', 'polar_backward'): 4}}
+    older = kernels.triton.__version__.startswith('3.6.')
     for row in rows:
         attention = row['kernel'] in ('forward', 'queries', 'keys')
         assert row['shared'] <= bench.SHARED[arch], row
         if attention or 'polar' in row['kernel']:
-            assert row['spilled'] <= 2 * spills[arch].get((row['in'], row['kernel']), 0), row
+            known = 2 * spills[arch].get((row['in'], row['kernel']), 0)
+            assert row['spilled'] <= max(known, 64 * older), row
         else:
             assert row['fast_logarithms'], row
         if attention and row['dtype'] == 'float32':

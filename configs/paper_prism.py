@@ -11,6 +11,7 @@
 n_layer = 5
 n_head = 7
 d_model = 196
+tie = True                      # section 6.2
 prism_layers = [1]
 prism_cursors = 4
 prism_d_pe = 84                 # 4 cursors: a position stream of 336, as we read the paper's 340

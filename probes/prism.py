@@ -1,4 +1,6 @@
-"""PRISM's probe: where the cursors go."""
+"""PRISM's probes: where the cursors go, and where an answer first goes wrong."""
+from collections import Counter
+
 import numpy as np
 import torch
 
@@ -128,4 +130,52 @@ def cursor_panels(model, task, *problems):
     return [gates, *curves, histogram, *maps]
 
 
-PROBES = [cursor]
+def errors(model, task, cfg, length=0, n=256):
+    """Where does an answer first go wrong? The token, what stood before it, what came instead.
+
+    length: of the problems, 0: twice the longest trained one; n: how many. All tokens before the
+    asked one are given, and up to the first wrong token the model would have written the same
+    itself. Rows: the `place` in the answer, from 1, where `wrong` answers go wrong first, the
+    commonest first; of these the commonest case: `before` it, `wanted`, and `got` in its stead.
+    Summary: exact match; `place`, the mean of first wrong place / answer's length, 0 to 1; `even`,
+    the same if every token were wrong as often as the mean token is.
+    """
+    length, tokens, targets = core.batch(task, cfg.train_lengths,
+                                         length or 2 * max(cfg.train_lengths), n)
+    with torch.no_grad():
+        answers = torch.cat([model(x)[0].argmax(dim=-1) for x in tokens.split(32)])
+    asked = targets != -100
+    wrong = asked & (answers != targets)
+    place = asked.cumsum(dim=1)                 # 1 at the first token of the answer
+    first = wrong & (wrong.cumsum(dim=1) == 1)
+    cases = {}
+    for b, t in first.nonzero().tolist():
+        text = [task.vocab[i] for i in tokens[b, max(0, t - 3):t + 1].tolist()]
+        case = ' '.join(text), task.vocab[targets[b, t]], task.vocab[answers[b, t]]
+        cases.setdefault(place[b, t].item(), []).append(case)
+    rows = []
+    for at, seen in sorted(cases.items(), key=lambda item: -len(item[1])):
+        (before, wanted, got), _ = Counter(seen).most_common(1)[0]
+        rows.append(dict(place=at, wrong=len(seen), before=before, wanted=wanted, got=got))
+    failed = wrong.any(dim=1)
+    total = asked.sum(dim=1)
+    rate = wrong.sum() / asked.sum()
+    # the first wrong token of an answer of m, each wrong with this rate
+    at = torch.arange(1, total.max() + 1)
+    chance = (1 - rate) ** (at - 1) * (at <= total[:, None])
+    even = (chance * at).sum(dim=1) / chance.sum(dim=1) / total
+    summary = dict(length=length, exact=number(1 - failed.double().mean()),
+                   place=number((place * first).sum(dim=1)[failed].div(total[failed]).mean()),
+                   even=number(even[failed].mean()))
+    places = range(1, total.max() + 1)
+    right = [1 - wrong[asked & (place == p)].double().mean().item() for p in places]
+    failed_by = [(failed & ((place * first).sum(dim=1) <= p)).double().mean().item()
+                 for p in places]
+    lines = [('tokens right, all before them given', places, right, {}),
+             ('answers that went wrong up to here', places, failed_by, dict(ls='--'))]
+    return rows, summary, core.Figure(
+        f'{core.titled(cfg)}: first wrong token at length {length}',
+        [core.Curves('', 'place in the answer', 'share', lines, settings=dict(ylim=(0, 1)))])
+
+
+PROBES = [cursor, errors]

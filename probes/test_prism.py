@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from probes import prism
+from probes import core, prism
 from probes.conftest import nano, untouched
 
 
@@ -77,3 +77,28 @@ def test_cursors_of_two_layers_with_a_copy_branch():
         cursors.W.bias.add_(1000 * torch.eye(4)[1].repeat(2 * cursors.count))
     moved = prism.cursor(model, task, cfg, length=5, n=3)[0]
     assert [row['incr'] == 1 for row in moved[:16]] == [row['layer'] == 1 for row in rows[:16]]
+
+
+def test_the_first_wrong_token_is_found():
+    """Planted: in every second problem the second token of the answer is wrong, and the last."""
+    _, task, cfg = nano('string_copy', longest=3)
+
+    def answers(tokens):
+        targets = core.batch(task, cfg.train_lengths, 4, 8)[2]
+        said = torch.where(targets >= 0, targets, 0)
+        place = (targets >= 0).cumsum(dim=1) * (targets >= 0)
+        planted = ((place == 2) | (place == 5)) & (torch.arange(8) % 2 == 0)[:, None] & plant
+        return torch.nn.functional.one_hot(torch.where(planted, said + 1, said), 70),
+
+    plant = True
+    rows, summary, figure = prism.errors(answers, task, cfg, length=4, n=8)
+    assert [(row['place'], row['wrong']) for row in rows] == [(2, 4)]
+    assert rows[0]['got'] != rows[0]['wanted'] and rows[0]['before'].split()[2] == '='
+    rate = 1 / 5
+    even = sum(p * (1 - rate) ** (p - 1) for p in range(1, 6)) / (1 - (1 - rate) ** 5) * rate
+    assert summary == dict(length=4, exact=0.5, place=0.4, even=pytest.approx(even / 5, abs=1e-4))
+    right, failed = [y for _, _, y, _ in figure.panels[0].lines]
+    assert right == [1, 0.5, 1, 1, 0.5] and failed == [0, 0.5, 0.5, 0.5, 0.5]
+    plant = False
+    rows, summary, _ = prism.errors(answers, task, cfg, length=4, n=8)
+    assert (rows, summary) == ([], dict(length=4, exact=1.0, place=None, even=None))

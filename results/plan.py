@@ -193,6 +193,15 @@ class Grid(NamedTuple):
     has_seeds: bool = False         # the flags or configs of the columns name the seeds
 
 
+def prism_figure(name, twice, lengths='', flags=''):
+    """A column: configs/NAME_prism.py at the paper's size, trained to 40 digits unless `lengths`
+    names the config of others; `twice` that."""
+    configs = f'configs/{name}_prism.py configs/paper_prism.py'
+    if lengths:
+        configs += f' configs/paper_prism_{lengths}.py'
+    return f'{configs} {flags}'.strip(), twice
+
+
 PAPER = {                           # the papers' own sizes: these need a GPU
     'paper_pope': Grid(
         "Indirect indexing at PoPE's size", some('rope', 'pope'),
@@ -208,11 +217,21 @@ PAPER = {                           # the papers' own sizes: these need a GPU
                       '--n_test=15000 --max_steps=10200 --warmup_steps=612', [256])},
         has_seeds=True),
     'paper_prism': Grid(
-        "PRISM's tasks at its paper's size",
-        {'prism': 'configs/paper_prism.py',
-         'shifted_ape': 'configs/paper_prism.py configs/paper_prism_baseline.py'},
-        {'string_copy': ('configs/string_copy_prism.py', [80]),
-         'string_reverse': ('configs/string_reverse_prism.py --prism_copy=fixed', [80])}),
+        "PRISM's tasks (its Figures 1 to 10) at its paper's size",
+        {'prism': '--pe=prism', 'shifted_ape': 'configs/paper_prism_baseline.py'},
+        {'addition_cot': prism_figure('addition', [20], 'short'),
+         'dyn_str_cpy, to 5': prism_figure('dyn_str_cpy', [10], 'short', '--prism_copy=fixed '
+                                           '--train_lengths=1-5 --length_schedule=[]'),
+         'dyn_str_cpy': prism_figure('dyn_str_cpy', [20], 'short', '--prism_copy=fixed'),
+         'scan_cot': prism_figure('scan_cot', range(24, 49), 'scan'),
+         'string_reverse': prism_figure('string_reverse', [80], flags='--prism_copy=fixed'),
+         'string_copy, to 10': prism_figure('string_copy', [20], 'short'),
+         'string_copy': prism_figure('string_copy', [80]),
+         'odds_first': prism_figure('odds_first', [80], flags='--prism_layers=1,4'),
+         'multiplication_cot': prism_figure('multiplication_cot', [18], 'short',
+                                            '--train_lengths=1-9 --length_schedule=[(0,5),(5000,9)]'
+                                            ' --eval_lengths=1-18'),
+         'stack': prism_figure('stack', [80], flags='--prism_layers=1,4')}),
 }
 GRIDS = PAPER | {
     'cross': Grid('', ROWS, COLUMNS),
