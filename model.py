@@ -25,11 +25,12 @@ class ModelConfig(encodings.PEConfig):
     d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'    # layernorm | rmsnorm
     dropout: float = 0.0           # on the embedding and on each block's additions to the stream
+    embedding_std: float = 0.1     # of the token embedding at first
     tie: bool = False              # output matrix = token embedding
 
     def __post_init__(self):
         super().__post_init__()
-        encodings.check_positive(self, 'vocab_size')
+        encodings.check_positive(self, 'vocab_size', 'embedding_std')
         encodings.check_positive(self, 'd_ff', 'd_compress', zero=True)
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
@@ -122,12 +123,13 @@ class Transformer(nn.Module):
 
     def init_weights(self):
         """Matrices from N(0, 1 / fan_in), those that write to the residual stream from
-        N(0, 1 / (2 n_layer fan_in)); the embedding from N(0, 0.1^2); biases 0."""
+        N(0, 1 / (2 n_layer fan_in)); the embedding from N(0, embedding_std^2);
+        biases 0."""
         for name, p in self.named_parameters():
             if '.pe.' in name:
                 continue
             if name == 'embedding.weight':
-                nn.init.normal_(p, std=0.1)
+                nn.init.normal_(p, std=self.cfg.embedding_std)
             elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
                 fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)

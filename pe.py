@@ -62,6 +62,7 @@ class PEConfig:
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
     n_layer: int = 2               # blocks
+    causal: bool = True            # False: a token sees all others but the last, which is the answer
     prism_layers: list = (1,)      # prism: new cursors are computed before each of these layers
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
@@ -143,8 +144,8 @@ class At:
 
     @property
     def distance(self):
-        """t - s [1, Tq, T] or [B, 1, Tq, T]; 0 where s > t, which the causal mask hides."""
-        return (self.t[..., :, None] - self.s[..., None, :]).clamp(min=0)
+        """t - s [1, Tq, T] or [B, 1, Tq, T]; the causal mask hides where s > t."""
+        return self.t[..., :, None] - self.s[..., None, :]
 
     @property
     def x(self):
@@ -174,7 +175,7 @@ class Encoding(nn.Module):
         self.cfg = cfg
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        if self.widens or type(self).bias is not Encoding.bias:
+        if self.widens or type(self).bias is not Encoding.bias or not cfg.causal:
             self.fusable = False             # a kernel takes one width, and a bias by distance
 
     def for_layer(self):
@@ -228,7 +229,14 @@ class Encoding(nn.Module):
         bias = self.bias(at)
         if bias is not None:
             logits = logits + bias[..., -q.shape[2]:, :]
-        return logits + causal(logits)
+        return logits + self.mask(logits)
+
+    def mask(self, like):
+        """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys that are not seen."""
+        if self.cfg.causal:
+            return causal(like)
+        seen = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
+        return F.pad(seen[:, 1:], (0, 1), value=-math.inf)
 
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
@@ -259,12 +267,12 @@ class Encoding(nn.Module):
         v = self.append_position(self.value(v, at), at)
         q, k = self.scaled_qk(q, k, at)
         bias = self.bias(at)
-        if bias is None and q.shape[2] < k.shape[2]:
+        if bias is None and (q.shape[2] < k.shape[2] or not self.cfg.causal):
             bias = q.new_zeros(1, q.shape[2], k.shape[2])
         mask = None  # fused attention is causal without one
         if bias is not None:
             mask = bias[..., -q.shape[2]:, :]
-            mask = (mask + causal(mask)).to(q.dtype).expand(*bias.shape[:-3], q.shape[1], -1, -1)
+            mask = (mask + self.mask(mask)).to(q.dtype).expand(*bias.shape[:-3], q.shape[1], -1, -1)
             mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
         width = v.shape[-1]
         q, k, v = pad_to_one_width(q, k, v)  # fused attention wants one width
@@ -571,7 +579,7 @@ class ALiBi(Encoding):
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
 
     def by_distance(self, d):
-        return -self.slope[:, None, None] * d
+        return -self.slope[:, None, None] * d.abs()
 
 
 class T5(Encoding):
@@ -579,7 +587,8 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     Distances below buckets/2 have a bucket each; the rest share the other half, log-spaced up to
-    t5_max_distance. (T5 itself has no 1/sqrt(d).)
+    t5_max_distance. Without a causal mask, later keys have half of all. (T5 itself has no
+    1/sqrt(d).)
     """
     shared = True
     shift_invariant = True
@@ -593,11 +602,13 @@ class T5(Encoding):
         self.table = nn.Parameter(torch.zeros(cfg.t5_buckets, cfg.heads))
 
     def bucket(self, d):  # distances [..] -> [..]
-        n, exact = self.cfg.t5_buckets, self.cfg.t5_buckets // 2
-        log = torch.log(d.clamp(min=1) / exact)  # 0 at exact
+        n = self.cfg.t5_buckets if self.cfg.causal else self.cfg.t5_buckets // 2
+        exact, away = n // 2, d.abs()
+        log = torch.log(away.clamp(min=1) / exact)  # 0 at exact
         log = log / math.log(self.cfg.t5_max_distance / exact)  # 1 at t5_max_distance
         far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)
-        return torch.where(d < exact, d.long(), far)
+        bucket = torch.where(away < exact, away.long(), far)
+        return bucket if self.cfg.causal else torch.where(d < 0, bucket + n, bucket)
 
     def by_distance(self, d):
         return heads_first(F.embedding(self.bucket(d), self.table))
@@ -623,7 +634,7 @@ class FIRE(Encoding):
     def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
-        distance = at.distance.to(reach.dtype)
+        distance = at.distance.abs().to(reach.dtype)
         x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
         return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
 

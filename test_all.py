@@ -966,6 +966,38 @@ def test_causal_and_prefix_consistent(kw):
 
 
 @variants
+def test_an_encoder_sees_all_but_the_answer(kw):
+    """causal=False: a late word reaches early tokens; the last token, the class, reaches none."""
+    model = make(causal=False, **kw)
+    tokens = torch.randint(11, (3, 12))
+    late, last = tokens.clone(), tokens.clone()
+    late[:, 10] = (late[:, 10] + 1) % 11
+    last[:, 11] = (last[:, 11] + 1) % 11
+    with torch.no_grad():
+        seen = model(tokens)[0]
+        assert not torch.isclose(model(late)[0][:, 0], seen[:, 0], rtol=0, atol=1e-12).all()
+        assert torch.equal(model(last)[0][:, :11], seen[:, :11])
+        layer = model.blocks[0].attn
+        layer.tap_logits.register_forward_hook(lambda *_: None)  # by stored logits: the same
+        close(model(tokens)[0], seen)
+
+
+def test_without_mask_and_encoding_words_are_a_bag():
+    model = make(pe='nope', causal=False)
+    tokens = torch.randint(11, (3, 12))
+    shuffled = torch.cat([tokens[:, torch.randperm(10)], tokens[:, 10:]], dim=1)
+    close(model(shuffled)[0][:, 10], model(tokens)[0][:, 10])
+
+
+def test_t5_without_a_mask_tells_before_from_after():
+    """Half of 8 buckets for each side: 0 | 1 | 2, 3 | from 4 on, as in T5's encoder."""
+    enc = encoding('t5', causal=False, t5_buckets=8, t5_max_distance=8)
+    places = torch.arange(-9, 10)
+    expected = [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
+    close(enc.bucket(places), torch.tensor([4 + b for b in expected[:0:-1]] + expected))
+
+
+@variants
 def test_gradient_reaches_every_parameter(kw):
     model = make(**kw).train()
     tokens = torch.randint(11, (3, TRAIN_LEN))

@@ -136,6 +136,10 @@ class Config(ModelConfig):
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
                 task.of_part(part)                         # says now what is missing
+        if not self.causal and not (isinstance(task, tasks.Classification)
+                                    and len(self.train_lengths) == 1):
+            raise ValueError('causal=False needs a task whose answer is one class (distance, '
+                             'trigger_count, distance_sum) and one length in train_lengths')
         if task.fixed and self.n_train:
             raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
 
