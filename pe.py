@@ -51,10 +51,9 @@ class PEConfig:
     vipe_value: bool = True        # vipe: the value-side distance code
     vipe_logn: bool = True         # vipe: log(n) in the logit scale
     vipe_u: bool = True            # vipe: 1 + <u, k> in the logit scale
-    # vipe: s = length (of the sequence at hand / train_len) | global (eval_len / train_len) | one
+    # vipe: s = length (of the sequence at hand / train_len) | global (eval_len / train_len, of
+    # sequences beyond train_len) | one
     vipe_s: Literal['length', 'global', 'one'] = 'length'
-    # vipe: s in the logit scale as s | as | as+b | rational (eq. 50); a, b, r learned
-    vipe_g: Literal['s', 'as', 'as+b', 'rational'] = 's'
     vipe_d_p: int = 0              # vipe: width of the distance code; 0: the head dimension
     pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k
     # pope: a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
@@ -62,7 +61,7 @@ class PEConfig:
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
     n_layer: int = 2               # blocks
-    causal: bool = True            # False: a token sees all others but the last, which is the answer
+    causal: bool = True            # False: a token sees all others but the last, the answer
     prism_layers: list = (1,)      # prism: new cursors are computed before each of these layers
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
@@ -663,7 +662,7 @@ class VRoPE(Encoding):
 
 
 class ViPE(Encoding):
-    """ViPE (eq. 7-9): logit_ni = g(s) log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
+    """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
     n counts from 1; s = max(1, T / train_len). The code p_(n-i) is linear in the distance, so its
@@ -685,26 +684,16 @@ class ViPE(Encoding):
             self.W_p = nn.Parameter(torch.randn(cfg.heads, 1, d_p) * 0.02)
             self.b_p = nn.Parameter(torch.zeros(cfg.heads, 1, d_p))
             self.out_dim = cfg.head_dim + d_p
-        start = {'s': [], 'as': [1.0], 'as+b': [1.0, 0.0], 'rational': [0.1]}[cfg.vipe_g]
-        self.g_param = nn.Parameter(torch.tensor(start)) if start else None  # a | a, b | r
 
     def state(self, x, pos, total_len=None):
-        if self.cfg.vipe_s == 'global' and not self.training:
+        s = length_ratio(self.cfg, pos, total_len)
+        if s > 1 and self.cfg.vipe_s == 'global':
             return max(1.0, self.cfg.eval_len / self.cfg.train_len)
-        return length_ratio(self.cfg, pos, total_len) if self.cfg.vipe_s == 'length' else 1.0
-
-    def g(self, s):
-        """The logit scale for the ratio s: s, as + b (C.3.2), eq. 50, or as (ours)."""
-        if self.cfg.vipe_g == 's':
-            return s
-        if self.cfg.vipe_g == 'rational':
-            r = self.g_param[0]
-            return (1 + r) * (s - r + r ** 2 / s)
-        return self.g_param[0] * s + (self.g_param[1] if self.cfg.vipe_g == 'as+b' else 0)
+        return 1.0 if self.cfg.vipe_s == 'one' else s
 
     def rescale(self, q, k, at):
         n = (at.t + 1).to(q.dtype)[..., None]  # (1, Tq, 1)
-        row = self.g(at.state) * (n.log() if self.cfg.vipe_logn else torch.ones_like(n))
+        row = at.state * (n.log() if self.cfg.vipe_logn else torch.ones_like(n))
         col = 1 + k @ self.u[..., None] if self.cfg.vipe_u else torch.ones_like(k[..., :1])
         return row, col  # (1, Tq, 1), (B, H, T, 1)
 

@@ -58,9 +58,6 @@ VARIANTS |= {
     'pope half': dict(pe='pope', pope_frequencies='half'),
     'vipe s one': dict(pe='vipe', vipe_s='one'),
     'vipe s global': dict(pe='vipe', vipe_s='global', eval_len=40),
-    'vipe as': dict(pe='vipe', vipe_g='as'),
-    'vipe as+b': dict(pe='vipe', vipe_g='as+b'),
-    'vipe rational': dict(pe='vipe', vipe_g='rational'),
     'vipe logits only': dict(pe='vipe', vipe_value=False),
     'vipe value only': dict(pe='vipe', vipe_logn=False, vipe_u=False),
     'vipe d_p': dict(pe='vipe', vipe_d_p=5),
@@ -335,19 +332,9 @@ def test_vrope():
     close(enc.attend(q, k, v, pos), expected)
 
 
-def vipe_g(kind, s, p):
-    """ViPE's logit scale g(s) with learned parameters p."""
-    if kind == 's':
-        return s
-    if kind == 'as+b':
-        return p[0] * s + p[1]
-    return (1 + p[0]) * (s - p[0] + p[0] ** 2 / s)
-
-
 @pytest.mark.parametrize('total_len', [None, 30])
 @pytest.mark.parametrize('kw', [
-    dict(), dict(vipe_g='as+b'), dict(vipe_g='rational'), dict(vipe_s='one'),
-    dict(vipe_s='global', eval_len=48)], ids=str)
+    dict(), dict(vipe_s='one'), dict(vipe_s='global', eval_len=48)], ids=str)
 def test_vipe(kw, total_len):
     """Logits of ViPE eq. 7; eq. 8's average of [v_i ; p_(n-i)], the code p linear in n - i."""
     enc = encoding('vipe', train_len=6, vipe_d_p=3, **kw)
@@ -356,11 +343,9 @@ def test_vipe(kw, total_len):
             p.add_(torch.randn_like(p) * 0.3)
     ratio = (total_len or 10) / 6
     s = {'length': ratio, 'one': 1.0, 'global': 48 / 6}[kw.get('vipe_s', 'length')]
-    learned = [] if enc.g_param is None else enc.g_param.tolist()
-    g = vipe_g(kw.get('vipe_g', 's'), s, learned)
 
     def score(h, q, k, t, i):
-        return g * math.log(t + 1) * (1 + dot(enc.u[h].tolist(), k)) * content(q, k)
+        return s * math.log(t + 1) * (1 + dot(enc.u[h].tolist(), k)) * content(q, k)
 
     q, k, v, pos = qkv()
     state = enc.state(None, pos, total_len)
@@ -376,10 +361,10 @@ def test_vipe(kw, total_len):
     close(enc.attend(q, k, v, pos, state), expected)
 
 
-def test_vipe_global_scale_is_one_in_training():
+def test_vipe_global_scale_is_one_on_trained_lengths():
     enc = encoding('vipe', train_len=6, vipe_s='global', eval_len=48)
-    assert enc.state(None, torch.arange(5)) == 8
-    assert enc.train().state(None, torch.arange(5)) == 1
+    assert [enc.state(None, torch.arange(T)) for T in (1, 6, 7, 48)] == [1, 1, 8, 8]
+    assert enc.state(None, torch.arange(5), total_len=7) == 8
 
 
 def test_pope_vipe_scales_by_the_raw_key():
