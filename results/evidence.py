@@ -123,7 +123,8 @@ def cell_text(name, row, column):
         return 'not run yet'
     rate_was_chosen = not plan.piece(name, row, column)[2]
     rate = [f'at {cell["config"]["lr"]:g}'] if rate_was_chosen else []
-    return '<br>'.join([*(shown(cell, what) for what in ('trained', 'twice', 'holds')), *rate])
+    last = 'reach' if 'vipe' in name else 'holds'
+    return '<br>'.join([*(shown(cell, what) for what in ('trained', 'twice', last)), *rate])
 
 
 def effects(name):

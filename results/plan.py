@@ -256,7 +256,8 @@ GRIDS = PAPER | {
         'The same with 3 layers, strings of 4 to 8 letters out of 16; seed 0 where none is named',
         SIXTEEN_ROWS, {SIXTEEN: indirect(16, 3, 8, 3)}),
     'vipe': Grid(
-        "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3", VIPE_ROWS, OF_VIPE),
+        "ViPE's tasks, trained to 8, 2,000 steps at a learning rate of 1e-3; with one head ALiBi's "
+        'slope is 1/256', VIPE_ROWS, OF_VIPE),
     'vipe_seeds': Grid(
         'ViPE, 3 layers, seeds 0 to 7, otherwise as above', some('vipe'),
         {task: (f'{iterative(task, 3)[0]} --seeds=0-7', [16]) for task in THREE}, has_seeds=True),
@@ -271,8 +272,8 @@ GRIDS = PAPER | {
          'vipe, no value code': '--pe=vipe --vipe_value=False'},
         {f'{task}, 3 layers': iterative(task, 3) for task in ('reverse', 'mode', 'sort')}),
     'vipe_scale': Grid(
-        'ViPE with the other reading of s in eq. 7: longest test length / longest training length '
-        'in every test, here 4; otherwise as above',
+        'ViPE with the other reading of s in eq. 7: longest test length / longest training length, '
+        'here 4, in every test beyond the trained lengths; otherwise as above',
         {'vipe, global s': '--pe=vipe --vipe_s=global'},
         {'polynomial, 3 layers': iterative('polynomial', 3)}),
     'prism': Grid(
@@ -506,13 +507,14 @@ def by_seed(*runs):
             for run in runs for seed, scores in run['lengths'].items()}
 
 
-def score(scores, lengths):
-    """Exact match over all problems of these lengths, of a corpus minus the loss; nan if none."""
+def score(scores, lengths, metric='exact'):
+    """Exact match, or with metric='token' tokens right, over all problems of these lengths; of a
+    corpus minus the loss. nan if there are none."""
     chosen = [scores[n] for n in lengths if n in scores]          # SCAN lacks some lengths
     if not chosen:
         return math.nan
     total = sum(x.get('n', 1) for x in chosen)
-    return sum(x.get('n', 1) * (-x['loss'] if 'loss' in x else x['exact']) for x in chosen) / total
+    return sum(x.get('n', 1) * (-x['loss'] if 'loss' in x else x[metric]) for x in chosen) / total
 
 
 def holds(scores, longest):
@@ -547,6 +549,7 @@ def summarize(runs, twice):
         config=config,
         trained=[score(seed, config['train_lengths']) for seed in scores.values()],
         twice=[score(seed, twice) for seed in scores.values()],
+        tokens=[score(seed, twice, 'token') for seed in scores.values()],
         holds=[holds(seed, max(config['train_lengths'])) for seed in scores.values()],
         lost=f' ({lost} of {seeds} seeds diverged)' if lost else '',
         corpus=any('loss' in x for x in first.values()),
@@ -565,8 +568,9 @@ def spread(values, digits):
 def shown(cell, what):
     """One number of a cell as text.
 
-    trained, twice: exact match in percent, or perplexity; holds: the longest length, seed by seed
-    where they differ; all: the three; best: `twice` of the best seed among those with 85 % on the
+    trained, twice: exact match in percent, or perplexity; tokens: right at `twice`, all before them
+    given; holds: the longest length, seed by seed where they differ; reach: holds (tokens); all:
+    trained, twice and holds; best: `twice` of the best seed among those with 85 % on the
     trained lengths, and how many these are (ViPE, appendix B.1, experiment 2).
     """
     if what == 'best':
@@ -576,6 +580,8 @@ def shown(cell, what):
         return f'{best} ({len(learned)} of {len(cell["trained"])} seeds)'
     if what == 'all':
         return ' → '.join(shown(cell, each) for each in ('trained', 'twice', 'holds'))
+    if what == 'reach':
+        return f'{shown(cell, "holds")} ({shown(cell, "tokens")})'
     if what == 'holds':
         return '/'.join(cell['holds'] if len(set(cell['holds'])) > 1 else cell['holds'][:1]) or '-'
     if cell['corpus']:
