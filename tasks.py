@@ -117,15 +117,18 @@ def supervise(tokens, start):
 
 class Iterative(Task):
     """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2). `length` is L; the states s and EoS are
-    supervised. A subclass gives the symbols, and the states of inputs that are uniform on them."""
+    supervised; steps=0, as in parity:steps=0, leaves only the last state (A.1: no chain of
+    thought). A subclass gives the symbols, and the states of inputs that are uniform on them."""
     end = EOS
     symbols = range(2)
 
-    def __init__(self):
+    def __init__(self, steps=1):
+        self.steps = steps
         self.vocab = ['<pad>', 'BoS', 'EoI', 'EoS', *map(str, self.symbols)]
 
     def problems(self, n, length, draw):
         x, s = self.inputs_and_states(n, length, draw)  # (n, L), (n, m), of indices into symbols
+        s = s if self.steps else s[:, -1:]
         bos, eoi, eos = (torch.full((n, 1), i, device=x.device) for i in (BOS, EOI, EOS))
         tokens = torch.cat([bos, x + 4, eoi, s + 4, eos], dim=1)
         return tokens, supervise(tokens, x.shape[1] + 2)
@@ -158,18 +161,43 @@ class Polynomial(Iterative):
     >>> example('polynomial', 5)
     'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
     """
-    def __init__(self, p=5):
+    def __init__(self, p=5, steps=1):
         if p < 2:
             raise ValueError(f'polynomial needs a modulus p >= 2, not {p}')
         self.p = p
         self.symbols = range(p)
-        super().__init__()
+        super().__init__(steps)
 
     def states(self, x):
         s = [x[:, 0]]
         for t in range(1, x.shape[1]):
             s.append((s[-1] * x[:, t] + 1) % self.p)
         return torch.stack(s, dim=1)
+
+
+class Product(Iterative):
+    """Running product, s_t = s_(t-1) beta_t x_t mod 5, x_t in 1..4, s_0 = 1, beta = 1.
+    In product:own=1 each place has a beta of its own, which no model can know beyond the trained
+    lengths. (The toy of ViPE's section 3, there of real numbers.)
+    >>> example('product', 5)
+    'BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS'
+    >>> example('product:own=1', 5)
+    'BoS 1 4 2 1 4 EoI 1 1 4 4 4 EoS'
+    """
+    max_length = 1000
+    symbols = range(1, 5)
+
+    def __init__(self, own=0, steps=1):
+        g = torch.Generator().manual_seed(0)
+        beta = torch.randint(1, 5, (self.max_length,), generator=g)
+        self.beta = beta if own else torch.ones_like(beta)
+        super().__init__(steps)
+
+    def states(self, x):
+        s = [torch.ones_like(x[:, 0])]
+        for t in range(x.shape[1]):
+            s.append(s[-1] * self.beta[t].item() * (x[:, t] + 1) % 5)
+        return torch.stack(s[1:], dim=1) - 1    # of indices into symbols
 
 
 class Reverse(Iterative):
@@ -684,8 +712,8 @@ class SCANCoT(SCAN):
 # --------------------------------------------------------------------------------------------------
 # names, and the program
 
-TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'count': Count(),
-         'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
+TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'product': Product(),
+         'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
          'indirect_indexing': IndirectIndexing(),
          'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),

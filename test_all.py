@@ -1212,6 +1212,7 @@ def iterative_oracle(name, length, prompt, answer):
         'count': range(x[0], x[-1] + 1),
         'parity': itertools.accumulate(x, lambda s, x_t: (s + x_t) % 2),
         'polynomial': itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 5),
+        'product': itertools.accumulate(x, lambda s, x_t: s * x_t % 5),
     }[name]
     assert answer[:-1] == [str(s) for s in states]
     assert name != 'count' or len(answer) == length + 1
@@ -1354,6 +1355,7 @@ ORACLES = {
     'mode': (iterative_oracle, (1, 2, 7, 48)),
     'parity': (iterative_oracle, (1, 5, 48)),
     'polynomial': (iterative_oracle, (1, 5, 48)),
+    'product': (iterative_oracle, (1, 5, 48)),
     'indirect_indexing': (indexing_oracle, (1, 20, 40, 52)),
     'distance': (classification_oracle, (2, 9, 128, 200)),
     'trigger_count': (classification_oracle, (1, 9, 128, 200)),
@@ -1453,6 +1455,7 @@ def test_places_and_sizes_are_uniform(name, size, values):
     ('indirect_indexing', 30, [1 / 52] * 52),
     ('mode', 9, [1 / 10] * 10),
     ('count', 9, [1 / 120] * 120),
+    ('product', 9, [1 / 4] * 4),
     ('parity', 9, [1 / 2] * 2)], ids=lambda x: '' if isinstance(x, list) else None)
 def test_task_distributions(name, length, expected):
     """The share of each last state, or class, within six standard deviations."""
@@ -1505,6 +1508,29 @@ def test_polynomial_of_any_modulus():
     numbers = [int(word) for word in task.decode(tokens[0]).split() if word.isdigit()]
     x, states = numbers[:9], numbers[9:]
     assert states == list(itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 7))
+
+
+def test_product_with_a_coefficient_for_each_place():
+    task = tasks.make('product:own=1')
+    beta = task.beta.tolist()
+    assert set(beta) == {1, 2, 3, 4}
+    for row in task.sample(20, 9, torch.Generator().manual_seed(0))[0]:
+        numbers = [int(word) for word in task.decode(row).split() if word.isdigit()]
+        x, states = numbers[:9], numbers[9:]
+        assert states == [math.prod(beta[:t] + x[:t]) % 5 for t in range(1, 10)]
+
+
+@pytest.mark.parametrize('name', ['parity', 'polynomial', 'product'])
+def test_without_steps_only_the_last_state_is_asked(name):
+    """The same problems; the answer is their last state, and EoS."""
+    rows = []
+    for option in ('', ':steps=0'):
+        task = tasks.make(name + option)
+        rows.append([task.decode(row).split() for row in
+                     task.sample(20, 9, torch.Generator().manual_seed(0))[0]])
+    for whole, short in zip(*rows):
+        assert short == whole[:11] + whole[-2:]
+        assert len(whole) == 11 + 9 + 1
 
 
 def test_indirect_indexing_of_fewer_letters():
