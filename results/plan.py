@@ -174,6 +174,12 @@ CAUSES = {
     ', recipe, 13,600 steps at 1e-4':
         RECIPE.format(70000) + ' --lr=1e-4 --max_steps=13600 --seeds=0',
 }
+SCALE_AND_MASK = {
+    f'{task.split(":")[0]}, {std}{", no mask" * no_mask}': (
+        f'{SIZE}--task={task} {TO_16.format(1000, 1024)} --n_head=4 --lr=1e-3 '
+        f'--embedding_std={std}{" --causal=False" * no_mask}', [32])
+    for task in ('distance:span=16', 'trigger_count:most=16')
+    for no_mask in (False, True) for std in ('0.1', '1')}
 ROWS_64 = TOEPLITZ_ROWS | {
     f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}
 ROWS_64 |= {pe + cause: f'--pe={pe} {flags}'
@@ -238,6 +244,10 @@ GRIDS = PAPER | {
     'toeplitz': Grid(
         "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens, 2,000 steps at a "
         'learning rate of 2e-3', TOEPLITZ_ROWS, OF_TOEPLITZ),
+    'toeplitz_scale': Grid(
+        'The same with 2 layers, 4 heads of 16, 1,000 steps at 1e-3: embeddings that start with a '
+        "standard deviation of 0.1 (above) or 1 (PyTorch's default), with a causal mask or without "
+        'one', some('rope', 'nope', 'ape', 'random', 'alibi', 't5'), SCALE_AND_MASK),
     'toeplitz_64': Grid(
         'Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3, and '
         "the study's own settings: dropout of 0.1; betas of 0.98 and 0.9; recipe: both, with 8,000 "
