@@ -225,14 +225,15 @@ def test_the_form_of_a_checkpoint_and_of_a_results_line_stays(numbers, tmp_path)
     with open(os.path.join(HERE, 'results/parity.jsonl')) as f:
         old = json.loads(f.readline())
     new, _ = map(json.loads, (tmp_path / 'r.jsonl').read_text().splitlines())
-    assert old.keys() <= new.keys() and old['config'].keys() <= new['config'].keys()
+    given_up = {'vipe_g'}
+    assert old.keys() <= new.keys() and old['config'].keys() - given_up <= new['config'].keys()
     old_scores, new_scores = old['lengths']['0']['1'], new['lengths']['0']['1']
     assert old_scores.keys() == new_scores.keys()
     assert [len(x['curves']['0'][0]) for x in (old, new)] == [4, 4]
 
 
 def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
-    kw = dict(max_steps=800, eval_interval=50, log_interval=25, pe='pope', n_eval=2)
+    kw = dict(max_steps=500, eval_interval=50, log_interval=25, pe='pope', n_eval=2)
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     python('train.py', *flags(out_dir=whole, **kw), check=True)
     rng, path = random.Random(time.time_ns()), killed / 'ckpt.pt'
@@ -490,11 +491,10 @@ def test_two_processes_killed_stopped_and_resumed(tmp_path):
     assert_same_run(a, b)
 
 
-@pytest.mark.parametrize('numbers, many', [('0', '1 seed'), ('0,1', '2 seeds')])
-def test_too_many_processes_is_one_clear_line(numbers, many, tmp_path):
-    run = torchrun(3, *flags(seeds=numbers, out_dir=tmp_path / 'r'))
+def test_too_many_processes_is_one_clear_line(tmp_path):
+    run = torchrun(2, *flags(out_dir=tmp_path / 'r'))
     out, _ = run.communicate(timeout=120)
-    says = f'train.py: 3 processes are too many for {many}: start at most one per seed'
+    says = 'train.py: 2 processes are too many for 1 seed: start at most one per seed'
     assert out.count(says) == 1 and not (tmp_path / 'r').exists()
 
 
@@ -764,6 +764,9 @@ BAD = {
     # the model
     'odd head': (['--d_model=21'], 'even'),
     'heads': (['--n_head=5'], 'divisible'),
+    'an encoder for sequences': (['--causal=False'], 'one class'),
+    'an encoder of padding': (['--task=distance', '--train_lengths=8,9', '--causal=False'],
+                              'one length'),
     'yarn': (['--pe=yarn', '--yarn_beta_fast=0'], 'yarn_beta_fast'),
     'base': (['--rope_base=1'], 'rope_base'),
     # lengths and numbers
@@ -894,7 +897,8 @@ def test_configs_are_valid(name, tmp_path, request):
     cfg = train.make_config(values)
     if not name.startswith('paper_') and name != 'addition_prism.py':
         assert name == f'{cfg.task}_{cfg.pe}.py'
-    Transformer(cfg)
+    with torch.device('meta'):    # of the right shape, without numbers
+        Transformer(cfg)
 
 
 def paper_prism_chains():

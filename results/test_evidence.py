@@ -50,7 +50,8 @@ open(folder + '/ckpt.pt', 'w').close()
 rate = next(float(arg[5:]) for arg in sys.argv if arg.startswith('--lr='))
 seeds = [1, 2] if '--seeds=1,2' in sys.argv else [0]
 kept = [seed for seed in seeds if (rate, seed) not in ((4e-3, 0), (2e-3, 2))]     # others diverge
-scores = {n: dict(exact=1 - 100 * rate * (n < 3) - 0.5 * (n > 3), n=64) for n in (1, 2, 4)}
+scores = {n: dict(exact=1 - 100 * rate * (n < 3) - 0.5 * (n > 3), token=0.9, n=64)
+          for n in (1, 2, 4)}
 line = dict(
     command='python ' + ' '.join(sys.argv),
     config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 4], lr=rate, seeds=seeds),
@@ -145,7 +146,8 @@ def test_without_results(tmp_path, monkeypatch):
 
 
 RUN = dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0]),
-           lengths={0: {1: dict(exact=1.0, n=64), 2: dict(exact=0.5, n=8)}}, curves={0: []})
+           lengths={0: {1: dict(exact=1.0, token=1.0, n=64),
+                        2: dict(exact=0.5, token=0.75, n=8)}}, curves={0: []})
 DIVERGED = RUN | dict(lengths={}, curves={})
 
 
@@ -157,7 +159,8 @@ def test_cells():
     lost = plan.summarize([DIVERGED], [2])
     assert plan.shown(lost, 'all') == '- (1 of 1 seeds diverged) → - → -'
     assert evidence.colour(lost, 'trained', [one, lost]) == ('diverged', 0.0)
-    right, wrong = dict(exact=1.0, n=64), dict(exact=0.9, n=64)
+    right, wrong = dict(exact=1.0, token=1.0, n=64), dict(exact=0.9, token=0.96, n=64)
+    assert plan.shown(one, 'reach') == '≥ 1 (75)'
     two = RUN | dict(config=RUN['config'] | dict(seeds=[0, 1]),
                      lengths={0: {1: wrong, 2: right}, 1: {1: right, 2: right}})
     assert plan.shown(plan.summarize([two], [2]), 'all') == '95 ±7 → 100 ±0 → none/≥ 2'
@@ -210,7 +213,7 @@ def test_figures(monkeypatch):
     plt = pytest.importorskip('matplotlib.pyplot')
     run = dict(
         config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0, 1]),
-        lengths={seed: {1: dict(exact=1.0, n=64), 2: dict(exact=x, n=64)}
+        lengths={seed: {1: dict(exact=1.0, token=1.0, n=64), 2: dict(exact=x, token=0.5, n=64)}
                  for seed, x in enumerate((0.2, 0.4))},
         curves={seed: [[500, 0.5 + seed / 4, 0.1, 0], [1000, 1, 0.3, 1]] for seed in range(2)})
     cell = plan.summarize([run], [2])
