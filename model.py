@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.training:
-            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks)
+            loss = loss + sum(block.attn.pe.penalty(loss) for block in self.blocks)
         return logits, loss
 
     @torch.no_grad()

@@ -78,6 +78,9 @@ class PEConfig:
     # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
+    prism_whole_at: float = 0.0    # prism: loss at which prism_whole has 1/e of its weight; 0: all
+    # prism: W_h starts orthogonal as a whole, so that the state fades, or block by block: it turns
+    prism_start: Literal['fading', 'turning'] = 'fading'
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py for pope, vipe, alibi, t5, prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
@@ -88,7 +91,8 @@ class PEConfig:
                        't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
-        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', zero=True)
+        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
+                       zero=True)
         if self.rope_base <= 1:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
@@ -188,7 +192,7 @@ class Encoding(nn.Module):
         return None                             # final length, if known
     def restate(self, x, pos, state):           # -> the state from this layer on; x: its input
         return state
-    def penalty(self):                          # -> added to the training loss
+    def penalty(self, loss):                    # -> added to the training loss; loss: without it
         return 0.0
     def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
@@ -768,6 +772,12 @@ class Cursors(nn.Module):
         self.W_h = nn.Linear(hidden, 3 * hidden)
         self.W = nn.Linear(hidden, 2 * self.count * 4)
         nn.init.orthogonal_(self.W_h.weight)
+        if cfg.prism_start == 'turning':    # as long a memory as a clock of two ticks needs
+            for block in self.W_h.weight.data.chunk(3):
+                nn.init.orthogonal_(block)
+            with torch.no_grad():
+                self.W_h.weight[2 * hidden:].mul_(1.5)
+                self.W_h.bias[hidden:2 * hidden] = -2.0    # h takes the new n, not the old h
         with torch.no_grad():
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
@@ -792,12 +802,14 @@ class Cursors(nn.Module):
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
         return W
 
-    def penalty(self):
+    def penalty(self, loss):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
-        length, fractions blur. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
-        loss = 0.0
-        if self.cfg.prism_whole:
-            loss = self.cfg.prism_whole * self.doubt
+        length, fractions blur. With prism_whole_at it waits until the task's loss is that small:
+        times exp(-loss / prism_whole_at). With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        weight = self.cfg.prism_whole
+        if self.cfg.prism_whole_at:
+            weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
+        loss = weight * self.doubt if self.cfg.prism_whole else 0.0
         if self.cfg.prism_recurrent == 'penalty':
             W = self.W_h.weight
             eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
@@ -930,8 +942,8 @@ class PRISM(Encoding):
     def restate(self, x, pos, state):
         return self.cursors(x, pos) if self.layer == 0 else state
 
-    def penalty(self):
-        return self.cursors.penalty() if self.layer == 0 else 0.0
+    def penalty(self, loss):
+        return self.cursors.penalty(loss) if self.layer == 0 else 0.0
 
     def qk(self, q, k, at):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]  # (B, H, T, branches d_pe)
@@ -990,8 +1002,8 @@ class Sum(Encoding):
     def restate(self, x, pos, state):
         return [p.restate(x, pos, s) for p, s in zip(self.parts, state)]
 
-    def penalty(self):
-        return sum(p.penalty() for p in self.parts)
+    def penalty(self, loss):
+        return sum(p.penalty(loss) for p in self.parts)
 
     def qk(self, q, k, at):
         for p, here in sorted(self.each(at), key=lambda part: part[0].widens):

@@ -730,19 +730,30 @@ def test_prism_recurrent_matrices():
     close(excess, expected, 1e-8)
 
 
-def test_prism_whole_is_the_entropy_of_the_gates():
-    model = make(pe='prism', prism_whole=0.5, n_layer=1)
+def test_prism_starts_with_a_state_that_turns():
+    W_h = encoding('prism', prism_start='turning', prism_hidden=20).cursors.W_h
+    for block, gain in zip(W_h.weight.detach().chunk(3), (1, 1, 1.5)):
+        close(block.T @ block, gain ** 2 * torch.eye(20), 1e-5)
+    assert (W_h.bias[20:40] == -2).all()
+
+
+@pytest.mark.parametrize('at', [0.0, 2.0])
+def test_prism_whole_is_the_entropy_of_the_gates(at):
+    """With prism_whole_at it counts less while the loss is high."""
+    model = make(pe='prism', prism_whole=0.5, prism_whole_at=at, n_layer=1)
     tokens = torch.arange(12).view(2, 6) % 5
     cursors = model.blocks[0].attn.pe.cursors
     with torch.no_grad():
-        excess = model.train()(tokens, tokens)[1] - model.eval()(tokens, tokens)[1]
+        loss = model.eval()(tokens, tokens)[1]
+        excess = model.train()(tokens, tokens)[1] - loss
         reset, step, _ = cursors.gates(model.embedding(tokens))
     total = 0.0
     for p in reset.flatten().tolist():
         total -= p * math.log(p) + (1 - p) * math.log(1 - p)
     for p in step.flatten().tolist():
         total -= p * math.log(p)
-    close(excess, 0.5 * total / reset.numel(), 1e-12)
+    weight = 0.5 * math.exp(-loss / at) if at else 0.5
+    close(excess, weight * total / reset.numel(), 1e-12)
     with torch.no_grad():
         cursors.W.bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(cursors.W.bias) // 4))
     model.train()(tokens, tokens)[1].backward()  # certain gates have finite gradients

@@ -525,6 +525,8 @@ def toeplitz():
         lines({
             '64 tokens': in_rows('toeplitz_64', 'trained', rows=rows_64),
             '16 tokens': in_rows('toeplitz', 'trained', [distance, counting]),
+            '16 tokens, standard deviation of the embedding at first, causal mask or none':
+                in_rows('toeplitz_scale', 'trained'),
             'counting, 2 layers':
                 in_row('cross', 'counting', 'trained', ('rope', 'mla', 'nope', 'alibi')),
             'counting, 64 tokens': in_rows('counting_64', 'trained'),

@@ -141,6 +141,9 @@ OF_PRISM |= {
 }
 
 
+WHOLE_LATE = '--prism_whole=0.03 --prism_whole_at=0.1 --prism_alpha_lr=0.003'
+
+
 def indirect(letters, shift, length, layers):
     """The flags and the double length of indirect indexing at a small size."""
     flags = (f'{SIZE}--task=indirect_indexing:letters={letters}:shift={shift} '
@@ -300,12 +303,22 @@ GRIDS = PAPER | {
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
     'prism_odds': Grid(
-        'Odds first again: one PRISM layer (2 above), three times the steps, or trained to twice '
-        'the length', some('prism'),
+        'Odds first again: one PRISM layer (2 above), three times the steps, trained to twice the '
+        'length; a clock: trained to 20 with one PRISM layer, 2 layers, 4 cursors a head, a GRU '
+        'whose state turns at first and whole steps once the loss is low (3,000 steps)',
+        some('prism'),
         {'one PRISM layer': ('configs/odds_first_prism.py --prism_layers=1', [20]),
          '6,000 steps': ('configs/odds_first_prism.py --max_steps=6000', [20]),
          'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
-                           '--length_schedule=[(0,5),(400,10),(1000,20)]', [40])}),
+                           '--length_schedule=[(0,5),(400,10),(1000,20)]', [40]),
+         'a clock': ('configs/odds_first_prism.py --prism_layers=1 --n_layer=2 --prism_cursors=4 '
+                     '--prism_input=0.2 --prism_start=turning --train_lengths=1-20 '
+                     f'--length_schedule=[(0,10),(800,20)] --max_steps=3000 {WHOLE_LATE}', [40])}),
+    'prism_addition': Grid(
+        'Addition again: a larger input to the GRU, so that its gates depend on symbols, 4 heads, '
+        '2 layers, whole steps once the loss is low', some('prism'),
+        {'addition_cot': ('configs/addition_prism.py --n_head=4 --n_layer=2 --prism_input=2 '
+                          f'--length_schedule=[(0,3),(500,5),(1000,8)] {WHOLE_LATE}', [16])}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; an orthogonal recurrent matrix",
@@ -348,7 +361,7 @@ HEADS += [('toeplitz', row, 'distance:span=16')
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
-FIRST = ('out/prism_reverse/', 'out/prism_dyn/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
+FIRST = ('out/prism_odds/', 'out/prism_addition/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
          'out/paper_toeplitz/distance', 'out/paper_prism/', 'out/paper', 'out/ablation_vipe/',
          'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
          'out/toeplitz_64/', 'out/counting_64/')
