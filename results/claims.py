@@ -531,10 +531,12 @@ def toeplitz():
                 in_row('cross', 'counting', 'trained', ('rope', 'mla', 'nope', 'alibi')),
             'counting, 64 tokens': in_rows('counting_64', 'trained'),
         } | at_paper_size('paper_toeplitz', 'trained')),
-        'Not seen: NoPE learns distance from the causal mask alone, as T5 does, better than '
-        "RoPE, and ALiBi does not struggle. No part of the study's recipe keeps NoPE at chance. "
-        'All learn to count; on a fixed set of problems the order is that of Figure 3, by less '
-        'than the seeds differ. Not tried: batches of 512, its width, 128 tokens.')
+        'Depends on the causal mask, which the study says it has. Without it NoPE is at chance, as '
+        'there, and RoPE learns; with it NoPE learns distance from the mask alone, as T5 does, and '
+        "no part of the study's recipe keeps it at chance. Embeddings that start ten times as "
+        'large slow NoPE, not RoPE. ALiBi does not struggle. All learn to count; on a fixed set of '
+        'problems the order is that of Figure 3, by less than the seeds differ. Not tried: batches '
+        'of 512, its width, 128 tokens.')
     yield (
         'Figures 4, 5, 7, 9-11: one head of RoPE in layer 1 does nearly all (the deposit); with '
         'APE added it is in a deeper layer; NoPE, T5, ALiBi, MLA, and RoPE at counting have no '
