@@ -40,7 +40,7 @@ NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention: y = W_O [enc.attend(q, k, v) for each head]."""
+    """Multi-head attention: y = W_O [enc.attend(q, k, v) for each head]."""
     def __init__(self, cfg, enc):
         super().__init__()
         self.heads = cfg.heads

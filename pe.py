@@ -61,7 +61,7 @@ class PEConfig:
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
     n_layer: int = 2               # blocks
-    causal: bool = True            # False: a token sees all others but the last, the answer
+    causal: bool = True            # False: a token sees every token but the last, the answer
     prism_layers: list = (1,)      # prism: new cursors are computed before each of these layers
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
@@ -78,8 +78,9 @@ class PEConfig:
     # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
-    prism_whole_at: float = 0.0    # prism: loss at which prism_whole has 1/e of its weight; 0: all
-    # prism: W_h starts orthogonal as a whole, so that the state fades, or block by block: it turns
+    prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
+    # prism: W_h starts orthogonal as a whole: the state fades in place; or each of its blocks does,
+    # and the update gate leans to the new state: it turns, and fades more slowly
     prism_start: Literal['fading', 'turning'] = 'fading'
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py for pope, vipe, alibi, t5, prism: auto (if it pays on CUDA) | triton | reference
@@ -93,6 +94,11 @@ class PEConfig:
                        'prism_alpha_lr')
         check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
                        zero=True)
+        if self.prism_start == 'turning' and self.prism_recurrent != 'free':
+            raise ValueError('prism_start=turning wants prism_recurrent=free, which leaves W_h as '
+                             'it starts')
+        if self.prism_whole_at and not self.prism_whole:
+            raise ValueError('prism_whole_at weighs prism_whole, which is 0: set it')
         if self.rope_base <= 1:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
@@ -144,11 +150,13 @@ class At:
     s: torch.Tensor
     state: object          # what state() returned
     content: torch.Tensor  # x, or None where the caller has none
+    causal: bool = True
 
     @property
     def distance(self):
-        """t - s [1, Tq, T] or [B, 1, Tq, T]; the causal mask hides where s > t."""
-        return self.t[..., :, None] - self.s[..., None, :]
+        """t - s [1, Tq, T] or [B, 1, Tq, T]; 0 where s > t and a causal mask hides it."""
+        d = self.t[..., :, None] - self.s[..., None, :]
+        return d.clamp(min=0) if self.causal else d
 
     @property
     def x(self):
@@ -215,7 +223,7 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)
-        return At(s[..., s.shape[-1] - q_len:], s, state, x)
+        return At(s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def scaled_qk(self, q, k, at):
         """q' and k' times the factors of rescale(), which are computed from the raw q and k."""
@@ -235,7 +243,7 @@ class Encoding(nn.Module):
         return logits + self.mask(logits)
 
     def mask(self, like):
-        """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys that are not seen."""
+        """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys out of sight."""
         if self.cfg.causal:
             return causal(like)
         seen = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
@@ -565,7 +573,7 @@ class PoPE(Encoding):
 # an additive bias on the logits
 
 class ALiBi(Encoding):
-    """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h (t - s),
+    """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
     slopes m_h = 2^(-8h/H), h = 1..H.
 
     Where H is no power of two: the slopes of the power of two below it, then every second one of
@@ -590,8 +598,8 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     Distances below buckets/2 have a bucket each; the rest share the other half, log-spaced up to
-    t5_max_distance. Without a causal mask, later keys have half of all. (T5 itself has no
-    1/sqrt(d).)
+    t5_max_distance. Without a causal mask half of the buckets are for earlier keys, half for later
+    ones, each half divided like this. (T5 itself has no 1/sqrt(d).)
     """
     shared = True
     shift_invariant = True
@@ -600,8 +608,10 @@ class T5(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        if cfg.t5_buckets < 2 or cfg.t5_max_distance <= cfg.t5_buckets // 2:
-            raise ValueError('t5 needs t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
+        buckets, half = (cfg.t5_buckets, 2) if cfg.causal else (cfg.t5_buckets // 2, 4)
+        if buckets < 2 or cfg.t5_max_distance <= buckets // 2:
+            raise ValueError(f't5 needs t5_buckets >= {half} and t5_max_distance > t5_buckets / '
+                             f'{half}')
         self.table = nn.Parameter(torch.zeros(cfg.t5_buckets, cfg.heads))
 
     def bucket(self, d):  # distances [..] -> [..]
@@ -669,9 +679,9 @@ class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    n counts from 1; s = max(1, T / train_len). The code p_(n-i) is linear in the distance, so its
-    average needs one extra value channel: E_alpha[n - i] = n - sum_i alpha_ni i. u, W_p, b_p are
-    per head and layer; u and b_p start at 0. The output is head_dim + d_p wide. Not
+    n counts from 1; s = max(1, T / train_len), or as vipe_s says. The code p_(n-i) is linear in the
+    distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i alpha_ni i.
+    u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim + d_p wide. Not
     prefix-consistent: give the model `total_len`. Every part has its switch (vipe_*).
     """
     fp32 = True
@@ -772,7 +782,7 @@ class Cursors(nn.Module):
         self.W_h = nn.Linear(hidden, 3 * hidden)
         self.W = nn.Linear(hidden, 2 * self.count * 4)
         nn.init.orthogonal_(self.W_h.weight)
-        if cfg.prism_start == 'turning':    # as long a memory as a clock of two ticks needs
+        if cfg.prism_start == 'turning':    # remembers some tokens, enough to alternate
             for block in self.W_h.weight.data.chunk(3):
                 nn.init.orthogonal_(block)
             with torch.no_grad():
@@ -809,12 +819,12 @@ class Cursors(nn.Module):
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
-        loss = weight * self.doubt if self.cfg.prism_whole else 0.0
+        total = weight * self.doubt if self.cfg.prism_whole else 0.0
         if self.cfg.prism_recurrent == 'penalty':
             W = self.W_h.weight
             eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
-            loss = loss + 1e-3 * (W.T @ W - eye).square().sum()
-        return loss
+            total = total + 1e-3 * (W.T @ W - eye).square().sum()
+        return total
 
     def gru(self, x):
         """[B, T, C] -> [B, T, hidden] (Cho et al. 2014)."""

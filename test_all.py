@@ -978,6 +978,30 @@ def test_an_encoder_sees_all_but_the_answer(kw):
         close(model(tokens)[0], seen)
 
 
+def test_logits_without_a_mask():
+    """<q_t, k_s> / sqrt(d) for every s but the last, of all queries or of the last two."""
+    q, k, _, pos = qkv()
+    enc = encoding('nope', causal=False)
+    expected = q @ k.transpose(-2, -1) * 8 ** -0.5
+    expected[..., -1] = -math.inf
+    close(enc.logits(q, k, pos), expected)
+    close(enc.logits(q[:, :, -2:], k, pos), expected[:, :, -2:])
+    there_and_back = encoding('alibi', causal=False).logits(0 * q, k, pos)[..., :-1]
+    close(there_and_back[:, :, 2, 4], there_and_back[:, :, 6, 4])
+    assert (there_and_back[:, :, 2, 4] < 0).all()
+
+
+def test_a_bias_may_be_undefined_at_later_keys():
+    """Under a causal mask distances are not negative, and a logarithm of them stays finite."""
+    class Log(pe.Encoding):
+        def by_distance(self, d):
+            return -torch.log1p(d)
+
+    q, k, v, pos = qkv()
+    enc = Log(pe.PEConfig(d_model=16, n_head=2)).double()
+    assert enc.attend(q, k, v, pos).isfinite().all()
+
+
 def test_without_mask_and_encoding_words_are_a_bag():
     model = make(pe='nope', causal=False)
     tokens = torch.randint(11, (3, 12))
@@ -1191,6 +1215,9 @@ def test_optimizer_groups_hold_every_parameter_once():
     (dict(pe='rope', d_model=20, n_head=4), 'even'),
     (dict(pe='ape', d_model=21, n_head=1), 'even'),
     (dict(pe='t5', t5_buckets=1), 't5'),
+    (dict(pe='t5', t5_buckets=3, causal=False), 't5_buckets >= 4'),
+    (dict(prism_start='turning', prism_recurrent='norm'), 'free'),
+    (dict(prism_whole_at=0.1), 'prism_whole'),
     (dict(rope_heads=9), 'rope_heads'),
     (dict(vipe_s='both'), 'length'),
     (dict(pope_delta='one'), 'uniform')], ids=str)

@@ -139,7 +139,8 @@ class Config(ModelConfig):
         if not self.causal and not (isinstance(task, tasks.Classification)
                                     and len(self.train_lengths) == 1):
             raise ValueError('causal=False needs a task whose answer is one class (distance, '
-                             'trigger_count, distance_sum) and one length in train_lengths')
+                             'trigger_count, distance_sum) and one length in train_lengths, for '
+                             'padding would be seen')
         if task.fixed and self.n_train:
             raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
 

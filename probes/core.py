@@ -181,6 +181,12 @@ def batch(task, lengths, length, n):
     return length, tokens, targets
 
 
+def check_causal(cfg):
+    """UserError for a run without a causal mask."""
+    if not getattr(cfg, 'causal', True):    # a Llama's cfg has no such key
+        raise UserError('this probe wants a causal mask: train with --causal=True')
+
+
 def sequences(task, lengths, length, n):
     """The tokens of batch() row by row, each [1, T] without its padding."""
     return [row[None, :row.nonzero()[-1] + 1] for row in batch(task, lengths, length, n)[1]]

@@ -39,6 +39,7 @@ def sees_distances(model, tokens):
 
 def check_distances(model, tokens, cfg):
     """UserError where logits_at() would not be right."""
+    core.check_causal(cfg)
     enc = model.blocks[0].attn.pe
     if not enc.shift_invariant or enc.widens or not sees_distances(model, tokens):
         raise UserError('this probe asks for the logit at any distance, which '
@@ -103,6 +104,7 @@ def axes(model, task, cfg, length=0, n=8):
     each head, or layer where there are many: Pearson's r of the logits over i >= j with the fit;
     `r_centred`: both less their rows' means, which softmax ignores. Noise scores sqrt(6 / T).
     """
+    core.check_causal(cfg)
     rows = core.sequences(task, cfg.train_lengths, length, n)
     found = each_layer(model, rows, lambda layer: axes_fit(layer.logits[0]))
     r, centred = torch.stack(found).nanmean(dim=0).unbind(dim=1)    # (L, H)

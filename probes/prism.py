@@ -133,15 +133,18 @@ def cursor_panels(model, task, *problems):
 def errors(model, task, cfg, length=0, n=256):
     """Where does an answer first go wrong? The token, what stood before it, what came instead.
 
-    length: of the problems, 0: twice the longest trained one; n: how many. All tokens before the
-    asked one are given, and up to the first wrong token the model would have written the same
-    itself. Rows: the `place` in the answer, from 1, where `wrong` answers go wrong first, the
-    commonest first; of these the commonest case: `before` it, `wanted`, and `got` in its stead.
-    Summary: exact match; `place`, the mean of first wrong place / answer's length, 0 to 1; `even`,
-    the same if every token were wrong as often as the mean token is.
+    length: of the problems, 0: the first there is from twice the longest trained one on; n: how
+    many. All tokens before the asked one are given; up to the first wrong token the model would
+    have written the same itself. Rows: the `place` in the answer, from 1, where `wrong` answers go
+    wrong first, the commonest first; of these the commonest case: `before` it, `wanted`, and `got`
+    in its stead.
+    Summary: exact match; `share`, the mean of first wrong place / answer's length; `even`, that
+    mean if every token were wrong equally often.
     """
-    length, tokens, targets = core.batch(task, cfg.train_lengths,
-                                         length or 2 * max(cfg.train_lengths), n)
+    if not length:
+        longest = max(cfg.train_lengths)
+        length = min(task.existing(range(2 * longest, 4 * longest), None), default=longest)
+    length, tokens, targets = core.batch(task, cfg.train_lengths, length, n)
     with torch.no_grad():
         answers = torch.cat([model(x)[0].argmax(dim=-1) for x in tokens.split(32)])
     asked = targets != -100
@@ -165,7 +168,7 @@ def errors(model, task, cfg, length=0, n=256):
     chance = (1 - rate) ** (at - 1) * (at <= total[:, None])
     even = (chance * at).sum(dim=1) / chance.sum(dim=1) / total
     summary = dict(length=length, exact=number(1 - failed.double().mean()),
-                   place=number((place * first).sum(dim=1)[failed].div(total[failed]).mean()),
+                   share=number((place * first).sum(dim=1)[failed].div(total[failed]).mean()),
                    even=number(even[failed].mean()))
     places = range(1, total.max() + 1)
     right = [1 - wrong[asked & (place == p)].double().mean().item() for p in places]

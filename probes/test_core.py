@@ -13,7 +13,7 @@ import torch
 import probe
 import train
 from engine.config import UserError
-from probes import core
+from probes import core, position, toeplitz
 from probes.conftest import at_random, nano, untouched
 from test_all import close, flags, python, variants
 
@@ -223,3 +223,10 @@ def test_correlation():
     x, y = at_random(2, 3, 50)
     close(core.correlation(x, y), [torch.corrcoef(torch.stack(xy))[0, 1] for xy in zip(x, y)])
     assert core.correlation(torch.ones(5), torch.arange(5)).isnan()
+
+
+def test_probes_that_want_a_causal_mask_say_so():
+    subject = nano('distance', pe='rope', causal=False, train_lengths=[8], eval_lengths=[8])
+    for asks in (toeplitz.toeplitz, position.axes, position.disentangle, position.stretch):
+        with pytest.raises(UserError, match='causal mask'):
+            asks(*subject)

@@ -96,9 +96,9 @@ def test_the_first_wrong_token_is_found():
     assert rows[0]['got'] != rows[0]['wanted'] and rows[0]['before'].split()[2] == '='
     rate = 1 / 5
     even = sum(p * (1 - rate) ** (p - 1) for p in range(1, 6)) / (1 - (1 - rate) ** 5) * rate
-    assert summary == dict(length=4, exact=0.5, place=0.4, even=pytest.approx(even / 5, abs=1e-4))
+    assert summary == dict(length=4, exact=0.5, share=0.4, even=pytest.approx(even / 5, abs=1e-4))
     right, failed = [y for _, _, y, _ in figure.panels[0].lines]
     assert right == [1, 0.5, 1, 1, 0.5] and failed == [0, 0.5, 0.5, 0.5, 0.5]
     plant = False
     rows, summary, _ = prism.errors(answers, task, cfg, length=4, n=8)
-    assert (rows, summary) == ([], dict(length=4, exact=1.0, place=None, even=None))
+    assert (rows, summary) == ([], dict(length=4, exact=1.0, share=None, even=None))

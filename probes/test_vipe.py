@@ -95,10 +95,11 @@ def test_attention_and_alignment_against_loops():
     right = (model(tokens)[0].argmax(dim=-1) == targets).double()
     expected = [right[:, 13:18].mean().item(), right[:, 18:25].mean().item()]
     assert [row['seen'], row['unseen']] == pytest.approx(expected, abs=6e-5)
-    other = train.Config(task='mode', train_lengths=[8], eval_lengths=[8])
-    for probe, flags in ((vipe.alignment, {}), (vipe.attention, dict(offset=1))):
-        with pytest.raises(UserError, match='has not one correct key'):
-            probe(model, other.the_task, other, **flags)
+    for name in ('mode', 'parity:steps=0'):
+        other = train.Config(task=name, train_lengths=[8], eval_lengths=[8])
+        for probe, flags in ((vipe.alignment, {}), (vipe.attention, dict(offset=1))):
+            with pytest.raises(UserError, match='has not one correct key'):
+                probe(model, other.the_task, other, **flags)
 
 
 def test_slope_of_the_entropy():

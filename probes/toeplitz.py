@@ -219,6 +219,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
     spectrum's as `ratio`; errors of eq. 1, and of eq. 2 with a factor for each frequency, of the
     largest logit. length 0: the longest trained.
     """
+    core.check_causal(cfg)
     length, tokens, _ = core.batch(task, cfg.train_lengths, length, n)
     T = tokens.shape[1]
     tokens, = core.fewer(cfg, tokens, limit=2 ** 23 * cfg.n_layer)

@@ -14,14 +14,16 @@ from probes.core import Curves, Figure, Map, number
 
 def is_iterative(cfg):
     """Whether the task has one correct key for each state."""
-    return cfg.task.partition(':')[0] in ('copy', 'parity', 'polynomial', 'reverse')
+    name, _, options = cfg.task.partition(':')
+    one_key = 'copy', 'parity', 'polynomial', 'product', 'reverse'
+    return name in one_key and 'steps=0' not in options
 
 
 def ladder(cfg, length):
     """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) stand; x_t, the input that each needs."""
     if not is_iterative(cfg):
         raise UserError(f'{cfg.task} has not one correct key for each state: train copy, parity, '
-                        'polynomial or reverse')
+                        'polynomial, product or reverse, with steps')
     t = torch.arange(1, length + 1)
     return length + t, length + 1 - t if cfg.task.startswith('reverse') else t
 

@@ -91,7 +91,7 @@ def grid_lines(name):
     there = sum(key[0] == name for key in cells)
     if not rows:
         gpu = ': it wants a GPU' if name in PAPER else ''
-        yield f'Not run yet{gpu}; `python results/evidence.py run 30` runs its {planned} cells.'
+        yield f'Not run yet{gpu}; `python results/evidence.py run 30` runs all {planned} of it.'
         return
     if there < planned:
         waiting = [x for x in (*grid.rows, *grid.columns) if x not in (*rows, *columns)]
