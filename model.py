@@ -123,8 +123,7 @@ class Transformer(nn.Module):
 
     def init_weights(self):
         """Matrices from N(0, 1 / fan_in), those that write to the residual stream from
-        N(0, 1 / (2 n_layer fan_in)); the embedding from N(0, embedding_std^2);
-        biases 0."""
+        N(0, 1 / (2 n_layer fan_in)); the embedding N(0, embedding_std^2); biases 0."""
         for name, p in self.named_parameters():
             if '.pe.' in name:
                 continue

@@ -138,9 +138,8 @@ class Config(ModelConfig):
                 task.of_part(part)                         # says now what is missing
         if not self.causal and not (isinstance(task, tasks.Classification)
                                     and len(self.train_lengths) == 1):
-            raise ValueError('causal=False needs a task whose answer is one class (distance, '
-                             'trigger_count, distance_sum) and one length in train_lengths, for '
-                             'padding would be seen')
+            raise ValueError('causal=False needs an answer of one class (distance, trigger_count) '
+                             'and one length in train_lengths, for padding would be seen')
         if task.fixed and self.n_train:
             raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
 
