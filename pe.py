@@ -608,15 +608,15 @@ class T5(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        buckets, half = (cfg.t5_buckets, 2) if cfg.causal else (cfg.t5_buckets // 2, 4)
-        if buckets < 2 or cfg.t5_max_distance <= buckets // 2:
-            raise ValueError(f't5 needs t5_buckets >= {half} and t5_max_distance > t5_buckets / '
-                             f'{half}')
+        sides = 1 if cfg.causal else 2  # earlier keys, and later ones
+        self.buckets = cfg.t5_buckets // sides
+        if self.buckets < 2 or cfg.t5_max_distance <= self.buckets // 2:
+            raise ValueError(f't5 needs t5_buckets >= {2 * sides} and t5_max_distance > '
+                             f't5_buckets / {2 * sides}')
         self.table = nn.Parameter(torch.zeros(cfg.t5_buckets, cfg.heads))
 
     def bucket(self, d):  # distances [..] -> [..]
-        n = self.cfg.t5_buckets if self.cfg.causal else self.cfg.t5_buckets // 2
-        exact, away = n // 2, d.abs()
+        n, exact, away = self.buckets, self.buckets // 2, d.abs()
         log = torch.log(away.clamp(min=1) / exact)  # 0 at exact
         log = log / math.log(self.cfg.t5_max_distance / exact)  # 1 at t5_max_distance
         far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)

@@ -2181,7 +2181,7 @@ def test_kernels_compile(arch, calls):
 
     On sm_90 products in half precision are asynchronous (wgmma, no mma.sync); those in float32 are
     exact (neither); the scan's logarithm is one instruction. The spills are those that are known
-    of Triton 3.8 (3.6, with an older ptxas: at most 64 bytes).
+    of Triton 3.8; 3.6, with an older ptxas, has two more.
     """
     run = python('-c', COMPILE, str(arch), *calls, env=os.environ | dict(TRITON_INTERPRET='0'))
     assert run.returncode == 0, run.stderr
@@ -2193,13 +2193,13 @@ def test_kernels_compile(arch, calls):
               80: {('pope/128/bfloat16', 'keys'): 16, ('pope/128/bfloat16', 'polar_backward'): 8,
                    ('everything/64/bfloat16', 'keys'): 32,
                    ('everything/64/bfloat16', 'polar_backward'): 4}}
-    older = kernels.triton.__version__.startswith('3.6.')
+    if kernels.triton.__version__.startswith('3.6.'):
+        spills[90] |= {('bias/64/bfloat16', 'keys'): 32, ('pope/64/bfloat16', 'polar_backward'): 4}
     for row in rows:
         attention = row['kernel'] in ('forward', 'queries', 'keys')
         assert row['shared'] <= bench.SHARED[arch], row
         if attention or 'polar' in row['kernel']:
-            known = 2 * spills[arch].get((row['in'], row['kernel']), 0)
-            assert row['spilled'] <= max(known, 64 * older), row
+            assert row['spilled'] <= 2 * spills[arch].get((row['in'], row['kernel']), 0), row
         else:
             assert row['fast_logarithms'], row
         if attention and row['dtype'] == 'float32':

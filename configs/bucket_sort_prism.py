@@ -1,5 +1,6 @@
-# PRISM sorts digits from 0 to 4 (41203=01234.). A cursor can count each digit: up where it is read,
-# down where it is written; so every cursor has a head of its own.
+# PRISM sorts digits from 0 to 4 (41203=01234.). A cursor could count each digit, up where it is
+# read and down where it is written, so every cursor has a head of its own. It has not learned
+# that yet.
 task = 'bucket_sort'
 pe = 'prism'
 n_head = 8

@@ -248,9 +248,10 @@ GRIDS = PAPER | {
         "The Toeplitz study's tasks, 4 layers, 8 heads, trained at 16 tokens, 2,000 steps at a "
         'learning rate of 2e-3', TOEPLITZ_ROWS, OF_TOEPLITZ),
     'toeplitz_scale': Grid(
-        'The same with 2 layers, 4 heads of 16, 1,000 steps at 1e-3: embeddings that start with a '
-        "standard deviation of 0.1 (as elsewhere) or 1 (PyTorch's default), with a causal mask or "
-        'without one', some('rope', 'nope', 'ape', 'random', 'alibi', 't5'), SCALE_AND_MASK),
+        'Scale and mask at 16 tokens: 2 layers, 4 heads of 16, 1,000 steps at 1e-3. Embeddings '
+        "start with a standard deviation of 0.1 (as elsewhere) or 1 (PyTorch's default). Attention "
+        'has a causal mask or none',
+        some('rope', 'nope', 'ape', 'random', 'alibi', 't5'), SCALE_AND_MASK),
     'toeplitz_64': Grid(
         'Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3, and '
         "the study's own settings: dropout of 0.1; betas of 0.98 and 0.9; recipe: both, with 8,000 "
