@@ -61,7 +61,7 @@ class Attention(nn.Module):
         q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
         q, k = self.tap_q(q), self.tap_k(k)  # (B, H, T, D)
         if self.tap_logits._forward_hooks:  # a probe has a hook there
-            weights = self.tap_logits(self.pe.logits(q, k, pos, state, x)).softmax(dim=-1)
+            weights = self.pe.weigh(self.tap_logits(self.pe.logits(q, k, pos, state, x)))
             y = self.pe.mix(weights, v, pos, state, x)
         else:
             y = self.pe.attend(q, k, v, pos, state, x)

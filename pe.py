@@ -5,6 +5,7 @@ An encoding changes only what enters or leaves causal scaled dot-product attenti
     logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts,   s <= t    hooks: qk, rescale, bias
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))            hooks: value, out
 
+Two more hooks give up fused attention: adjust makes logits of logits, weigh is another softmax.
 embed() acts on the token embeddings before layer 1. A class overrides the one or two hooks that it
 needs. To add an encoding, write the class and name it in ENCODINGS: it can then be trained, tested
 and probed like the rest.
@@ -43,11 +44,15 @@ class PEConfig:
     max_len: int = 1024            # learned, random: rows of the table; later positions: last row
     max_shift: int = 512           # shifted_ape: largest random offset in training
     rope_base: float = 10000.0     # base of the frequencies, as in theta_c = base^(-2c/d)
+    rope_fraction: float = 1.0     # rope: the fastest p of the frequencies turn, the others stand
     yarn_beta_fast: float = 32.0   # yarn: keep features with more turns than this over train_len
     yarn_beta_slow: float = 1.0    # yarn: interpolate fully features with fewer turns than this
     t5_buckets: int = 32           # t5: number of distance buckets
     t5_max_distance: int = 128     # t5: distances from here on share the last bucket
     fire_width: int = 32           # fire: hidden width of the MLP
+    dape_width: int = 32           # dape: hidden width of the MLP
+    cope_positions: int = 64       # cope: number of position vectors
+    path_rank: int = 32            # path, selective_rope: rank of the map that reads the content
     vipe_value: bool = True        # vipe: the value-side distance code
     vipe_logn: bool = True         # vipe: log(n) in the logit scale
     vipe_u: bool = True            # vipe: 1 + <u, k> in the logit scale
@@ -89,6 +94,7 @@ class PEConfig:
     def __post_init__(self):
         check_choices(self)
         check_positive(self, 'd_model', 'n_head', 'n_layer', 'train_len', 'max_len', 'fire_width',
+                       'dape_width', 'cope_positions', 'path_rank',
                        't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
@@ -99,6 +105,9 @@ class PEConfig:
                              'it starts')
         if self.prism_whole_at and not self.prism_whole:
             raise ValueError('prism_whole_at weighs prism_whole, which is 0: set it')
+        if not 0 < self.rope_fraction <= 1:
+            raise ValueError(f'rope_fraction must be above 0 and at most 1, not '
+                             f'{self.rope_fraction}')
         if self.rope_base <= 1:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
@@ -180,13 +189,18 @@ class Encoding(nn.Module):
     drawable = True           # False: left out of the picture of the zoo
     starts_blank = False      # True: has no effect at first; drawn with random parameters
     reads_content = False     # True: positions come from the content, by state()
+    needs_causal = False      # True: refuses cfg.causal=False
+    own_softmax = False       # True: weigh() and mask() are its own
 
     def __init__(self, cfg):
         super().__init__()
+        if self.needs_causal and not cfg.causal:
+            raise ValueError(f'{type(self).__name__} wants a causal mask: causal=True')
         self.cfg = cfg
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        if self.widens or type(self).bias is not Encoding.bias or not cfg.causal:
+        self.dense = changed(self, 'adjust') or self.own_softmax   # logits are stored
+        if self.widens or self.dense or changed(self, 'bias') or not cfg.causal:
             self.fusable = False             # a kernel takes one width, and a bias by distance
 
     def for_layer(self):
@@ -212,6 +226,10 @@ class Encoding(nn.Module):
         return self.by_distance(at.distance)    # the logits; of T rows the last Tq count
     def by_distance(self, d):                   # -> None, or the bias [.., H, Tq, T] of
         return None                             # t - s in d [.., 1, Tq, T]
+    def adjust(self, logits, q, k, at):         # -> other logits [B, H, Tq, T], biased and not
+        return logits                           # masked; q, k: as the layer projected them
+    def weigh(self, logits):                    # -> attention's weights; -inf: out of sight
+        return logits.softmax(dim=-1)
     def value(self, v, at):                     # -> [B, H, T, any], before the average
         return v
     def out(self, y, at):                       # -> [B, H, Tq, out_dim], after it
@@ -235,11 +253,12 @@ class Encoding(nn.Module):
         """Attention logits [B, H, Tq, T], -inf where s > t, for probes."""
         check_shapes(self.cfg, q, k, k, pos, x)
         at = self.at(q.shape[2], pos, state, x)
-        q, k = self.scaled_qk(q, k, at)
-        logits = q @ k.transpose(-2, -1) * self.scale
+        scaled_q, scaled_k = self.scaled_qk(q, k, at)
+        logits = scaled_q @ scaled_k.transpose(-2, -1) * self.scale
         bias = self.bias(at)
         if bias is not None:
             logits = logits + bias[..., -q.shape[2]:, :]
+        logits = self.adjust(logits, q, k, at)
         return logits + self.mask(logits)
 
     def mask(self, like):
@@ -257,7 +276,7 @@ class Encoding(nn.Module):
         return self.out(self.expected_distance(y, at), at)
 
     def attend(self, q, k, v, pos, state=None, x=None):
-        """mix(softmax(logits), v), without storing the logits: [B, H, Tq, out_dim].
+        """mix(weigh(logits), v): [B, H, Tq, out_dim]; stores the logits where `dense`.
 
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
         pos: of k and v; state: what state() returned, made if it depends on the length alone; x:
@@ -275,6 +294,9 @@ class Encoding(nn.Module):
             with torch.autocast(q.device.type, enabled=False):
                 x = None if x is None else x.float()
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x)
+        if self.dense:
+            logits = self.logits(q, k, pos, state, x)
+            return self.mix(self.weigh(logits).to(v.dtype), v, pos, state, x)
         v = self.append_position(self.value(v, at), at)
         q, k = self.scaled_qk(q, k, at)
         bias = self.bias(at)
@@ -320,6 +342,12 @@ class Encoding(nn.Module):
         return torch.cat([y[..., :-1], t - y[..., -1:]], dim=-1) if self.distance else y
 
 
+def changed(encoding, hook):
+    """Whether an encoding, or its class, overrides this hook."""
+    cls = encoding if isinstance(encoding, type) else type(encoding)
+    return getattr(cls, hook) is not getattr(Encoding, hook)
+
+
 def check_shapes(cfg, q, k, v, pos, x=None):
     """ValueError if these do not fit together, or not the encoding that was built for cfg."""
     H, T = k.shape[1], k.shape[2]
@@ -353,12 +381,12 @@ def kernels_serve(cfg, q):
     return cfg.kernel == 'triton' or (cfg.kernel == 'auto' and pays)
 
 
-def causal(like):
+def causal(like, itself=True):
     """[Tq, T], of the size and dtype of `like` [.., Tq, T]: 0, and -inf at later keys than the
-    query's own; the last query is at the last key."""
+    query's own, or from its own on; the last query is at the last key."""
     Tq, T = like.shape[-2:]
-    future = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
-    return future.triu(1 + T - Tq)
+    hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
+    return hidden.triu(T - Tq + itself)
 
 
 def pad_to_one_width(*xs):
@@ -386,6 +414,13 @@ def rotate(x, angle):
     pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))
     turned = pairs * torch.polar(torch.ones_like(angle), angle)  # (B, H, T, D/2)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def short_conv(x, weight):
+    """A causal convolution of each feature: x [B, T, F], weight [F, n], sum_j weight_j x_(t-j)."""
+    n = weight.shape[1]
+    x = F.pad(x.transpose(1, 2), (n - 1, 0))  # (B, F, n - 1 + T)
+    return (x.unfold(-1, n, 1) * weight.flip(1)[:, None]).sum(dim=-1).transpose(1, 2)
 
 
 def heads_first(y):
@@ -482,7 +517,10 @@ class Random(Encoding):
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
-    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
+    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even.
+
+    rope_fraction = p: theta_c = 0 but for the first p of the pairs (p-RoPE, Barbero et al. 2024).
+    """
     shift_invariant = True
 
     def __init__(self, cfg):
@@ -491,6 +529,7 @@ class RoPE(Encoding):
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
+        theta[math.ceil(self.cfg.rope_fraction * len(theta)):] = 0
         return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
 
 
@@ -524,6 +563,28 @@ class YaRN(RoPE):
         temperature = 0.1 * math.log(at.state) + 1
         return (rotate(q, at.t[..., None] * theta) * temperature,
                 rotate(k, at.s[..., None] * theta) * temperature)
+
+
+class SelectiveRoPE(RoPE):
+    """Selective RoPE (Movahedi et al. 2025): logit_ts = q_t^T R_(phi_s - phi_t) k_s / sqrt(d),
+    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head.
+
+    x: the input of the attention layer; conv: over the last 4 tokens, each feature alone.
+    """
+    needs_causal = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        width = cfg.heads * cfg.head_dim // 2
+        self.W = nn.Sequential(nn.Linear(cfg.d_model, cfg.path_rank, bias=False),
+                               nn.Linear(cfg.path_rank, width, bias=False))
+        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))
+
+    def qk(self, q, k, at):
+        theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
+        phi = short_conv(self.W(at.x), self.conv).to(theta.dtype).cumsum(dim=1)  # (B, T, H D/2)
+        angle = phi.unflatten(-1, (self.cfg.heads, -1)).transpose(1, 2) * theta  # (B, H, T, D/2)
+        return rotate(q, angle[..., -q.shape[2]:, :]), rotate(k, angle)
 
 
 class PoPE(Encoding):
@@ -650,6 +711,143 @@ class FIRE(Encoding):
         distance = at.distance.abs().to(reach.dtype)
         x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
         return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
+
+
+class Kerple(Encoding):
+    """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
+    a from U(0, 2), b from U(0, 1), learned per head and layer and held above 0.01, as there."""
+    shift_invariant = True
+    gains = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.a = nn.Parameter(2 * torch.rand(cfg.heads))
+        self.b = nn.Parameter(torch.rand(cfg.heads))
+
+    def by_distance(self, d):
+        a, b = (p.clamp(min=0.01)[:, None, None] for p in (self.a, self.b))
+        return -a * torch.log(1 + b * d.abs())
+
+
+class DAPE(Kerple):
+    """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
+    f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, cfg.dape_width), nn.LeakyReLU(),
+                                 nn.Linear(cfg.dape_width, cfg.heads))
+
+    def adjust(self, logits, q, k, at):
+        B = self.bias(at)[..., -q.shape[2]:, :].expand_as(logits)
+        both = torch.cat([logits - B, B], dim=1).movedim(1, -1)  # (B, Tq, T, 2H)
+        return logits + self.mlp(both).movedim(-1, 1)
+
+
+class FoX(Encoding):
+    """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
+    f_j = sigmoid(w_h x_j + b_h) for each head h."""
+    shift_invariant = True
+    needs_causal = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.gate = nn.Linear(cfg.d_model, cfg.heads)
+
+    def bias(self, at):
+        f = F.logsigmoid(self.gate(at.x)).transpose(1, 2)                # (B, H, T)
+        c = f.to(torch.promote_types(f.dtype, torch.float32)).cumsum(dim=-1)   # not in bfloat16
+        return c[..., :, None] - c[..., None, :]
+
+
+# --------------------------------------------------------------------------------------------------
+# logits of logits, and another softmax
+
+class CoPE(Encoding):
+    """Contextual positions (Golovneva et al. 2024): logit_ts = S_ts + <q_t, e[p_ts]>,
+    p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d).
+
+    e [N, D], N = cope_positions, starts at 0 and serves all heads of the layer; between whole
+    numbers e is interpolated.
+    """
+    shift_invariant = True
+    needs_causal = True
+    starts_blank = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.e = nn.Parameter(torch.zeros(cfg.cope_positions, cfg.head_dim))
+
+    def adjust(self, logits, q, k, at):
+        gates = torch.sigmoid(logits + self.mask(logits))  # 0 at later tokens
+        p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)  # (B, H, Tq, T)
+        each = q @ self.e.T  # (B, H, Tq, N)
+        low, high = p.floor().long(), p.ceil().long()
+        return logits + torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
+
+
+class PaTH(Encoding):
+    """PaTH (Yang et al. 2025): logit_ts = k_s^T H_(s+1) ... H_t q_t / sqrt(d),
+    H_j = I - beta_j w_j w_j^T, a reflection, or nearly, that token j decides.
+
+    w = conv(W_2 W_1 x) of length 1 per head, conv over the last 3 tokens, each feature alone;
+    beta = 2 sigmoid(W_beta x). The product unrolls into paths s < j_1 < ... < j_m <= t (its UT
+    transform): logits = QK^T - tril(QW^T) (1 + beta strict(WW^T))^-1 beta strict(WK^T).
+    """
+    shift_invariant = True
+    needs_causal = True
+    fp32 = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        width = cfg.heads * cfg.head_dim
+        self.W = nn.Sequential(nn.Linear(cfg.d_model, cfg.path_rank, bias=False),
+                               nn.Linear(cfg.path_rank, width, bias=False))
+        self.conv = nn.Parameter(torch.empty(width, 3).uniform_(-3 ** -0.5, 3 ** -0.5))
+        self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
+
+    def adjust(self, logits, q, k, at):
+        w = short_conv(self.W(at.x), self.conv).unflatten(-1, (self.cfg.heads, -1))
+        w = F.normalize(w, dim=-1).transpose(1, 2)  # (B, H, T, D)
+        beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
+        Tq, T = logits.shape[-2:]
+        qw = (q @ w.transpose(-2, -1)).tril(T - Tq)  # (B, H, Tq, T)
+        wk = (w @ k.transpose(-2, -1)).tril(-1)  # (B, H, T, T)
+        ww = beta * (w @ w.transpose(-2, -1)).tril(-1)
+        paths = torch.linalg.solve_triangular(ww, beta * wk, upper=False, unitriangular=True)
+        return logits - qw @ paths * self.scale
+
+
+class StickBreaking(Encoding):
+    """Stick-breaking attention (Tan et al. 2024): alpha_ts = sigmoid(z_ts) prod_{s<j<t} (1 -
+    sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first.
+
+    A token does not see itself. The weights sum to at most 1: the first token's y is 0.
+    """
+    shift_invariant = True
+    needs_causal = True
+    own_softmax = True
+
+    def mask(self, like):
+        return causal(like, itself=False)
+
+    def weigh(self, logits):
+        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)  # -inf, 0 at keys out of sight
+        later = left.flip(-1).cumsum(dim=-1).flip(-1) - left  # sum_{j>s} log(1 - sigmoid(z_tj))
+        return (taken + later).exp()
+
+
+class SSMax(Encoding):
+    """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n = t + 1 the
+    number of keys in sight; s_h, from 0.43, is learned per head and layer."""
+    gains = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), 0.43))
+
+    def rescale(self, q, k, at):
+        n = (at.t + 1).to(q.dtype)[..., None]  # (1, Tq, 1)
+        return self.s * n.log(), torch.ones_like(k[..., :1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -968,7 +1166,9 @@ class PRISM(Encoding):
 
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
-             't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM}
+             't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
+             'selective_rope': SelectiveRoPE, 'kerple': Kerple, 'dape': DAPE, 'fox': FoX,
+             'cope': CoPE, 'path': PaTH, 'stickbreaking': StickBreaking, 'ssmax': SSMax}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -983,11 +1183,14 @@ class Sum(Encoding):
         self.fp32 = any(p.fp32 for p in parts)
         self.widens = any(p.widens for p in parts)
         self.distance = any(p.distance for p in parts)
-        for flag, does in (('widens', 'widens q and k'), ('distance', 'reads the mean distance')):
+        for flag, does in (('widens', 'widens q and k'), ('distance', 'reads the mean distance'),
+                           ('own_softmax', 'has a softmax of its own')):
             clash = [type(p).__name__ for p in parts if getattr(p, flag)]
             if len(clash) > 1:
                 raise ValueError(f'{" and ".join(clash)} cannot be added: each {does}')
-        turning = [p for p in parts if type(p).qk is not Encoding.qk]
+        self.dense = any(p.dense for p in parts)
+        self.own_softmax = any(p.own_softmax for p in parts)
+        turning = [p for p in parts if changed(p, 'qk')]
         mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
         self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
         self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()
@@ -1038,6 +1241,20 @@ class Sum(Encoding):
     def by_distance(self, d):
         return added([p.by_distance(d) for p in self.parts])
 
+    def adjust(self, logits, q, k, at):
+        for p, here in self.each(at):
+            logits = p.adjust(logits, q, k, here)
+        return logits
+
+    def weigher(self):
+        return next((p for p in self.parts if p.own_softmax), self.parts[0])
+
+    def weigh(self, logits):
+        return self.weigher().weigh(logits)
+
+    def mask(self, like):
+        return self.weigher().mask(like)
+
     def value(self, v, at):
         for p, here in self.each(at):
             v = p.value(v, here)
@@ -1061,6 +1278,8 @@ class FirstHeads(Sum):
     padded with zeros to its width, are NoPE."""
     def __init__(self, cfg, part):
         super().__init__(cfg, part)
+        if self.own_softmax:
+            raise ValueError(f"{cfg.pe}'s softmax serves all heads: leave rope_heads out")
         self.k = part.cfg.heads
         self.fusable = False
 
@@ -1083,6 +1302,10 @@ class FirstHeads(Sum):
     def bias(self, at):
         bias = super().bias(at)
         return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, self.cfg.heads - self.k))
+
+    def adjust(self, logits, q, k, at):
+        first = super().adjust(*(z[:, :self.k] for z in (logits, q, k)), at)
+        return torch.cat([first, logits[:, self.k:]], dim=1)
 
     def value(self, v, at):
         return self.join(super().value(v[:, :self.k], at), v[:, self.k:])
@@ -1107,6 +1330,10 @@ class SecondHalf(Sum):
 
     def rescale(self, q, k, at):
         return super().rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], at)
+
+    def adjust(self, logits, q, k, at):
+        q, k = (z.chunk(2, dim=-1)[1] for z in (q, k))
+        return super().adjust(logits, q * 0.5 ** 0.5, k, at)  # sqrt(D) divides, not sqrt(D/2)
 
 
 def build(cfg):
@@ -1134,13 +1361,12 @@ def build(cfg):
 # --------------------------------------------------------------------------------------------------
 # python pe.py
 
-HOOKS = 'embed state restate penalty qk rescale bias by_distance value out'.split()
+HOOKS = 'embed state restate penalty qk rescale bias by_distance adjust weigh value out'.split()
 
 
 def changes(name, hook):
     """Whether an encoding, or a part of a sum, overrides a hook."""
-    classes = [ENCODINGS[part] for part in name.split('+')]
-    return any(getattr(cls, hook) is not getattr(Encoding, hook) for cls in classes)
+    return any(changed(ENCODINGS[part], hook) for part in name.split('+'))
 
 
 def zoo():

@@ -6,12 +6,14 @@
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
 `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, a row of tokens as text.
 tokens [n, T] int64 are whole sequences, problem and answer, drawn on the generator's device;
-targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere.
+targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere; a task that
+`labels` its tokens asks for their labels instead.
 To add a task, write a class and name it in TASKS.
 """
 import collections
 import functools
 import inspect
+import itertools
 import math
 import re
 import string
@@ -37,6 +39,7 @@ class Task:
     max_length = math.inf
     corpus = False         # next-token prediction, judged by its loss
     fixed = False          # it has a training set of its own
+    labels = False         # targets[t] is the label of token t, not the next token
     needs = ''             # what --data should be, for a task that reads files
     data = ''              # the path that --data gave
     own_vocab = False      # the vocabulary comes from the data
@@ -710,6 +713,131 @@ class SCANCoT(SCAN):
 
 
 # --------------------------------------------------------------------------------------------------
+# recall and state tracking, the tests of encodings after 2023
+
+class FlipFlop(Task):
+    """Recall what was written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
+    `length`: instructions; only the bits after r are supervised. Option `ignore`: percent of i.
+    >>> example('flip_flop', 5)
+    'w 1 i 0 i 0 r 1 r 1'
+    """
+    vocab = ['<pad>', 'w', 'i', 'r', '0', '1']
+    min_length = 2
+
+    def __init__(self, ignore=80):
+        if ignore > 100:
+            raise ValueError(f'flip_flop:ignore is a percentage, not {ignore}')
+        self.ignore = ignore
+
+    def problems(self, n, length, draw):
+        write, ignore, read, zero = 1, 2, 3, 4
+        what = torch.where(draw.integers(2, n, length) == 1, write, read)
+        what[draw.integers(100, n, length) < self.ignore] = ignore
+        what[:, 0], what[:, -1] = write, read
+        bit = draw.integers(2, n, length)
+        t = torch.arange(length, device=draw.device)
+        last_write = torch.where(what == write, t, 0).cummax(dim=1).values
+        bit = torch.where(what == read, bit.gather(1, last_write), bit)
+        tokens = torch.stack([what, bit + zero], dim=2).flatten(1)      # [n, 2 length]
+        return tokens, torch.where(tokens == read, tokens.roll(-1, dims=1), -100)
+
+
+class Group(Task):
+    """State tracking (Merrill et al. 2024): token t is a group's element x_t, its label x_1 .. x_t,
+    without a chain of thought. `length`: elements, uniform. Option `name`: s2 to s5 or a3 to a5,
+    permutations, the left factor first; z2 to z99, sums mod n.
+    >>> example('group:name=s3', 5)
+    '102 120 210 012 021'
+    """
+    labels = True
+
+    def __init__(self, name='s5'):
+        kind, n = name[0], int(name[1:]) if name[1:].isdigit() else 0
+        if not 2 + (kind == 'a') <= n <= dict(s=5, a=5, z=99).get(kind, 0):
+            raise ValueError(f'group:name is s2 to s5, a3 to a5 or z2 to z99, not {name!r}')
+        if kind == 'z':
+            elements = range(n)
+            self.table = (torch.arange(n)[:, None] + torch.arange(n)) % n
+        else:
+            elements = [p for p in itertools.permutations(range(n)) if kind == 's' or is_even(p)]
+            products = [[elements.index(tuple(b[i] for i in a)) for b in elements]
+                        for a in elements]
+            self.table = torch.tensor(products)     # table[a, b]: a, then b
+            elements = [''.join(map(str, p)) for p in elements]
+        self.vocab = ['<pad>', *map(str, elements)]
+
+    def problems(self, n, length, draw):
+        x = draw.integers(len(self.table), n, length)
+        table = self.table.to(draw.device)
+        products = [x[:, 0]]
+        for t in range(1, length):
+            products.append(table[products[-1], x[:, t]])
+        labels = torch.stack(products, dim=1) + 1
+        return pad(x + 1, (0, 1)), pad(labels, (0, 1), value=-100)      # padding ends a problem
+
+
+def is_even(permutation):
+    """Whether it is an even number of swaps."""
+    return sum(a > b for a, b in itertools.combinations(permutation, 2)) % 2 == 0
+
+
+class Recall(Task):
+    """Base of tasks in which keys have values. Options `keys`: how many; `words`: of keys, of
+    values and of noise, each. `length`: pairs of tokens, of key and value or of noise."""
+    least = 1       # slots for each key
+
+    def __init__(self, keys=4, words=64):
+        if not 1 <= keys <= words:
+            raise ValueError(f'keys must be 1 to {words}, the words, not {keys}')
+        self.keys, self.words = keys, words
+        self.min_length = self.least * keys
+        self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')
+                                 for i in range(words))]
+
+    def pairs(self, n, draw):
+        """Different keys, each with a value [n, keys, 2]."""
+        keys = draw.permutation(n, self.words)[:, :self.keys]
+        values = draw.integers(self.words, n, self.keys) + self.words
+        return torch.stack([keys, values], dim=2) + 1
+
+    def hide(self, pairs, size, draw):
+        """The pairs in any order among noise: tokens [n, 2 size], and where values are."""
+        n = len(pairs)
+        slots = draw.integers(self.words, n, size, 2) + 2 * self.words + 1
+        place = draw.permutation(n, size)[:, :self.keys, None].expand(-1, -1, 2)
+        tokens = slots.scatter(1, place, pairs).flatten(1)
+        return tokens, (tokens > self.words) & (tokens <= 2 * self.words)
+
+
+class MQAR(Recall):
+    """Multi-query associative recall (Arora et al. 2023): all pairs, then each again among noise.
+    Only the values are supervised, and only there.
+    >>> example('mqar:keys=2:words=9', 6)
+    'key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8'
+    """
+    least = 2
+
+    def problems(self, n, length, draw):
+        pairs = self.pairs(n, draw)
+        asked, value = self.hide(pairs, length - self.keys, draw)
+        tokens = torch.cat([pairs.flatten(1), asked], dim=1)
+        value = pad(value, (2 * self.keys, 0))
+        return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
+
+
+class Needle(Recall):
+    """A key in a haystack (RULER's single and multiple keys, Hsieh et al. 2024): pairs among noise;
+    then one of the keys, whose value is asked.
+    >>> example('needle:keys=2:words=9', 6)
+    'noise2 noise6 noise3 noise1 noise2 noise0 noise0 noise5 key2 value0 key3 value8 key2 value0'
+    """
+    def problems(self, n, length, draw):
+        pairs = self.pairs(n, draw)
+        tokens = torch.cat([self.hide(pairs, length, draw)[0], pairs[:, 0]], dim=1)
+        return tokens, supervise(tokens, 2 * length + 1)
+
+
+# --------------------------------------------------------------------------------------------------
 # names, and the program
 
 TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'product': Product(),
@@ -718,7 +846,8 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
          'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
          'bucket_sort': BucketSort(),
-         'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
+         'stack': Stack(), 'dyn_str_cpy': DynStrCpy(), 'flip_flop': FlipFlop(), 'group': Group(),
+         'mqar': MQAR(), 'needle': Needle(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
          'scan': SCAN(), 'scan_simple': SCAN(simple=1), 'scan_cot': SCANCoT()}
 
@@ -743,11 +872,13 @@ def make(name, data=''):
         raise DataError(f'{base} reads no files: leave --data={data} out')
     if options or data:
         takes = inspect.signature(type(task)).parameters
-        given = dict(re.findall(r'(\w+)=(\d+)', name))
-        if [f'{k}={v}' for k, v in given.items()] != options or not given.keys() <= takes.keys():
+        given = dict(re.findall(r'(\w+)=(\w+)', name))
+        known_to_it = all(k in takes and (type(takes[k].default) is str or v.isdigit())
+                          for k, v in given.items())
+        if [f'{k}={v}' for k, v in given.items()] != options or not known_to_it:
             raise ValueError(f'{name!r} has options that {base} does not know: it has '
                              f'{", ".join(takes) or "none"}, written as in polynomial:p=7')
-        task = type(task)(**{k: int(v) for k, v in given.items()})
+        task = type(task)(**{k: type(takes[k].default)(v) for k, v in given.items()})
     task.name, task.data = name, data
     return task
 
@@ -785,7 +916,7 @@ def main(argv):
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
-        answer = 'all but the first' if task.corpus else task.decode(row[1:][target[:-1] != -100])
+        answer = 'all but the first' if task.corpus else task.decode(target[target != -100])
         print(f'{task.decode(row)}\n    predicted: {answer}')
 
 

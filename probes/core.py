@@ -50,7 +50,7 @@ class Layer:
 
     @property
     def weights(self):
-        return self.logits.softmax(dim=-1)
+        return self.enc.weigh(self.logits)
 
     def begin(self, attn, inputs):
         """A hook before attention, where the logits of an earlier forward pass are dropped."""

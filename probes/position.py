@@ -412,7 +412,7 @@ def sliding(layer, t, start, window, first=0):
     keys = torch.where(pos < first, pos, pos + start)
     k, v = (x[:, :, keys].expand(len(t), -1, -1, -1) for x in (layer.k, layer.v))
     q = layer.q[0, :, t].transpose(0, 1)[:, :, None]
-    weights = layer.enc.logits(q, k, pos, layer.state).softmax(dim=-1)
+    weights = layer.enc.weigh(layer.enc.logits(q, k, pos, layer.state))
     return layer.enc.mix(weights, v, pos, layer.state)[:, :, 0].flatten(1)
 
 
