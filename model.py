@@ -112,6 +112,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
         first = encodings.build(cfg)  # the one that runs embed and state
         layers = [first] + [first.for_layer() for _ in range(cfg.n_layer - 1)]
+        if cfg.nope_every:
+            for i in range(cfg.nope_every - 1, cfg.n_layer, cfg.nope_every):
+                layers[i] = encodings.NoPE(cfg)
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
         self.blocks = nn.ModuleList(Block(cfg, enc) for enc in layers)
@@ -141,9 +144,10 @@ class Transformer(nn.Module):
 
         loss: mean cross-entropy of the targets [B, T] that are not -100, in training with the
         encoding's penalty. total_len: the final length, if tokens are only the beginning of a
-        sequence (ViPE, YaRN). pos: positions other than 0..T-1, [T] or [B, T].
+        sequence (ViPE, YaRN). pos: other positions than cfg.positions says, [T] or [B, T].
         """
-        pos = torch.arange(tokens.shape[1], device=tokens.device) if pos is None else pos
+        if pos is None:
+            pos = encodings.positions(self.cfg, tokens, self.training, total_len)
         x = self.embedding(tokens)  # (B, T, C)
         enc = self.blocks[0].attn.pe
         state = enc.state(x, pos, total_len)

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_origin
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -65,7 +66,14 @@ class PEConfig:
     pope_frequencies: Literal['all', 'half'] = 'all'
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
+    # what pos is: index, 0..T-1 | randomized, T different ones of positions_max, in order |
+    # abacus, a digit's place in its number, from 1, and 0 of other tokens
+    positions: Literal['index', 'randomized', 'abacus'] = 'index'
+    positions_max: int = 2048      # randomized: positions to draw from
+    abacus_offset: int = 99        # abacus: the largest random offset of digits in training
+    digits: list = ()              # abacus: the digits' token ids (train.py sets it from the task)
     n_layer: int = 2               # blocks
+    nope_every: int = 0            # every n-th layer is without encoding; 0: none
     causal: bool = True            # False: a token sees every token but the last, the answer
     prism_layers: list = (1,)      # prism: new cursors are computed before each of these layers
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
@@ -84,9 +92,9 @@ class PEConfig:
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
     prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
-    # prism: W_h starts orthogonal as a whole: the state fades in place; or each of its blocks does,
-    # and the update gate leans to the new state: it turns, and fades more slowly
-    prism_start: Literal['fading', 'turning'] = 'fading'
+    # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
+    # for long, and half of them flip it at each token
+    prism_start: Literal['fading', 'bits'] = 'fading'
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py for pope, vipe, alibi, t5, prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
@@ -94,14 +102,17 @@ class PEConfig:
     def __post_init__(self):
         check_choices(self)
         check_positive(self, 'd_model', 'n_head', 'n_layer', 'train_len', 'max_len', 'fire_width',
-                       'dape_width', 'cope_positions', 'path_rank',
+                       'positions_max', 'dape_width', 'cope_positions', 'path_rank',
                        't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
         check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
-                       zero=True)
-        if self.prism_start == 'turning' and self.prism_recurrent != 'free':
-            raise ValueError('prism_start=turning wants prism_recurrent=free, which leaves W_h as '
+                       'abacus_offset', zero=True)
+        if self.nope_every == 1 or self.nope_every < 0:
+            raise ValueError(f'nope_every must be 0 or at least 2, not {self.nope_every}: for no '
+                             "encoding at all take pe='nope'")
+        if self.prism_start == 'bits' and self.prism_recurrent != 'free':
+            raise ValueError('prism_start=bits wants prism_recurrent=free, which leaves W_h as '
                              'it starts')
         if self.prism_whole_at and not self.prism_whole:
             raise ValueError('prism_whole_at weighs prism_whole, which is 0: set it')
@@ -112,6 +123,9 @@ class PEConfig:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
         numbers = layers[:1] == [1] and all(type(x) is int for x in layers)
+        if self.nope_every and any(n % self.nope_every == 0 for n in layers):
+            raise ValueError(f'nope_every={self.nope_every} would drop the cursors of prism_layers='
+                             f'{layers}')
         if not numbers or layers != sorted(set(layers)) or layers[-1] > self.n_layer:
             raise ValueError(f'prism_layers must be layers in order, from 1 to n_layer='
                              f'{self.n_layer}, the first of them 1; it is {layers}')
@@ -200,8 +214,9 @@ class Encoding(nn.Module):
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
         self.dense = changed(self, 'adjust') or self.own_softmax   # logits are stored
-        if self.widens or self.dense or changed(self, 'bias') or not cfg.causal:
-            self.fusable = False             # a kernel takes one width, and a bias by distance
+        regular = cfg.causal and cfg.positions == 'index'
+        if self.widens or self.dense or changed(self, 'bias') or not regular:
+            self.fusable = False   # a kernel takes one width, a bias by distance, and 0..T-1
 
     def for_layer(self):
         """The instance for a further layer. The first layer's alone runs embed and state, so an
@@ -372,6 +387,33 @@ def check_positions(pos, B, T):
                          f'[{T}], or [{B}, {T}] if rows differ')
     if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
         raise ValueError(f'{pos.dtype} does not hold positions: use int64 or float32')
+
+
+def positions(cfg, tokens, training, total_len=None):
+    """pos [T], or [B, T], of tokens [B, T], as cfg.positions says.
+
+    randomized (Ruoss et al. 2023): T of 0..positions_max-1, the same for the whole batch; in
+    evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): in training
+    plus an offset, the same for the whole batch, uniform on 0..abacus_offset.
+    """
+    T = tokens.shape[1]
+    index = torch.arange(T, device=tokens.device)
+    if cfg.positions == 'randomized':
+        total, high = max(T, total_len or 0), cfg.positions_max
+        if total > high:
+            raise ValueError(f'{total} tokens want positions_max={total} or more, not {high}')
+        if training:
+            drawn = torch.rand(high, device=tokens.device).argsort()[:total]
+        else:
+            drawn = np.random.RandomState(total).permutation(high)[:total]
+            drawn = torch.from_numpy(drawn).to(tokens.device)
+        return drawn.sort().values[:T]
+    if cfg.positions == 'abacus':
+        digit = (tokens[..., None] == torch.tensor(cfg.digits, device=tokens.device)).any(dim=-1)
+        before = torch.where(digit, -1, index).cummax(dim=1).values    # the latest other token
+        offset = torch.randint(cfg.abacus_offset + 1, (), device=tokens.device) if training else 0
+        return torch.where(digit, index - before + offset, 0)
+    return index
 
 
 def kernels_serve(cfg, q):
@@ -980,12 +1022,14 @@ class Cursors(nn.Module):
         self.W_h = nn.Linear(hidden, 3 * hidden)
         self.W = nn.Linear(hidden, 2 * self.count * 4)
         nn.init.orthogonal_(self.W_h.weight)
-        if cfg.prism_start == 'turning':    # remembers some tokens, enough to alternate
-            for block in self.W_h.weight.data.chunk(3):
-                nn.init.orthogonal_(block)
+        if cfg.prism_start == 'bits':   # a unit becomes tanh(2 its state), or minus that
             with torch.no_grad():
-                self.W_h.weight[2 * hidden:].mul_(1.5)
-                self.W_h.bias[hidden:2 * hidden] = -2.0    # h takes the new n, not the old h
+                sign = torch.ones(hidden)
+                sign[::2] = -1.0
+                self.W_h.weight[:2 * hidden].mul_(0.5)
+                self.W_h.weight[2 * hidden:] = 2 * sign.diag()
+                self.W_h.bias[:hidden] = 2.0                # the old state is read,
+                self.W_h.bias[hidden:2 * hidden] = -2.0     # and replaced
         with torch.no_grad():
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
@@ -1339,6 +1383,11 @@ class SecondHalf(Sum):
 def build(cfg):
     """The encoding that cfg.pe names, on the heads and halves that cfg.rope_heads and cfg.attention
     give it. ValueError says what is wrong."""
+    longest = max(cfg.train_len, cfg.eval_len)
+    if cfg.positions == 'randomized' and longest > cfg.positions_max:
+        raise ValueError(f'{longest} tokens want positions_max={longest} or more')
+    if cfg.positions == 'abacus' and not cfg.digits:
+        raise ValueError('positions=abacus wants digits, and the task has none')
     names = cfg.pe.split('+')
     for name in names:
         if name not in ENCODINGS:

@@ -86,6 +86,8 @@ VARIANTS |= {
     'pope+vipe on 3 heads': dict(pe='pope+vipe', rope_heads=3),
     'alibi on 2 heads': dict(pe='alibi', rope_heads=2),
     'prism on 2 heads': dict(pe='prism', rope_heads=2),
+    'nope every 2': dict(pe='ape+rope', nope_every=2),
+    'prism, nope every 2': dict(pe='prism', nope_every=2),
     'mla rope': dict(pe='rope', attention='mla'),
     'mla pope+vipe': dict(pe='pope+vipe', attention='mla'),
     'mla rope on 1 head': dict(pe='rope', attention='mla', rope_heads=1),
@@ -870,11 +872,14 @@ def test_prism_recurrent_matrices():
     close(excess, expected, 1e-8)
 
 
-def test_prism_starts_with_a_state_that_turns():
-    W_h = encoding('prism', prism_start='turning', prism_hidden=20).cursors.W_h
-    for block, gain in zip(W_h.weight.detach().chunk(3), (1, 1, 1.5)):
-        close(block.T @ block, gain ** 2 * torch.eye(20), 1e-5)
-    assert (W_h.bias[20:40] == -2).all()
+def test_prism_starts_with_bits():
+    """Half of the units keep their sign for 100 tokens, half flip it at each, whatever these are."""
+    cursors = encoding('prism', prism_start='bits').cursors
+    x = 0.3 * torch.randn(20, 100, 16, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        signs = cursors.gru(x)[:, 10:].sign()
+    flips = (signs[:, 1:] != signs[:, :-1]).double().mean(dim=(0, 1))
+    assert flips[::2].min() > 0.9 and flips[1::2].max() < 0.1
 
 
 @pytest.mark.parametrize('at', [0.0, 2.0])
@@ -991,6 +996,58 @@ def test_decoding_with_a_cache(kw):
     close(enc.logits(q[:, :, 9:], k, pos, state, x), logits[:, :, 9:])
     weights = enc.weigh(logits[:, :, 9:])
     close(enc.mix(weights, v, pos, state, x), whole[:, :, 9:])
+
+
+def test_nope_every():
+    model = make(pe='t5', n_layer=5, nope_every=2)
+    assert [type(block.attn.pe) for block in model.blocks] == [pe.T5, pe.NoPE] * 2 + [pe.T5]
+    with pytest.raises(ValueError, match='nope_every must be 0 or at least 2'):
+        make(nope_every=1)
+    with pytest.raises(ValueError, match='would drop the cursors'):
+        make(pe='prism', prism_layers=[1, 2], nope_every=2)
+
+
+def positions_of(training, length=9, **kw):
+    tokens = torch.tensor([[4, 9, 9, 0, 1, 2, 4, 3, 3]])[:, :length].expand(2, -1)
+    return pe.positions(pe.PEConfig(digits=[1, 2, 3], **kw), tokens, training).tolist()
+
+
+def test_randomized_positions():
+    """In order, without repeats, uniform; in training drawn anew each time, in evaluation once."""
+    draws = [positions_of(True, positions='randomized', positions_max=20) for _ in range(4000)]
+    assert all(len(set(pos)) == 9 and pos == sorted(pos) for pos in draws)
+    counts = torch.tensor(draws).flatten().bincount(minlength=20)
+    assert (counts / 4000 - 9 / 20).abs().max() < 6 * 0.5 / math.sqrt(4000)
+    fixed = [positions_of(False, positions='randomized') for _ in range(3)]
+    assert fixed[0] == fixed[1] == fixed[2]
+    assert positions_of(True, positions='randomized', positions_max=9) == list(range(9))
+    with pytest.raises(ValueError, match='128 tokens want positions_max=128'):
+        make(positions='randomized', positions_max=100, train_len=128)
+    model = make(pe='rope', positions='randomized')
+    tokens = torch.randint(11, (2, 12))
+    with torch.no_grad():   # the beginning of 12 tokens stands where it does in all 12
+        close(model(tokens[:, :7], total_len=12)[0], model(tokens)[0][:, :7])
+
+
+def test_abacus_positions():
+    """Each digit's place in its number; in training all numbers start at one place of many."""
+    assert positions_of(False, positions='abacus') == 2 * [[0, 0, 0, 0, 1, 2, 0, 1, 2]]
+    first = [positions_of(True, positions='abacus', abacus_offset=3) for _ in range(200)]
+    assert {tuple(row[0]) for row in first} == {(0, 0, 0, 0, a, a + 1, 0, a, a + 1)
+                                                for a in (1, 2, 3, 4)}
+    with pytest.raises(ValueError, match='wants digits'):
+        make(positions='abacus')
+
+
+@pytest.mark.parametrize('positions', ['randomized', 'abacus'])
+def test_positions_in_a_run(positions, tmp_path):
+    """Two seeds in one pass train; a task without digits is refused in one line."""
+    run = python('train.py', *flags(task='string_copy', pe='learned', positions=positions,
+                                    seeds='0-1', out_dir=tmp_path))
+    assert run.returncode == 0, run.stderr
+    if positions == 'abacus':
+        run = python('train.py', *flags(task='scan', positions=positions, out_dir=tmp_path))
+        assert run.returncode == 2 and 'the task has none' in run.stderr
 
 
 @variants
@@ -1348,7 +1405,7 @@ def test_optimizer_groups_hold_every_parameter_once():
     (dict(pe='ape', d_model=21, n_head=1), 'even'),
     (dict(pe='t5', t5_buckets=1), 't5'),
     (dict(pe='t5', t5_buckets=3, causal=False), 't5_buckets >= 4'),
-    (dict(prism_start='turning', prism_recurrent='norm'), 'free'),
+    (dict(prism_start='bits', prism_recurrent='norm'), 'free'),
     (dict(prism_whole_at=0.1), 'prism_whole'),
     (dict(rope_heads=9), 'rope_heads'),
     (dict(vipe_s='both'), 'length'),

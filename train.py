@@ -78,7 +78,7 @@ class Config(ModelConfig):
     benchmark: bool = False        # do not train: time a step of the first 1, 2, 4, ... seeds
     results: str = ''              # append a JSON line about each finished run to this file
 
-    DERIVED = ('vocab_size', 'train_len', 'eval_len')      # the task sets these, not the user
+    DERIVED = ('vocab_size', 'digits', 'train_len', 'eval_len')    # the task sets these
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,6 +96,7 @@ class Config(ModelConfig):
                              f'batch_size={self.batch_size}')
         task = self.the_task
         self.vocab_size = len(task.vocab)
+        self.digits = [i for i, word in enumerate(task.vocab) if word in set('0123456789')]
         self.train_len = task.width(self.train_lengths)
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = self.out_dir or runs.default_out_dir(vars(self))

@@ -101,12 +101,14 @@ FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_in
 
 
 def check_same(cfg, saved, path, keys=None):
-    """Refuse a checkpoint from a config that differs in one of the keys (None: all but FREE)."""
+    """Refuse a checkpoint from a config that differs in one of the keys (None: all but FREE). With
+    keys given the task's options may differ, as in flip_flop:ignore=98."""
+    options_differ = keys and cfg.task.partition(':')[0] == saved['task'].partition(':')[0]
     if keys is None:
         keys = [key for key in config.keys(type(cfg)) if key not in FREE]
     for key in [*keys, 'vocab_size', 'train_len']:
         now = getattr(cfg, key)
-        if saved[key] != now:
+        if saved[key] != now and not (key == 'task' and options_differ):
             advice = 'use the same, or another --out_dir'
             if key not in keys:                            # the task sets these
                 advice = f'the task {cfg.task}, or its data, has changed; train again'

@@ -1,0 +1,16 @@
+# Flip-flops (Liu et al. 2023): the bit that was written last, among instructions to be ignored. One
+# layer, two heads, as published. A test with more to ignore:
+# python train.py --eval_only --out_dir=out/flip_flop_rope --task=flip_flop:ignore=98
+# Compare: --pe=rope,nope,fox,path,stickbreaking
+task = 'flip_flop'
+pe = 'rope'
+n_layer = 1
+n_head = 2
+train_lengths = [128]
+eval_lengths = [128]
+batch_size = 32
+max_steps = 1500
+lr = 1e-3
+eval_interval = 500
+n_eval = 128
+n_test = 1024
