@@ -141,7 +141,7 @@ OF_PRISM |= {
 }
 
 
-WHOLE_LATE = '--prism_whole=0.03 --prism_whole_at=0.1 --prism_alpha_lr=0.003'
+BITS = '--prism_start=bits --prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
 
 
 def indirect(letters, shift, length, layers):
@@ -305,21 +305,24 @@ GRIDS = PAPER | {
         {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
     'prism_odds': Grid(
         'Odds first again: one PRISM layer (2 above), three times the steps, trained to twice the '
-        'length; a clock: trained to 20 with one PRISM layer, 2 layers, 4 cursors a head, a GRU '
-        'whose state turns at first and whole steps once the loss is low (3,000 steps)',
+        'length; bits: that with one PRISM layer, 2 layers, 4 heads, no resets, a GRU whose units '
+        'hold or flip a bit at first, whole steps once the loss is low (2,500 steps)',
         some('prism'),
         {'one PRISM layer': ('configs/odds_first_prism.py --prism_layers=1', [20]),
          '6,000 steps': ('configs/odds_first_prism.py --max_steps=6000', [20]),
          'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
                            '--length_schedule=[(0,5),(400,10),(1000,20)]', [40]),
-         'a clock': ('configs/odds_first_prism.py --prism_layers=1 --n_layer=2 --prism_cursors=4 '
-                     '--prism_input=0.2 --prism_start=turning --train_lengths=1-20 '
-                     f'--length_schedule=[(0,10),(800,20)] --max_steps=3000 {WHOLE_LATE}', [40])}),
+         'bits': ('configs/odds_first_prism.py --prism_layers=1 --n_layer=2 --n_head=4 '
+                  '--prism_input=0.3 --prism_reset=False --train_lengths=1-20 '
+                  '--length_schedule=[(0,10),(1000,20)] --max_steps=2500 '
+                  f'{BITS}', [40])}),
     'prism_addition': Grid(
-        'Addition again: a larger input to the GRU, so that its gates depend on symbols, 4 heads, '
-        '2 layers, whole steps once the loss is low', some('prism'),
-        {'addition_cot': ('configs/addition_prism.py --n_head=4 --n_layer=2 --prism_input=2 '
-                          f'--length_schedule=[(0,3),(500,5),(1000,8)] {WHOLE_LATE}', [16])}),
+        'Addition again, trained to 6 digits: a larger input to the GRU, whose units hold or flip '
+        'a bit at first, 4 heads, 2 layers, whole steps once the loss is low (2,500 steps)',
+        some('prism'),
+        {'addition_cot': ('configs/addition_prism.py --n_head=4 --n_layer=2 --prism_input=1 '
+                          '--train_lengths=1-6 --length_schedule=[(0,3),(500,6)] --max_steps=2500 '
+                          f'--eval_lengths=1-10,12,14,16,20 {BITS}', [12])}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; an orthogonal recurrent matrix",
