@@ -390,7 +390,7 @@ class TriggerCount(Classification):
 # --------------------------------------------------------------------------------------------------
 # PRISM's tasks (Tables 3 and 4), in characters
 
-CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^']
+CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
 
 
@@ -430,6 +430,15 @@ class StringCopy(Characters):
 
     def answer(self, x):
         return x
+
+
+class CopyRepeated(StringCopy):
+    """Copy a digit as often as it stands there (Kazemnejad et al. 2023).
+    >>> example('copy_repeated', 7)
+    '4444444=4444444.'
+    """
+    def inputs(self, n, length, draw):
+        return [draw.integers(10, n, 1).expand(-1, length)]
 
 
 class StringReverse(StringCopy):
@@ -494,6 +503,65 @@ class Stack(StringCopy):
         return torch.where(i >= 0, bits, torch.where(i == -1, 2, 0))
 
 
+class EvenPairs(StringCopy):
+    """Is the number of neighbours that differ even? Then 1, else 0 (Delétang et al. 2023, as the
+    next three). `length`: bits.
+    >>> example('even_pairs', 7)
+    '0110111=0.'
+    """
+    symbols = 2
+
+    def inputs(self, n, length, draw):
+        return [draw.integers(self.symbols, n, length)]
+
+    def answer(self, x):
+        return (x[:, :1] == x[:, -1:]).long()
+
+
+class CycleNavigation(EvenPairs):
+    """A walk on a cycle of 5 from 0: 0 stays, 1 goes forth, 2 back. Where does it end?
+    >>> example('cycle_navigation', 7)
+    '2020101=0.'
+    """
+    symbols = 3
+
+    def answer(self, x):
+        return torch.where(x == 2, -1, x).sum(dim=1, keepdim=True) % 5
+
+
+class ModularArithmetic(EvenPairs):
+    """Sums, differences and products mod 5, products first. `length`: numbers.
+    >>> example('modular_arithmetic', 5)
+    '4-4-3-0+3=0.'
+    """
+    def inputs(self, n, length, draw):
+        return draw.integers(5, n, length), draw.integers(3, n, length)
+
+    def write(self, x, operator):
+        plus, minus, times = (CHARACTERS.index(sign) - 1 for sign in '+-*')
+        signs = torch.tensor([plus, minus, times], device=x.device)[operator]
+        total, term = torch.zeros_like(x[:, 0]), x[:, 0]
+        for t in range(1, x.shape[1]):
+            here, product = operator[:, t], term * x[:, t]
+            total = torch.where(here == 2, total, total + term)
+            term = torch.where(here == 2, product % 5, torch.where(here == 1, -x[:, t], x[:, t]))
+        text = torch.stack([signs, x], dim=2).flatten(1)[:, 1:]
+        return [text, '=', ((total + term) % 5)[:, None], '.']
+
+
+class MissingDuplicate(EvenPairs):
+    """A string of bits twice, one bit of the second missing: which? `length`: of the string.
+    >>> example('missing_duplicate', 5)
+    '011010110x=1.'
+    """
+    def inputs(self, n, length, draw):
+        return *super().inputs(n, length, draw), draw.integers(length, n, 1)
+
+    def write(self, x, place):
+        blank = torch.full_like(place, CHARACTERS.index('x') - 1)
+        return [x, x.scatter(1, place, blank), '=', x.gather(1, place), '.']
+
+
 class DynStrCpy(Characters):
     """The part of the string that begins at a given digit, which occurs once. `length`: its own.
     >>> example('dyn_str_cpy', 7)
@@ -523,7 +591,8 @@ class AdditionCoT(Characters):
         swap = draw.integers(2, n, 1) == 1
         return torch.where(swap, short, long), torch.where(swap, long, short)
 
-    def write(self, a, b):
+    def add(self, a, b):
+        """The steps, column by column, the digits of the sum, and the last carry."""
         carry = torch.zeros_like(a[:, :1])
         steps, total = [], []
         for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):  # (2, n, 1)
@@ -531,8 +600,48 @@ class AdditionCoT(Characters):
             carry = s // 10
             total.append(s % 10)
             steps += [*column, carry, s % 10, ',']
+        return steps, total, carry
+
+    def write(self, a, b):
+        steps, total, carry = self.add(a, b)
         steps[-1] = '→'
         return [a, '+', b, '=', *steps, *total, torch.where(carry == 1, 1, -1), '.']
+
+
+class Addition(AdditionCoT):
+    """Add two numbers without a chain of thought. `length` as in addition_cot. Options: reversed=1,
+    lowest digits first; pad=1, zeros for missing digits; hints=1, a letter before each digit that
+    names its place (Zhou et al. 2024), the lowest place's at random.
+    >>> example('addition', 3)
+    '33+794=827.'
+    >>> example('addition:reversed=1:pad=1', 3)
+    '330+497=7280.'
+    >>> example('addition:reversed=1:hints=1', 3)
+    'k9l3m8+k7l7=k6l1m9.'
+    """
+    def __init__(self, reversed=0, hints=0, pad=0):
+        self.reversed, self.hints, self.pad = reversed, hints, pad
+        self.max_length = 24 if hints else math.inf
+
+    def inputs(self, n, length, draw):
+        first = draw.integers(25 - length, n, 1) if self.hints else None
+        return *super().inputs(n, length, draw), first
+
+    def write(self, a, b, first):
+        _, total, carry = self.add(a, b)
+        carry = carry if self.pad else torch.where(carry == 1, 1, -1)
+        if self.pad:
+            a, b = a.clamp(min=0), b.clamp(min=0)
+        a, b, total = (self.number(x, first) for x in (a, b, torch.cat([*total, carry], dim=1)))
+        return [a, '+', b, '=', total, '.']
+
+    def number(self, x, first):
+        """Digits [n, k], lowest first, as the options want them."""
+        if self.hints:
+            letter = CHARACTERS.index('a') - 1 + first + torch.arange(x.shape[1], device=x.device)
+            x = torch.stack([torch.where(x < 0, -1, letter), x], dim=2)     # (n, k, 2)
+        x = x if self.reversed else x.flip(1)
+        return x.flatten(1)
 
 
 class MultiplicationCoT(Characters):
@@ -847,7 +956,10 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
          'bucket_sort': BucketSort(),
          'stack': Stack(), 'dyn_str_cpy': DynStrCpy(), 'flip_flop': FlipFlop(), 'group': Group(),
-         'mqar': MQAR(), 'needle': Needle(),
+         'mqar': MQAR(), 'needle': Needle(), 'addition': Addition(),
+         'copy_repeated': CopyRepeated(), 'even_pairs': EvenPairs(),
+         'cycle_navigation': CycleNavigation(),
+         'modular_arithmetic': ModularArithmetic(), 'missing_duplicate': MissingDuplicate(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
          'scan': SCAN(), 'scan_simple': SCAN(simple=1), 'scan_cot': SCANCoT()}
 

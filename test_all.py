@@ -873,7 +873,7 @@ def test_prism_recurrent_matrices():
 
 
 def test_prism_starts_with_bits():
-    """Half of the units keep their sign for 100 tokens, half flip it at each, whatever these are."""
+    """Half of the units keep their sign for 100 tokens, half flip it at each, whatever they are."""
     cursors = encoding('prism', prism_start='bits').cursors
     x = 0.3 * torch.randn(20, 100, 16, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
@@ -1476,8 +1476,20 @@ def indexing_oracle(name, length, prompt, answer):
 
 def string_answer(name, x):
     """What the string tasks ask for."""
-    if name == 'string_copy':
+    if name in ('string_copy', 'copy_repeated'):
+        assert name == 'string_copy' or len(set(x)) == 1
         return x
+    if name == 'even_pairs':
+        return str((x.count('01') + x.count('10') + 1) % 2)
+    if name == 'cycle_navigation':
+        return str((x.count('1') - x.count('2')) % 5)
+    if name == 'modular_arithmetic':
+        return str(eval(x) % 5)
+    if name == 'missing_duplicate':
+        half = len(x) // 2
+        place = x.index('x') - half
+        assert x[half:].replace('x', x[place]) == x[:half]
+        return x[place]
     if name == 'string_reverse':
         return x[::-1]
     if name == 'odds_first':
@@ -1501,7 +1513,8 @@ def string_oracle(name, length, prompt, answer):
     if name == 'string_reverse':
         assert x[0] == '^'
         x = x[1:]
-    assert len(x) == length
+    symbols = {'modular_arithmetic': 2 * length - 1, 'missing_duplicate': 2 * length}
+    assert len(x) == symbols.get(name, length)
     assert ''.join(answer) == string_answer(name, x) + '.'
 
 
@@ -1526,6 +1539,38 @@ def addition_oracle(name, length, prompt, answer):
         steps.append(f'{d_a}{d_b}{carry}{digit}')
     total = str(sum(numbers))[::-1].ljust(length, '0')
     assert ''.join(answer) == ','.join(steps) + '→' + total + '.'
+
+
+def plain_addition_oracle(name, length, prompt, answer):
+    """a+b=c. as everyone writes it."""
+    a, b = ''.join(prompt).removesuffix('=').split('+')
+    assert max(len(a), len(b)) == length
+    assert ''.join(answer) == f'{int(a) + int(b)}.'
+
+
+@pytest.mark.parametrize('hints', [0, 1])
+@pytest.mark.parametrize('pad', [0, 1])
+@pytest.mark.parametrize('reversed', [0, 1])
+def test_formats_of_addition(reversed, pad, hints):
+    """Numbers are right however they are written; hints begin at all letters that can."""
+    task = tasks.make(f'addition:reversed={reversed}:pad={pad}:hints={hints}')
+    first_letters = set()
+    for row in task.sample(600, 9, torch.Generator().manual_seed(0))[0]:
+        numbers = re.fullmatch(r'(\w+)\+(\w+)=(\w+)\.', task.decode(row)).groups()
+        if not reversed:    # the lowest digit first, and its letter before it
+            pairs = [re.findall(r'[a-z]?\d', number) for number in numbers]
+            numbers = [''.join(digits[::-1]) for digits in pairs]
+        if hints:
+            letters = [number[::2] for number in numbers]
+            numbers = [number[1::2] for number in numbers]
+            first_letters.add(letters[0][0])
+            alphabet = 'abcdefghijklmnopqrstuvwyz'
+            assert all(of in alphabet and of[0] == letters[0][0] for of in letters)
+        if pad:
+            assert [len(number) for number in numbers] == [9, 9, 10]
+        a, b, total = (int(number[::-1]) for number in numbers)
+        assert a + b == total
+    assert len(first_letters) == 16 * hints
 
 
 def multiplication_oracle(name, length, prompt, answer):
@@ -1658,6 +1703,12 @@ ORACLES = {
     'odds_first': (string_oracle, TEXT_LENGTHS),
     'bucket_sort': (string_oracle, TEXT_LENGTHS),
     'stack': (string_oracle, TEXT_LENGTHS),
+    'copy_repeated': (string_oracle, TEXT_LENGTHS),
+    'even_pairs': (string_oracle, TEXT_LENGTHS),
+    'cycle_navigation': (string_oracle, TEXT_LENGTHS),
+    'modular_arithmetic': (string_oracle, TEXT_LENGTHS),
+    'missing_duplicate': (string_oracle, TEXT_LENGTHS),
+    'addition': (plain_addition_oracle, TEXT_LENGTHS),
     'dyn_str_cpy': (dyn_str_cpy_oracle, TEXT_LENGTHS),
     'addition_cot': (addition_oracle, TEXT_LENGTHS),
     'multiplication_cot': (multiplication_oracle, TEXT_LENGTHS),
@@ -1719,9 +1770,9 @@ def test_tasks_in_characters(name):
     task = tasks.TASKS[name]
     assert len(task.vocab) == 64
     tokens, targets = task.sample(400, 7, torch.Generator().manual_seed(7))
-    assert (tokens[:, -1] != 0).any() or name == 'addition_cot'  # a column for the last carry
+    assert (tokens[:, -1] != 0).any() or name.startswith('addition')  # a column for the last carry
     sizes = (targets != -100).int().argmax(dim=1).unique()  # of the prompts
-    assert (len(sizes) > 1) == (name in ('addition_cot', 'multiplication_cot'))
+    assert (len(sizes) > 1) == (name in ('addition', 'addition_cot', 'multiplication_cot'))
 
 
 def first_action(text):
