@@ -1933,11 +1933,6 @@ def test_task_errors(name, length, says):
         tasks.make(name).sample(2, length)
 
 
-def test_readme_shows_a_task_as_it_stands():
-    with open(tasks.__file__, encoding='utf-8') as f:
-        assert readme_code('class FlipFlop') in f.read()
-
-
 # ------------------------------------------------------------------------------------------------
 # SCAN
 

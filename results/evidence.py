@@ -254,6 +254,29 @@ def seeds_table():
     yield '```'
 
 
+FLIP_FLOP = {                       # published errors (Yang et al. 2025): as trained, 98 % ignored
+    'rope': (6.9, 40.3), 'stickbreaking': (9.6, 38.9), 'fox': (8.3, 36.3), 'path': (0.0, 0.0001)}
+
+
+def flip_flop_table():
+    """Share of wrong bits by encoding and by how much is to be ignored."""
+    errors = {}
+    for run in plan.runs('flip_flop'):
+        ignored = int(run['config']['task'].partition('=')[2] or 80)
+        scores = plan.by_seed(run).values()
+        errors[run['config']['pe'], ignored] = [100 * (1 - by_length[128]['token'])
+                                                for by_length in scores]
+    header = ['percent of bits wrong', '80 % ignored, as trained', '98 %', '10 %', 'published']
+    body = []
+    for pe in dict.fromkeys(pe for pe, _ in errors):
+        cells_of_pe = [', '.join(f'{x:.2g}' for x in errors.get((pe, ignored), []))
+                       for ignored in (80, 98, 10)]
+        published = ' / '.join(f'{x:g}' for x in FLIP_FLOP.get(pe, ()))
+        body.append([f'`{pe}`', *cells_of_pe, published])
+    yield from markdown(header, body)
+    yield from made_by('flip_flop')
+
+
 def one_step(cfg):
     """The size of a training step, as text."""
     return f'{cfg.n_layer} layers, d={cfg.d_model}, batch {cfg.batch_size}, {cfg.train_len} tokens'
@@ -602,7 +625,8 @@ def blocks():
     tables = {name: grid_table(name) for name in GRIDS}
     tables |= {name: by_length_table(name) for name in BY_LENGTH}
     return tables | dict(
-        first_run=first_run(), why=why_table(), seeds=seeds_table(), speed=speed_table(),
+        first_run=first_run(), why=why_table(), seeds=seeds_table(),
+        flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table())
 
