@@ -264,7 +264,7 @@ def flip_flop_table():
     for run in plan.runs('flip_flop'):
         ignored = int(run['config']['task'].partition('=')[2] or 80)
         scores = plan.by_seed(run).values()
-        errors[run['config']['pe'], ignored] = [100 * (1 - by_length[128]['token'])
+        errors[run['config']['pe'], ignored] = [100 * (1 - by_length[64]['token'])
                                                 for by_length in scores]
     header = ['percent of bits wrong', '80 % ignored, as trained', '98 %', '10 %', 'published']
     body = []
