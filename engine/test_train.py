@@ -334,7 +334,8 @@ def losses_of(numbers, steps, together=True, **kw):
 def compare_seeds(numbers, steps, tol, **kw):
     """Seeds stacked under vmap, and in a loop, have the losses that each has alone."""
     alone = torch.cat([losses_of([seed], steps, **kw) for seed in numbers])
-    assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
+    assert alone[0, -1] != alone[1, -1]
+    assert (alone[:, -3:].mean(dim=1) < alone[:, :3].mean(dim=1)).all()
     close(losses_of(numbers, steps, **kw), alone, tol)
     close(losses_of(numbers, steps, together=False, **kw), alone, tol)
 
