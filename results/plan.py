@@ -305,17 +305,15 @@ GRIDS = PAPER | {
         {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
     'prism_odds': Grid(
         'Odds first again: one PRISM layer (2 above), three times the steps, trained to twice the '
-        'length; bits: that with one PRISM layer, 2 layers, 4 heads, no resets, a GRU whose units '
-        'hold or flip a bit at first, whole steps once the loss is low (2,500 steps)',
+        'length; bits: one PRISM layer, 2 layers, 4 heads, no resets, a GRU whose units hold or '
+        'flip a bit at first, whole steps once the loss is low (2,500 steps)',
         some('prism'),
         {'one PRISM layer': ('configs/odds_first_prism.py --prism_layers=1', [20]),
          '6,000 steps': ('configs/odds_first_prism.py --max_steps=6000', [20]),
          'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
                            '--length_schedule=[(0,5),(400,10),(1000,20)]', [40]),
          'bits': ('configs/odds_first_prism.py --prism_layers=1 --n_layer=2 --n_head=4 '
-                  '--prism_input=0.3 --prism_reset=False --train_lengths=1-20 '
-                  '--length_schedule=[(0,10),(1000,20)] --max_steps=2500 '
-                  f'{BITS}', [40])}),
+                  f'--prism_input=0.3 --prism_reset=False --max_steps=2500 {BITS}', [20])}),
     'prism_addition': Grid(
         'Addition again, trained to 6 digits: a larger input to the GRU, whose units hold or flip '
         'a bit at first, 4 heads, 2 layers, whole steps once the loss is low (2,500 steps)',
