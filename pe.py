@@ -774,6 +774,9 @@ class Kerple(Encoding):
 class DAPE(Kerple):
     """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
     f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
+    gains = False
+    drawable = False  # like kerple at first
+
     def __init__(self, cfg):
         super().__init__(cfg)
         self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, cfg.dape_width), nn.LeakyReLU(),
@@ -838,6 +841,7 @@ class PaTH(Encoding):
     shift_invariant = True
     needs_causal = True
     fp32 = True
+    drawable = False  # equal content says nothing
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -868,6 +872,7 @@ class StickBreaking(Encoding):
     shift_invariant = True
     needs_causal = True
     own_softmax = True
+    drawable = False  # it is in the softmax
 
     def mask(self, like):
         return causal(like, itself=False)
@@ -882,6 +887,7 @@ class SSMax(Encoding):
     """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n = t + 1 the
     number of keys in sight; s_h, from 0.43, is learned per head and layer."""
     gains = True
+    drawable = False  # it knows the number of keys, not their order
 
     def __init__(self, cfg):
         super().__init__(cfg)
