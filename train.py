@@ -478,7 +478,8 @@ def load_for_evaluation(cfg):
 def evaluate_run(cfg):
     """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths, added to lengths.json.
 
-    Other lengths of a corpus are other text: its scores go into eval.json and replace what it had.
+    Other lengths of a corpus are other text, and other options another task: such scores go into
+    eval.json and replace what it had.
     """
     device, task = seeds.pick_device(cfg), cfg.the_task
     model, state, path = load_for_evaluation(cfg)
@@ -491,9 +492,10 @@ def evaluate_run(cfg):
     for seed in cfg.seeds:
         model.load_state_dict(checkpoint.weights(state, seed, path))
         by_seed[seed] = evaluate(model, task, sets, seeds.precision(cfg, device))
-    table = os.path.join(cfg.out_dir, 'eval.json' if task.corpus else 'lengths.json')
+    apart = task.corpus or cfg.task != state['config']['task']
+    table = os.path.join(cfg.out_dir, 'eval.json' if apart else 'lengths.json')
     known = {}
-    if os.path.exists(table) and not task.corpus:
+    if os.path.exists(table) and not apart:
         known = checkpoint.read_lengths(table)
     for seed, scores in by_seed.items():
         known[seed] = dict(sorted((known.get(seed, {}) | scores).items()))
@@ -523,7 +525,10 @@ def run_without_training(points, command):
         elif cfg.prompt:
             print(continue_prompt(cfg))
         else:
-            report.show(cfg, evaluate_run(cfg))
+            by_seed = evaluate_run(cfg)
+            report.show(cfg, by_seed)
+            if cfg.results:
+                report.append_line(cfg, command, seeds.pick_device(cfg), lengths=by_seed)
 
 
 def main(argv):

@@ -616,6 +616,20 @@ def test_a_diverging_point_does_not_end_a_sweep(tmp_path, capsys):
     assert list(good['lengths']) == ['0'] and 'failed' not in good
 
 
+def test_eval_only_with_other_options_of_the_task(tmp_path):
+    """Scores of flip_flop:ignore=98 do not replace those of flip_flop; they go into results."""
+    train.main(flags(task='flip_flop', train_lengths='4', eval_lengths='4', out_dir=tmp_path))
+    before = (tmp_path / 'lengths.json').read_text()
+    train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=flip_flop:ignore=98',
+                f'--results={tmp_path}/lines.jsonl'])
+    assert (tmp_path / 'lengths.json').read_text() == before
+    line = json.loads((tmp_path / 'lines.jsonl').read_text())
+    assert line['config']['task'] == 'flip_flop:ignore=98'
+    assert line['lengths'] == json.loads((tmp_path / 'eval.json').read_text()) != json.loads(before)
+    with pytest.raises(UserError, match='trained with task=flip_flop, not parity'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=parity'])
+
+
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     train.main(flags(out_dir=tmp_path, pe='vipe'))
     before = (tmp_path / 'ckpt.pt').read_bytes()
