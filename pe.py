@@ -73,7 +73,7 @@ class PEConfig:
     abacus_offset: int = 99        # abacus: the largest random offset of digits in training
     digits: list = ()              # abacus: the digits' token ids (train.py sets it from the task)
     n_layer: int = 2               # blocks
-    nope_every: int = 0            # every n-th layer is without encoding; 0: none
+    nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     causal: bool = True            # False: a token sees every token but the last, the answer
     prism_layers: list = (1,)      # prism: new cursors are computed before each of these layers
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
@@ -96,7 +96,7 @@ class PEConfig:
     # for long, and half of them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
-    # kernels.py for pope, vipe, alibi, t5, prism: auto (if it pays on CUDA) | triton | reference
+    # kernels.py, for encodings with `gains`: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
@@ -108,9 +108,9 @@ class PEConfig:
                        'prism_alpha_lr')
         check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
                        'abacus_offset', zero=True)
-        if self.nope_every == 1 or self.nope_every < 0:
-            raise ValueError(f'nope_every must be 0 or at least 2, not {self.nope_every}: for no '
-                             "encoding at all take pe='nope'")
+        if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
+            raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, not '
+                             f'{self.nope_every}')
         if self.prism_start == 'bits' and self.prism_recurrent != 'free':
             raise ValueError('prism_start=bits wants prism_recurrent=free, which leaves W_h as '
                              'it starts')
@@ -123,9 +123,6 @@ class PEConfig:
             raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
         layers = self.prism_layers = list(self.prism_layers)
         numbers = layers[:1] == [1] and all(type(x) is int for x in layers)
-        if self.nope_every and any(n % self.nope_every == 0 for n in layers):
-            raise ValueError(f'nope_every={self.nope_every} would drop the cursors of prism_layers='
-                             f'{layers}')
         if not numbers or layers != sorted(set(layers)) or layers[-1] > self.n_layer:
             raise ValueError(f'prism_layers must be layers in order, from 1 to n_layer='
                              f'{self.n_layer}, the first of them 1; it is {layers}')
@@ -173,13 +170,11 @@ class At:
     s: torch.Tensor
     state: object          # what state() returned
     content: torch.Tensor  # x, or None where the caller has none
-    causal: bool = True
 
     @property
     def distance(self):
-        """t - s [1, Tq, T] or [B, 1, Tq, T]; 0 where s > t and a causal mask hides it."""
-        d = self.t[..., :, None] - self.s[..., None, :]
-        return d.clamp(min=0) if self.causal else d
+        """t - s [1, Tq, T] or [B, 1, Tq, T], also where a mask hides s."""
+        return self.t[..., :, None] - self.s[..., None, :]
 
     @property
     def x(self):
@@ -205,6 +200,7 @@ class Encoding(nn.Module):
     reads_content = False     # True: positions come from the content, by state()
     needs_causal = False      # True: refuses cfg.causal=False
     own_softmax = False       # True: weigh() and mask() are its own
+    plain_qk = False          # True: wants a sum's other parts to leave q and k as they are
 
     def __init__(self, cfg):
         super().__init__()
@@ -256,7 +252,7 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)
-        return At(s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
+        return At(s[..., s.shape[-1] - q_len:], s, state, x)
 
     def scaled_qk(self, q, k, at):
         """q' and k' times the factors of rescale(), which are computed from the raw q and k."""
@@ -394,7 +390,8 @@ def positions(cfg, tokens, training, total_len=None):
 
     randomized (Ruoss et al. 2023): T of 0..positions_max-1, the same for the whole batch; in
     evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): in training
-    plus an offset, the same for the whole batch, uniform on 0..abacus_offset.
+    plus an offset, the same for the whole batch, uniform on 0..abacus_offset; it is meant for
+    numbers written lowest digit first. Seeds that train together draw otherwise than each alone.
     """
     T = tokens.shape[1]
     index = torch.arange(T, device=tokens.device)
@@ -409,7 +406,7 @@ def positions(cfg, tokens, training, total_len=None):
             drawn = torch.from_numpy(drawn).to(tokens.device)
         return drawn.sort().values[:T]
     if cfg.positions == 'abacus':
-        digit = (tokens[..., None] == torch.tensor(cfg.digits, device=tokens.device)).any(dim=-1)
+        digit = torch.stack([tokens == digit for digit in cfg.digits]).any(dim=0)
         before = torch.where(digit, -1, index).cummax(dim=1).values    # the latest other token
         offset = torch.randint(cfg.abacus_offset + 1, (), device=tokens.device) if training else 0
         return torch.where(digit, index - before + offset, 0)
@@ -767,7 +764,8 @@ class Kerple(Encoding):
         self.b = nn.Parameter(torch.rand(cfg.heads))
 
     def by_distance(self, d):
-        a, b = (p.clamp(min=0.01)[:, None, None] for p in (self.a, self.b))
+        # the gradient passes the clamp, so that a parameter below can come back
+        a, b = ((p + (p.clamp(min=0.01) - p).detach())[:, None, None] for p in (self.a, self.b))
         return -a * torch.log(1 + b * d.abs())
 
 
@@ -817,6 +815,7 @@ class CoPE(Encoding):
     shift_invariant = True
     needs_causal = True
     starts_blank = True
+    fp32 = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -832,7 +831,7 @@ class CoPE(Encoding):
 
 class PaTH(Encoding):
     """PaTH (Yang et al. 2025): logit_ts = k_s^T H_(s+1) ... H_t q_t / sqrt(d),
-    H_j = I - beta_j w_j w_j^T, a reflection, or nearly, that token j decides.
+    H_j = I - beta_j w_j w_j^T, between the identity and a reflection, as token j decides.
 
     w = conv(W_2 W_1 x) of length 1 per head, conv over the last 3 tokens, each feature alone;
     beta = 2 sigmoid(W_beta x). The product unrolls into paths s < j_1 < ... < j_m <= t (its UT
@@ -840,6 +839,7 @@ class PaTH(Encoding):
     """
     shift_invariant = True
     needs_causal = True
+    plain_qk = True
     fp32 = True
     drawable = False  # equal content says nothing
 
@@ -859,7 +859,9 @@ class PaTH(Encoding):
         qw = (q @ w.transpose(-2, -1)).tril(T - Tq)  # (B, H, Tq, T)
         wk = (w @ k.transpose(-2, -1)).tril(-1)  # (B, H, T, T)
         ww = beta * (w @ w.transpose(-2, -1)).tril(-1)
-        paths = torch.linalg.solve_triangular(ww, beta * wk, upper=False, unitriangular=True)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        paths = torch.linalg.solve_triangular(ww.to(wide), (beta * wk).to(wide), upper=False,
+                                              unitriangular=True).to(q.dtype)  # (B, H, T, T)
         return logits - qw @ paths * self.scale
 
 
@@ -884,8 +886,9 @@ class StickBreaking(Encoding):
 
 
 class SSMax(Encoding):
-    """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n = t + 1 the
-    number of keys in sight; s_h, from 0.43, is learned per head and layer."""
+    """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n the number
+    of keys in sight, whatever their positions; s_h, from 0.43, is learned per head and layer."""
+    shift_invariant = True
     gains = True
     drawable = False  # it knows the number of keys, not their order
 
@@ -894,7 +897,10 @@ class SSMax(Encoding):
         self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), 0.43))
 
     def rescale(self, q, k, at):
-        n = (at.t + 1).to(q.dtype)[..., None]  # (1, Tq, 1)
+        Tq, T = q.shape[2], k.shape[2]
+        n = torch.arange(T - Tq + 1, T + 1, device=q.device, dtype=q.dtype)[:, None]  # (Tq, 1)
+        if not self.cfg.causal:
+            n = torch.full_like(n, T - 1)
         return self.s * n.log(), torch.ones_like(k[..., :1])
 
 
@@ -1240,6 +1246,13 @@ class Sum(Encoding):
                 raise ValueError(f'{" and ".join(clash)} cannot be added: each {does}')
         self.dense = any(p.dense for p in parts)
         self.own_softmax = any(p.own_softmax for p in parts)
+        if self.own_softmax and self.distance:
+            raise ValueError('the mean distance wants weights that sum to 1, and '
+                             'stickbreaking has others')
+        changing = [p for p in parts if changed(p, 'qk') or changed(p, 'rescale') or p.plain_qk]
+        if len(changing) > 1 and any(p.plain_qk for p in changing):
+            raise ValueError(f'{" and ".join(type(p).__name__ for p in changing)} cannot be added: '
+                             'both change the product of q and k')
         turning = [p for p in parts if changed(p, 'qk')]
         mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
         self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
@@ -1368,7 +1381,7 @@ class FirstHeads(Sum):
 class SecondHalf(Sum):
     """mla: the part (its cfg has head_dim = D/2) sees the second half of every query and key; the
     first is NoPE (the Toeplitz study, eq. 3). Values are not cut: vrope turns their first half;
-    vipe's code is D/2 wide, prism's score of positions 1/sqrt(2) of its equation."""
+    vipe's code is D/2 wide, prism's and cope's scores of positions 1/sqrt(2) of theirs."""
     def __init__(self, cfg, part):
         super().__init__(cfg, part)
         self.fusable = False
@@ -1395,6 +1408,14 @@ def build(cfg):
     if cfg.positions == 'abacus' and not cfg.digits:
         raise ValueError('positions=abacus wants digits, and the task has none')
     names = cfg.pe.split('+')
+    rows = {'learned', 'random'} & set(names)
+    if cfg.positions == 'randomized' and rows and cfg.max_len < cfg.positions_max:
+        raise ValueError(f'{min(rows)} has max_len={cfg.max_len} rows: randomized positions want '
+                         f'positions_max={cfg.positions_max} of them')
+    if cfg.rope_fraction < 1 and 'rope' not in names:
+        raise ValueError(f'rope_fraction is for rope, not for pe={cfg.pe}')
+    if cfg.nope_every and 'prism' in names:
+        raise ValueError('nope_every would leave prism cursors that nothing reads: set it to 0')
     for name in names:
         if name not in ENCODINGS:
             raise ValueError(f'unknown encoding {name!r}. There are: {", ".join(ENCODINGS)}')
@@ -1416,7 +1437,8 @@ def build(cfg):
 # --------------------------------------------------------------------------------------------------
 # python pe.py
 
-HOOKS = 'embed state restate penalty qk rescale bias by_distance adjust weigh value out'.split()
+HOOKS = ('embed state restate penalty qk rescale bias by_distance adjust mask weigh value '
+         'out').split()
 
 
 def changes(name, hook):

@@ -620,6 +620,8 @@ class Addition(AdditionCoT):
     'k9l3m8+k7l7=k6l1m9.'
     """
     def __init__(self, reversed=0, hints=0, pad=0):
+        if not {reversed, hints, pad} <= {0, 1}:
+            raise ValueError('addition: reversed, hints and pad are 0 or 1')
         self.reversed, self.hints, self.pad = reversed, hints, pad
         self.max_length = 24 if hints else math.inf
 
@@ -861,7 +863,7 @@ class Group(Task):
     labels = True
 
     def __init__(self, name='s5'):
-        kind, n = name[0], int(name[1:]) if name[1:].isdigit() else 0
+        kind, n = name[0], int(name[1:]) if name[1:].isdecimal() else 0
         if not 2 + (kind == 'a') <= n <= dict(s=5, a=5, z=99).get(kind, 0):
             raise ValueError(f'group:name is s2 to s5, a3 to a5 or z2 to z99, not {name!r}')
         if kind == 'z':
@@ -896,8 +898,8 @@ class Recall(Task):
     least = 1       # slots for each key
 
     def __init__(self, keys=4, words=64):
-        if not 1 <= keys <= words:
-            raise ValueError(f'keys must be 1 to {words}, the words, not {keys}')
+        if not 1 <= keys <= words <= 10000:
+            raise ValueError(f'keys must be 1 to {words}, the words, not {keys}; words up to 10000')
         self.keys, self.words = keys, words
         self.min_length = self.least * keys
         self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')
@@ -985,7 +987,7 @@ def make(name, data=''):
     if options or data:
         takes = inspect.signature(type(task)).parameters
         given = dict(re.findall(r'(\w+)=(\w+)', name))
-        known_to_it = all(k in takes and (type(takes[k].default) is str or v.isdigit())
+        known_to_it = all(k in takes and (type(takes[k].default) is str or v.isdecimal())
                           for k, v in given.items())
         if [f'{k}={v}' for k, v in given.items()] != options or not known_to_it:
             raise ValueError(f'{name!r} has options that {base} does not know: it has '

@@ -87,7 +87,6 @@ VARIANTS |= {
     'alibi on 2 heads': dict(pe='alibi', rope_heads=2),
     'prism on 2 heads': dict(pe='prism', rope_heads=2),
     'nope every 2': dict(pe='ape+rope', nope_every=2),
-    'prism, nope every 2': dict(pe='prism', nope_every=2),
     'mla rope': dict(pe='rope', attention='mla'),
     'mla pope+vipe': dict(pe='pope+vipe', attention='mla'),
     'mla rope on 1 head': dict(pe='rope', attention='mla', rope_heads=1),
@@ -333,6 +332,8 @@ def test_rope_fraction():
     close(encoding('rope', rope_fraction=0.5).logits(q, k, pos), expected)
     with pytest.raises(ValueError, match='rope_fraction must be above 0 and at most 1'):
         encoding('rope', rope_fraction=0)
+    with pytest.raises(ValueError, match='rope_fraction is for rope, not for pe=yarn'):
+        encoding('yarn', rope_fraction=0.5)
 
 
 def content_of_layer(T=10, width=16):
@@ -379,6 +380,8 @@ def test_kerple_and_dape():
     kerple.load_state_dict({name: p for name, p in enc.state_dict().items() if name in 'ab'})
     expected = loop_logits(q, k, lambda h, q, k, t, s: content(q, k) + bias(h, t, s))
     close(kerple.logits(q, k, pos), expected)
+    kerple.logits(q, k, pos)[0, 1, 9, 0].backward()
+    assert kerple.a.grad[1] != 0    # though it is held
     first, _, last = enc.mlp
     for b, t in itertools.product((0, 1), range(10)):
         for s in range(t + 1):
@@ -457,6 +460,7 @@ def test_ssmax():
         expected = loop_logits(q, k, lambda h, q, k, t, j, s=s, score=score:
                                s[h].item() * math.log(t + 1) * score(h, q, k, t, j))
         close(enc.logits(q, k, pos), expected)
+        close(enc.logits(q, k, 7 * pos * (name == 'ssmax') + pos), expected)     # n counts keys
 
 
 def test_vrope():
@@ -1001,10 +1005,19 @@ def test_decoding_with_a_cache(kw):
 def test_nope_every():
     model = make(pe='t5', n_layer=5, nope_every=2)
     assert [type(block.attn.pe) for block in model.blocks] == [pe.T5, pe.NoPE] * 2 + [pe.T5]
-    with pytest.raises(ValueError, match='nope_every must be 0 or at least 2'):
-        make(nope_every=1)
-    with pytest.raises(ValueError, match='would drop the cursors'):
-        make(pe='prism', prism_layers=[1, 2], nope_every=2)
+    for wrong in (1, 3):
+        with pytest.raises(ValueError, match='nope_every must be 0, or from 2 to n_layer=2'):
+            make(nope_every=wrong)
+    with pytest.raises(ValueError, match='leave prism cursors'):
+        make(pe='prism', nope_every=2)
+
+
+@pytest.mark.parametrize('names, says', [
+    ('path+rope', 'PaTH and RoPE cannot be added'), ('path+path', 'PaTH and PaTH'),
+    ('ssmax+path', 'both change the product'), ('stickbreaking+vipe', 'weights that sum to 1')])
+def test_sums_that_would_be_neither_encoding(names, says):
+    with pytest.raises(ValueError, match=says):
+        encoding(names)
 
 
 def positions_of(training, length=9, **kw):
@@ -1023,6 +1036,8 @@ def test_randomized_positions():
     assert positions_of(True, positions='randomized', positions_max=9) == list(range(9))
     with pytest.raises(ValueError, match='128 tokens want positions_max=128'):
         make(positions='randomized', positions_max=100, train_len=128)
+    with pytest.raises(ValueError, match='learned has max_len=64 rows'):
+        make(pe='learned', positions='randomized')
     model = make(pe='rope', positions='randomized')
     tokens = torch.randint(11, (2, 12))
     with torch.no_grad():   # the beginning of 12 tokens stands where it does in all 12
@@ -1037,13 +1052,17 @@ def test_abacus_positions():
                                                 for a in (1, 2, 3, 4)}
     with pytest.raises(ValueError, match='wants digits'):
         make(positions='abacus')
+    q, k, _, pos = qkv()    # a place before a later one that is lower: still a distance
+    pos[5:] = 0
+    bias = encoding('alibi', heads=2).bias(encoding('alibi', heads=2).at(10, pos))
+    close(bias[0, 5], -2.0 ** -4 * pos)
 
 
 @pytest.mark.parametrize('positions', ['randomized', 'abacus'])
 def test_positions_in_a_run(positions, tmp_path):
     """Two seeds in one pass train; a task without digits is refused in one line."""
     run = python('train.py', *flags(task='string_copy', pe='learned', positions=positions,
-                                    seeds='0-1', out_dir=tmp_path))
+                                    positions_max=1000, seeds='0-1', out_dir=tmp_path))
     assert run.returncode == 0, run.stderr
     if positions == 'abacus':
         run = python('train.py', *flags(task='scan', positions=positions, out_dir=tmp_path))
@@ -1924,6 +1943,8 @@ def test_trigger_counts_up_to_most():
     ('indirect_indexing:letters=12:shift=2', 13, '12'),
     ('flip_flop:ignore=101', 5, 'percentage'),
     ('group:name=q3', 5, 'group:name is s2 to s5'),
+    ('group:name=s²', 5, 'group:name is s2 to s5'),
+    ('addition:pad=2', 5, '0 or 1'),
     ('polynomial:p=x', 5, 'options'),
     ('mqar:keys=65', 5, 'keys must be 1 to 64'),
     ('mqar', 7, 'from 8'),

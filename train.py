@@ -472,6 +472,9 @@ def load_for_evaluation(cfg):
     state = checkpoint.read(path, Config)
     same = ARCHITECTURE + ['data'] * cfg.the_task.own_vocab
     checkpoint.check_same(cfg, state['config'], path, same)
+    trained = tasks.make(state['config']['task'], cfg.data)
+    if cfg.the_task.vocab != trained.vocab:
+        raise UserError(f'{cfg.task} has other tokens than {trained.name}, which was trained')
     return Transformer(cfg).to(seeds.pick_device(cfg), DTYPES[cfg.dtype]), state, path
 
 
@@ -511,6 +514,10 @@ def continue_prompt(cfg):
     prompt = task.encode(cfg.prompt)[None].to(device)
     if not prompt.numel():
         raise UserError(f'--prompt={cfg.prompt!r} has no token of this task in it')
+    if task.labels:
+        raise UserError(f'{cfg.task} labels tokens, so the model continues no prompt')
+    if cfg.positions == 'randomized' and prompt.shape[1] + cfg.new_tokens > cfg.positions_max:
+        raise UserError(f'there are {cfg.positions_max} positions: lower --new_tokens')
     torch.manual_seed(cfg.seeds[0])
     with seeds.precision(cfg, device):
         tokens = model.generate(prompt, cfg.new_tokens, cfg.temperature, task.end)

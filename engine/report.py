@@ -274,7 +274,7 @@ def show(cfg, by_seed):
         longest = max(map(len, task.of_part('test')))
         if longest < max(cfg.eval_lengths):
             print(f'the longest held-out document has {longest} tokens: no context is longer')
-    name = 'eval.png' if task.corpus and cfg.eval_only else 'lengths.png'
+    name = 'eval.png' if cfg.eval_only else 'lengths.png'
     figure(os.path.join(cfg.out_dir, name), cfg, rows, f'{cfg.task} with {cfg.pe}')
 
 

@@ -628,6 +628,11 @@ def test_eval_only_with_other_options_of_the_task(tmp_path):
     assert line['lengths'] == json.loads((tmp_path / 'eval.json').read_text()) != json.loads(before)
     with pytest.raises(UserError, match='trained with task=flip_flop, not parity'):
         train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=parity'])
+    train.main(flags(task='group:name=s3', out_dir=tmp_path))
+    with pytest.raises(UserError, match='group:name=z6 has other tokens than group:name=s3'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=group:name=z6'])
+    with pytest.raises(UserError, match='continues no prompt'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=012'])
 
 
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
