@@ -430,8 +430,8 @@ def prism():
         'PRISM layer, more steps or longer training problems either. The task wants key cursors '
         'that move by half a place a token, so a memory that alternates; a GRU as it starts by '
         'default loses it within some tokens, and no cursor has that pace. Where half of its units '
-        'flip a bit at each token from the start (bits), key cursors have it. The answer still '
-        'ends its way at the second half, the even digits. Not tried: 150,000 steps, 40 digits.')
+        'flip a bit at each token from the start (bits), key cursors have it; answers beyond the '
+        'trained lengths are wrong all the same. Not tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
