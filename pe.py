@@ -170,11 +170,13 @@ class At:
     s: torch.Tensor
     state: object          # what state() returned
     content: torch.Tensor  # x, or None where the caller has none
+    ascending: bool = True  # positions ascend, and a causal mask hides what is later
 
     @property
     def distance(self):
-        """t - s [1, Tq, T] or [B, 1, Tq, T], also where a mask hides s."""
-        return self.t[..., :, None] - self.s[..., None, :]
+        """t - s [1, Tq, T] or [B, 1, Tq, T]; if positions ascend, 0 where a causal mask hides s."""
+        d = self.t[..., :, None] - self.s[..., None, :]
+        return d.clamp(min=0) if self.ascending else d
 
     @property
     def x(self):
@@ -252,7 +254,8 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)
-        return At(s[..., s.shape[-1] - q_len:], s, state, x)
+        ascending = self.cfg.causal and self.cfg.positions != 'abacus'
+        return At(s[..., s.shape[-1] - q_len:], s, state, x, ascending)
 
     def scaled_qk(self, q, k, at):
         """q' and k' times the factors of rescale(), which are computed from the raw q and k."""
