@@ -334,17 +334,18 @@ def losses_of(numbers, steps, together=True, **kw):
 def compare_seeds(numbers, steps, tol, **kw):
     """Seeds stacked under vmap, and in a loop, have the losses that each has alone."""
     alone = torch.cat([losses_of([seed], steps, **kw) for seed in numbers])
-    assert alone[0, -1] != alone[1, -1]
-    assert (alone[:, -3:].mean(dim=1) < alone[:, :3].mean(dim=1)).all()
+    assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
     close(losses_of(numbers, steps, **kw), alone, tol)
     close(losses_of(numbers, steps, together=False, **kw), alone, tol)
 
 
 @variants
 def test_seeds_together_train_as_each_alone(kw):
-    """20 steps of an encoding, 10 of one with switches or of a sum, in float64."""
+    """20 steps of an encoding, 10 of one with switches or of a sum, in float64. Stick-breaking
+    learns more slowly at first: 20 in a sum, too."""
     plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
-    compare_seeds([5, 6, 7], 20 if plain else 10, 1e-9, dtype='float64', **kw)
+    long = plain or 'stickbreaking' in kw['pe']
+    compare_seeds([5, 6, 7], 20 if long else 10, 1e-9, dtype='float64', **kw)
 
 
 @pytest.mark.parametrize('name', pe.ENCODINGS)
