@@ -128,7 +128,7 @@ OF_VIPE |= {f'{task}, {layers} layers, {heads} heads': iterative(task, layers, h
             for layers, heads in ((4, 2), (6, 4)) for task in THREE}
 
 OF_PRISM = {task: (f'configs/{task}_prism.py', [20])
-            for task in ('string_copy', 'odds_first', 'stack')}
+            for task in ('string_copy', 'odds_first', 'stack', 'bucket_sort')}
 OF_PRISM |= {
     'addition_cot': ('configs/addition_prism.py', [16]),
     'multiplication_cot': (
@@ -323,11 +323,26 @@ GRIDS = PAPER | {
                           f'--eval_lengths=1-10,12,14,16,20 {BITS}', [12])}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
-        "alpha's learning rate as in the paper, 0.03, or a tenth; an orthogonal recurrent matrix",
+        "alpha's learning rate as in the paper, 0.03, or a tenth; the recurrent matrix orthogonal, "
+        "with a penalty on |W'W - 1| (6.3) or with a learned norm (footnote 8); the two scores and "
+        'the absolute branch of Algorithm 3',
         {'prism': '--pe=prism --prism_whole=0',
          'prism, alpha at 0.003': '--pe=prism --prism_whole=0 --prism_alpha_lr=0.003 --seeds=0-7',
-         'prism, orthogonal': '--pe=prism --prism_whole=0 --prism_recurrent=orthogonal'},
+         'prism, orthogonal': '--pe=prism --prism_whole=0 --prism_recurrent=orthogonal',
+         'prism, penalty': '--pe=prism --prism_whole=0 --prism_recurrent=penalty',
+         'prism, learned norm': '--pe=prism --prism_whole=0 --prism_recurrent=norm',
+         'prism, scaled score': '--pe=prism --prism_whole=0 --prism_norm=scale',
+         'prism, unit vectors': '--pe=prism --prism_whole=0 --prism_norm=unit',
+         'prism, absolute branch': '--pe=prism --prism_whole=0 --prism_absolute=True'},
         {'string_reverse': ('configs/string_reverse_prism.py', [20])}),
+    'prism_baseline': Grid(
+        "PRISM's baseline, shifted sinusoids, at other learning rates than 1e-3, and the positions "
+        'of Ruoss et al. (2023), drawn at random in order, with the budget of PRISM',
+        {'shifted_ape at 3e-4': '--pe=shifted_ape --lr=3e-4 --min_lr=1.5e-4',
+         'shifted_ape at 3e-3': '--pe=shifted_ape --lr=3e-3 --min_lr=1.5e-3',
+         'ape, randomized': '--pe=ape --positions=randomized'},
+        {task: (f'configs/{task}_prism.py', [20])
+         for task in ('string_reverse', 'string_copy', 'dyn_str_cpy')}),
     'prism_dyn': Grid(
         "PRISM's copy branch on dyn_str_cpy: left out, or with key cursors that only step up (the "
         'config trains them)',
