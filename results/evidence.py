@@ -4,6 +4,7 @@
     python results/evidence.py run 30           run missing pieces for 30 minutes, the most valuable
                                                 first; the same command goes on
     python results/evidence.py run 30 2         two at a time
+    python results/evidence.py board --minutes=2    the board of results/board.py
     python results/evidence.py readme           write the tables of results/README.md and README.md
                                                 and their figures anew from results/*.jsonl
 
@@ -35,7 +36,7 @@ from engine import checkpoint, config, report, seeds  # noqa: E402
 from engine.config import UserError  # noqa: E402
 from model import Transformer  # noqa: E402
 from probes import core  # noqa: E402
-from results import claims, plan  # noqa: E402
+from results import board, claims, plan  # noqa: E402
 from results.plan import GRIDS, PAPER, cells, shown  # noqa: E402
 
 USAGE = ('write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`, or nothing to '
@@ -475,6 +476,8 @@ def draw_figures():
         fig = FIGURES[name](plt, name)
         if fig:
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
+    if board.find(board.DIAL):
+        board.figure(plt, board.DIAL).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=110)
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
         cfg, rows = claims.by_length(name)
@@ -492,8 +495,9 @@ def mean_of_runs(rows, label):
 # --------------------------------------------------------------------------------------------------
 # run
 
-def run(minutes, jobs):
-    """Run missing pieces, `jobs` at a time, until the minutes are over or Ctrl-C.
+def run(minutes, jobs, ask=ask):
+    """Run what ask() puts into plan.missing, `jobs` at a time, until the minutes are over or
+    Ctrl-C.
 
     What is cut off goes on from its checkpoint next time. Returns whether a piece has failed.
     """
@@ -507,14 +511,14 @@ def run(minutes, jobs):
                 running.remove(piece)
                 ended.append(piece.argv)
                 piece.finish()
-            ask()
+            progress = ask()
             started = [*ended, *(piece.argv for piece in running)]
             waiting = [argv for argv in plan.missing if argv not in started and not lacks(argv)]
             if time.time() > deadline or not (waiting or running):
                 break
             for argv in waiting[:jobs - len(running)]:
-                print(f'{time.strftime("%H:%M:%S")} {len(waiting)} or more to run; '
-                      f'next {plan.out_dir(argv)}', flush=True)
+                left = progress or f'{len(waiting)} or more to run'
+                print(f'{time.strftime("%H:%M:%S")} {left}; next {plan.out_dir(argv)}', flush=True)
                 running.append(Piece(argv, jobs, lock))
             while time.time() < deadline and not any(piece.has_ended() for piece in running):
                 time.sleep(0.2)
@@ -628,7 +632,8 @@ def blocks():
         first_run=first_run(), why=why_table(), seeds=seeds_table(),
         flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
-        perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table())
+        perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table(),
+        board=board.block())
 
 
 def readme():
@@ -655,9 +660,11 @@ def main(argv):
     if config.wants_help(argv):
         print(__doc__)
         return 0
+    jobs = 4 if torch.cuda.is_available() else os.cpu_count()
     if argv[:1] == ['run'] and re.fullmatch(r'(\d+|\d*\.\d+)( [1-9]\d*)?', ' '.join(argv[1:])):
-        jobs = 4 if torch.cuda.is_available() else os.cpu_count()
         return run(float(argv[1]), int(argv[2]) if len(argv) == 3 else jobs)
+    if argv[:1] == ['board']:
+        return board.play(*board.options(argv[1:]), functools.partial(run, math.inf, jobs))
     if argv not in ([], ['readme']):
         raise UserError(USAGE)
     ask()

@@ -470,12 +470,13 @@ def runs_of_cell(name, row, column):
     return more and [first[rate], more]
 
 
-def validation(run):
-    """Seed 0's score on the trained lengths, at the last evaluation during training."""
-    if not run['curves'].get('0'):
+def validation(run, seed=0):
+    """A seed's score on the trained lengths, at the last evaluation during training."""
+    seed = str(seed)
+    if not run['curves'].get(seed):
         return -math.inf                                          # it diverged
-    step, trained, *_ = run['curves']['0'][-1]
-    is_corpus = 'loss' in next(iter(run['lengths']['0'].values()))
+    step, trained, *_ = run['curves'][seed][-1]
+    is_corpus = 'loss' in next(iter(run['lengths'][seed].values()))
     return -trained if is_corpus else trained
 
 

@@ -9,7 +9,7 @@ import pytest
 import train
 from engine import config
 from engine.config import UserError
-from results import claims, evidence, plan
+from results import board, claims, evidence, plan
 
 HERE = plan.ROOT
 
@@ -96,6 +96,60 @@ def test_run_what_is_missing(tiny, capsys):
     assert rates.startswith('\nIn 0 of these 1 cells the learning rate is the highest')
     evidence.run(0.02, 2)                                               # nothing runs again
     assert len((tiny / 'results/tiny.jsonl').read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize('column', board.COLUMNS)
+def test_every_cell_of_the_board_can_be_run(column):
+    for row in () if 'data/' in board.COLUMNS[column].flags else board.ROWS:
+        flags = board.argv('0.1', row, column, '--lr=1e-3 --seeds=0-4 --eval_lengths='
+                           + board.COLUMNS[column].evaluated)[1:]
+        cfg = train.make_config(config.read(train.Config, flags))
+        assert len(cfg.seeds) == 5 and max(cfg.eval_lengths) > max(cfg.train_lengths)
+
+
+def test_board(tmp_path, monkeypatch, capsys):
+    """Two rows on two tasks, for ten steps: a second command goes on, a third changes nothing."""
+    (tmp_path / 'results').mkdir()
+    os.symlink(os.path.join(HERE, 'train.py'), tmp_path / 'train.py')
+    monkeypatch.setattr(plan, 'ROOT', str(tmp_path))
+    monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)
+    monkeypatch.setattr(board, 'SHAPE', '--d_model=8 --n_layer=1 --n_head=1 --n_eval=8 --n_test=64')
+    monkeypatch.setattr(board, 'COLUMNS', {
+        name: board.COLUMNS[name]._replace(trained='1-2', evaluated='1-4')
+        for name in ('parity', 'copy')})
+    command = ['board', '--minutes=0.01', '--pe=nope,alibi']
+    path = tmp_path / 'results/board_0.01.jsonl'
+    assert not evidence.main([*command, '--task=copy'])
+    first = path.read_text()
+    assert not evidence.main(command)
+    told = capsys.readouterr().out
+    assert '2 of 4 cells; next out/board_0.01/parity/nope,seeds=5' in told
+    both = path.read_text()
+    assert both.startswith(first) and len(both.splitlines()) == 2 * 2 * (3 + 1)
+    assert not evidence.main(command)
+    assert path.read_text() == both and '0 done' in capsys.readouterr().out
+    cells = board.find('0.01', ['nope', 'alibi'])
+    assert len(cells) == 4 and all(len(board.reach(line)) == 5 for line in cells.values())
+
+
+def test_reach_counts_all_seeds():
+    def seed(*exact):
+        return {n: dict(exact=x, n=64) for n, x in enumerate(exact, 1)}
+
+    line = dict(config=dict(train_lengths=[1, 2], seeds=[0, 1, 2, 3]),
+                lengths={0: seed(1, 1, 1, 0), 1: seed(1, 1, 1, 1), 2: seed(0, 1, 1, 1)})
+    assert board.reach(line) == [1.5, 2, 0, 0]            # seed 3 diverged
+    assert list(map(board.times, (0, 0.5, 1, 1.125, 10))) == ['0', '<1', '1', '1.12', '10']
+    assert board.order({('a', 'x'): line, ('b', 'x'): line | dict(lengths={})}) == ['a', 'b']
+
+
+@pytest.mark.parametrize('flags,message', [
+    ([], 'write `board --minutes=M`|wants --minutes'), (['--minutes=-1'], 'a number above 0'),
+    (['--minutes=1', '--pe=roep'], 'no encoding roep'), (['--minutes=1', '--task=x'], 'no task x'),
+    (['--minutes=1', '--lr=1'], 'write `board')])
+def test_wrong_commands_of_the_board(flags, message):
+    with pytest.raises(UserError, match=message):
+        evidence.main(['board', *flags])
 
 
 def test_resume_only_the_very_same_piece(tiny):
