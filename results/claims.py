@@ -236,6 +236,46 @@ def half_step_cursors(column, *seeds):
     return '; '.join(texts)
 
 
+# where PRISM stops: task, its cell, what its cursors must follow and by which symbols
+STOPS = (
+    ('odds_first', ('prism_odds', 'prism', 'bits'),
+     'Key cursors go half a place a token and stand still from "=" on; a switch at mid-answer. No '
+     'symbol tells odd places from even ones, nor where the middle is.'),
+    ('stack', ('prism', 'prism', 'stack'),
+     'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer. Of '
+     'several symbols at one height the latest counts, and no symbol marks the bottom.'),
+    ('addition_cot', ('prism_addition', 'prism', 'addition_cot'),
+     'The column in each number: "+" starts the second number, "," the next column.'),
+    ('multiplication_cot', ('prism_chains', 'prism', 'multiplication_cot, to 5'),
+     'The pair within a group, from 0 at each "*", and the number of the group.'),
+    ('scan_cot', ('prism_chains', 'prism', 'scan_cot'),
+     'The word of the command that is being written out, then its clause; words tell both.'),
+    ('bucket_sort', ('prism', 'prism', 'bucket_sort'),
+     'A count for each digit, up where it is read, down where it is written; the digits tell.'))
+
+
+def stops_table():
+    """Where the answers of PRISM's tasks first go wrong, seed by seed, at twice the length."""
+    yield '| task | what its cursors must follow | exact match | first wrong tokens, seed by seed |'
+    yield '|---|---|---|---|'
+    for task, cell, follows in STOPS:
+        found = [probed('errors', *cell, seed) for seed in range(3)]
+        texts = ['not run yet' if line is None else first_error(line) for line in found]
+        scores = shown(cells[cell], 'all') if cell in cells else 'not run yet'
+        yield f'| {task} | {follows} | {scores} | {"<br>".join(texts)} |'
+
+
+def first_error(line):
+    """An `errors` probe as text: how many are right, where others first go wrong, and the
+    commonest case."""
+    summary, rows = line['summary'], line['rows']
+    text = f'length {summary["length"]}, {100 * summary["exact"]:.0f} % right'
+    if not rows:
+        return text
+    return (f'{text}; at {summary["share"]:.2f} of the answer (even: {summary["even"]:.2f}), '
+            'most often after `{before}`: `{got}` for `{wanted}`'.format(**rows[0]))
+
+
 def of_library(what, key):
     """A number of a probe of RoPE and of PoPE trained on Python's library, from probes.jsonl."""
     commands = plan.by_command('probes')

@@ -46,7 +46,8 @@ USAGE = ('write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`
 def ask():
     """Fill plan.cells with what is there and plan.missing with what is not."""
     plan.find_cells()
-    for table in (claims.claims_table, claims.heads_table, claims.perturb_table, why_table):
+    for table in (claims.claims_table, claims.heads_table, claims.perturb_table,
+                  claims.stops_table, why_table):
         list(table())                             # for the probes that it asks for
     plan.sort_missing()
 
@@ -633,7 +634,7 @@ def blocks():
         flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table(),
-        board=board.block())
+        stops=claims.stops_table(), board=board.block())
 
 
 def readme():

@@ -141,7 +141,9 @@ OF_PRISM |= {
 }
 
 
-BITS = '--prism_start=bits --prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
+WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
+BITS = f'--prism_start=bits {WHOLE}'
+SYMBOLS_FIRST = f'--prism_input=2 {WHOLE}'
 
 
 def indirect(letters, shift, length, layers):
@@ -321,6 +323,15 @@ GRIDS = PAPER | {
         {'addition_cot': ('configs/addition_prism.py --n_head=4 --n_layer=2 --prism_input=1 '
                           '--train_lengths=1-6 --length_schedule=[(0,3),(500,6)] --max_steps=2500 '
                           f'--eval_lengths=1-10,12,14,16,20 {BITS}', [12])}),
+    'prism_chains': Grid(
+        'The other chains of thought again: a large input to the GRU, whole steps once the loss '
+        'is low; multiplication with 4 heads, 2 layers, trained to 5 digits (2,500 steps)',
+        some('prism'),
+        {'multiplication_cot, to 5': (
+            'configs/addition_prism.py --task=multiplication_cot --n_head=4 --n_layer=2 '
+            '--train_lengths=1-5 --length_schedule=[(0,2),(400,4),(800,5)] --max_steps=2500 '
+            f'--eval_lengths=1-10 {SYMBOLS_FIRST}', [10]),
+         'scan_cot': (f'{OF_PRISM["scan_cot"][0]} {SYMBOLS_FIRST}', OF_PRISM['scan_cot'][1])}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; the recurrent matrix orthogonal, "
