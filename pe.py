@@ -394,7 +394,8 @@ def positions(cfg, tokens, training, total_len=None):
     randomized (Ruoss et al. 2023): T of 0..positions_max-1, the same for the whole batch; in
     evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): in training
     plus an offset, the same for the whole batch, uniform on 0..abacus_offset; it is meant for
-    numbers written lowest digit first. Seeds that train together draw otherwise than each alone.
+    numbers written lowest digit first, where digits of one significance then share a position, as
+    in position coupling (Cho et al. 2024). Seeds that train together draw otherwise than alone.
     """
     T = tokens.shape[1]
     index = torch.arange(T, device=tokens.device)
