@@ -656,7 +656,7 @@ class PoPE(Encoding):
         else:
             self.delta = nn.Parameter(delta)
 
-    def theta(self, like):  # (D,)
+    def theta(self, like):  # (D,), with the dtype and device of `like`
         d, base = self.cfg.head_dim, self.cfg.rope_base
         if self.cfg.pope_frequencies == 'half':
             return frequencies(d // 2, base, like).repeat_interleave(2)
@@ -985,8 +985,10 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     table [2P+1, d_pe] = f(-P..P); copy [B, C, T, T+1]: entry k is the jump to offset k, the last
     "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. The
     encoding of token t superposes the histogram after its gates, over the offsets that it can
-    reach, -(t+1)..t+1, so it depends neither on P nor on later tokens. ValueError if shapes do not
-    fit, or if a cursor can leave the table (Algorithm 1 clamps at +-P).
+    reach, -(t+1)..t+1, so it depends neither on P nor on later tokens. Sharpening adds EPS and
+    works in logarithms, as gamma may be large; `chunk` tokens are superposed at once. ValueError
+    (check_scan) if shapes do not fit, or if a cursor can leave the table (Algorithm 1 clamps at
+    +-P).
     """
     check_scan(reset, step, gamma, table, copy)
     (B, C, T), P = reset.shape, len(table) // 2

@@ -135,7 +135,7 @@ def close(a, b, tol=1e-10):
     """Asserts that a and b (tensors, lists or numbers) agree to tol, relative and absolute."""
     a = torch.as_tensor(a, dtype=torch.float64)
     b = torch.as_tensor(b, dtype=torch.float64)
-    assert torch.allclose(a, b, rtol=tol, atol=tol)
+    assert torch.allclose(a, b, rtol=tol, atol=tol), f'largest error {(a - b).abs().max():.1e}'
 
 
 # train.py's keys for a run of seconds
@@ -723,7 +723,7 @@ def test_cursor_machines():
 def test_cursor_scan_in_chunks():
     """Neither the chunk size, nor the size of the table, nor what follows changes an encoding."""
     reset, step, jump, table = random_gates(2, 3, 20, 20, copy=True)
-    gamma = torch.tensor([1.5, 2.0, 3.0]).double()
+    gamma = torch.tensor([1.01, 2.0, 3.0]).double()  # near 1 the sharpening's eps counts
     whole = pe.cursor_scan(reset, step, gamma, table, jump)
     close(pe.cursor_scan(reset, step, gamma, table, jump, chunk=7), whole)
     jump = torch.cat([jump[:, :, :8, :8], jump[:, :, :8, -1:]], dim=-1)  # the first 8 tokens alone

@@ -5,7 +5,7 @@
     python exercises/blank.py rope --check        grades it: a line for each test
     python exercises/blank.py rope --show-diff    what was written there against the original
 
-In the copy, `python exercises/blank.py rope --check` grades the copy itself.
+In the copy `--check` grades the copy itself.
 """
 import ast
 import difflib
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ET
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from engine import config  # noqa: E402
 from engine.config import UserError  # noqa: E402
 
 CORE, OWN = 'test_all.py', 'exercises/test_graders.py'
+MARK = 'exercises/this_copy'        # a file of each copy, with the exercise's name
 
 
 class Exercise(NamedTuple):
@@ -40,10 +42,11 @@ EXERCISES = {
         [f'{OWN}::test_a_shift_is_a_rotation', f'{CORE}::test_ape'], 'ape'),
     'rope': Exercise(
         ['pe.py:rotate', 'pe.py:RoPE.qk'],
-        [f'{CORE}::test_rope', f'{OWN}::test_half_split_pairs'], 'rope'),
+        [f'{CORE}::test_rope', f'{CORE}::test_rope_fraction'],
+        'rope', ['pe.py:YaRN.qk', 'pe.py:SelectiveRoPE.qk', 'pe.py:VRoPE.turn',
+                 'probes/llama.py:LlamaRoPE.qk']),
     'alibi': Exercise(
-        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.by_distance'],
-        [f'{OWN}::test_slopes', f'{CORE}::test_alibi'], 'alibi'),
+        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.by_distance'], [f'{CORE}::test_alibi'], 'alibi'),
     't5': Exercise(['pe.py:T5.bucket'], [f'{CORE}::test_t5'], 't5'),
     'attention': Exercise(
         ['exercises/online.py:attention', 'kernels.py:forward_kernel'],
@@ -51,7 +54,8 @@ EXERCISES = {
     'pope': Exercise(
         ['pe.py:PoPE.theta', 'pe.py:PoPE.qk'],
         [f'{CORE}::test_pope'], 'pope',
-        ['kernels.py:pope_attention_reference', 'kernels.py:polar_kernel']),
+        ['kernels.py:pope_attention_reference', 'kernels.py:polar_kernel',
+         'kernels.py:attention_reference']),
     'vipe': Exercise(
         ['pe.py:ViPE.rescale', 'pe.py:ViPE.out', 'pe.py:Encoding.expected_distance'],
         [f'{CORE}::test_vipe'], 'vipe',
@@ -61,7 +65,10 @@ EXERCISES = {
         [f'{CORE}::test_cursor_machines', f'{CORE}::test_cursor_keeps_its_mass',
          f'{CORE}::test_cursor_histogram_is_the_sum_over_all_paths',
          f'{CORE}::test_sharpening_multiplies_exponents',
-         f'{CORE}::test_cursor_scan_in_chunks'], 'prism', ['engine/scan.py:scan_kernel']),
+         f'{CORE}::test_cursor_scan_in_chunks'], 'prism',
+        [f'engine/scan.py:{x}' for x in (
+            'after_reset', 'after_step', 'load_copy', 'scan_chunk', 'scan_kernel',
+            'superposition_gradient', 'step_gradient', 'scan_backward_kernel')]),
     'by_hand': Exercise(['probes/by_hand.py:iteration_head'], [f'{OWN}::test_weights_by_hand']),
     'heads': Exercise(
         ['probes/toeplitz.py:without_heads'],
@@ -83,39 +90,41 @@ def functions(source):
     return found
 
 
-def take_out(source, names, exercise):
-    """A file's text without the bodies of these functions; docstrings stay."""
-    lines, found = source.splitlines(keepends=True), functions(source)
-    for node in sorted((found[name] for name in names), key=lambda node: -node.lineno):
-        first = node.body[1 if ast.get_docstring(node) else 0]
-        indent = ' ' * first.col_offset
-        lines[first.lineno - 1:node.end_lineno] = [
-            f"{indent}raise NotImplementedError('exercise {exercise}: write this')\n"]
+def take_out(source, function, message):
+    """A file's text without the body of a function; its docstring stays."""
+    lines, node = source.splitlines(keepends=True), functions(source)[function]
+    first = node.body[1 if ast.get_docstring(node) else 0]
+    indent = ' ' * first.col_offset
+    lines[first.lineno - 1:node.end_lineno] = [
+        f"{indent}raise NotImplementedError('exercise {message}')\n"]
     return ''.join(lines)
 
 
-def blanked_files(name):
-    """{path: text} of the files from which the exercise takes something out."""
-    exercise, by_file = EXERCISES[name], {}
-    for place in [*exercise.blanks, *exercise.hides]:
-        path, function = place.split(':')
-        by_file.setdefault(path, []).append(function)
-    return {path: take_out(read(path), found, name) for path, found in by_file.items()}
+def blanked_files(name, files=None):
+    """{path: text} of the files from which the exercise takes something out, added to `files`."""
+    files = {} if files is None else files
+    for places, message in ((EXERCISES[name].blanks, f'{name}: write this'),
+                            (EXERCISES[name].hides, f'{name} hides this, it is not yours')):
+        for path, function in (place.split(':') for place in places):
+            files[path] = take_out(files.get(path) or read(path), function, message)
+    return files
 
 
-def read(path):
-    """The text of a file of the repository."""
-    with open(os.path.join(ROOT, path)) as f:
+def read(path, root=ROOT):
+    """The text of a file of the repository, or of a copy."""
+    with open(os.path.join(root, path)) as f:
         return f.read()
 
 
 def make_copy(name, folder):
-    """Copy what is needed into an empty folder: no history, no results, nothing taken out."""
+    """Copy the repository, but its history and results, into a new folder, and take out."""
     if os.path.exists(folder):
-        raise UserError(f'{os.path.relpath(folder)} is there: delete it, or go on with --check')
-    skip = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'results', 'assets')
+        raise UserError(f'{os.path.relpath(folder)} is there: grade it with --check, or delete it '
+                        'to start again')
+    skip = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'results', 'assets',
+                                  'TEACHING.md')
     shutil.copytree(ROOT, folder, ignore=skip)
-    for path, text in blanked_files(name).items():
+    for path, text in (blanked_files(name) | {MARK: name}).items():
         with open(os.path.join(folder, path), 'w') as f:
             f.write(text)
 
@@ -132,11 +141,15 @@ def graders(name):
 
 def check(name, folder):
     """Run the graders in a folder and print a line for each; whether all passed."""
-    report = os.path.join(folder, 'grades.xml')
-    subprocess.run([sys.executable, '-m', 'pytest', '-q', '--tb=line', '-p', 'no:cacheprovider',
-                    f'--junitxml={report}', *graders(name)], cwd=folder, capture_output=True)
+    report = os.path.join(tempfile.mkdtemp(), 'grades.xml')
+    ran = subprocess.run([sys.executable, '-m', 'pytest', '-q', '--tb=short', '-p',
+                          'no:cacheprovider', f'--junitxml={report}', *graders(name)],
+                         cwd=folder, capture_output=True, text=True)
+    if not os.path.exists(report):
+        print(ran.stdout[-500:], ran.stderr[-500:], 'no test ran (they want pytest)')
+        return False
     grades = {}
-    for case in ET.parse(report).iter('testcase') if os.path.exists(report) else ():
+    for case in ET.parse(report).iter('testcase'):
         test = case.get('name').partition('[')[0]
         bad = [child for child in case if child.tag in ('failure', 'error', 'skipped')]
         numbers = [f'{x.get("name")} {x.get("value")}' for x in case.iter('property')]
@@ -144,23 +157,27 @@ def check(name, folder):
     meanings = {test: (ast.get_docstring(node) or '').split('\n')[0]
                 for path in {place.partition('::')[0] for place in graders(name)}
                 for test, node in functions(read(path)).items()}
+    told = ''
     for test, cases in grades.items():
         wrong = [message for message, _ in cases if message]
         words = test.removeprefix('test_').replace('_', ' ')
-        print(f'{"fails" if wrong else "holds":6} {words}'
-              + f' ({len(cases) - len(wrong)} of {len(cases)})' * (len(cases) > 1)
-              + ''.join(f'; {x}' for _, numbers in cases for x in numbers))
-        if wrong:
-            print(f'       {meanings.get(test, "")}\n       {wrong[0].splitlines()[0][:150]}')
+        numbers = ''.join(f'; {x}' for _, found in cases for x in found)
+        print(f'{"fails" if wrong else "holds":6} {words}{numbers}'
+              + f' ({len(cases) - len(wrong)} of {len(cases)})' * (len(cases) > 1))
+        if wrong and wrong[0] != told:
+            told = wrong[0]
+            print(*(f'       {line}' for line in (meanings.get(test), told) if line), sep='\n')
     good = sum(not any(message for message, _ in cases) for cases in grades.values())
-    print(f'{good} of {len(grades)} hold' if grades else 'no test ran: pip install pytest')
-    return bool(grades) and good == len(grades)
+    print(f'{good} of {len(grades)} hold')
+    return good == len(grades)
 
 
 def reason(result):
-    """Why a test did not hold, in a line: the last error that pytest shows."""
+    """Why a test did not hold, in a line: the last error that pytest shows, and where."""
     errors = re.findall(r'^E +(\S.*)$', result.text or '', re.M)
-    return errors[-1] if errors else result.get('message')
+    places = re.findall(r'^(?:E +File ")?(\S+?\.py)"?(?::|, line )(\d+)', result.text or '', re.M)
+    where = ' ({}:{})'.format(*places[-1]) if places else ''
+    return (errors[-1][:150] if errors else result.get('message')) + where
 
 
 def section(name):
@@ -184,21 +201,24 @@ def main(argv):
     name = names[0]
     config.check_name('exercise', name, EXERCISES)
     folder = os.path.join(ROOT, 'out/exercises', name)
+    if os.path.exists(os.path.join(ROOT, MARK)):
+        if flags != ['--check'] or read(MARK) != name:
+            raise UserError(f'this is the copy of {read(MARK)}: here only `{read(MARK)} --check`')
+        folder = ROOT
     if not flags:
         make_copy(name, folder)
         print(section(name))
         print(f'\nThe copy is {os.path.relpath(folder)}. There, grade what you wrote:\n'
               f'    python exercises/blank.py {name} --check')
         return 0
-    if flags == ['--check']:
-        return not check(name, folder if os.path.exists(folder) else ROOT)
     if not os.path.exists(folder):
         raise UserError(f'make the copy first: python exercises/blank.py {name}')
+    if flags == ['--check']:
+        print(f'grading {os.path.relpath(folder)}')
+        return not check(name, folder)
     for path in sorted({place.partition(':')[0] for place in EXERCISES[name].blanks} | {'pe.py'}):
-        with open(os.path.join(folder, path)) as f:
-            written = f.read().splitlines()
-        print('\n'.join(difflib.unified_diff(read(path).splitlines(), written, f'original/{path}',
-                                             f'written/{path}', lineterm='')))
+        both = read(path).splitlines(), read(path, folder).splitlines()
+        print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
     return 0
 
 

@@ -36,31 +36,6 @@ def test_a_shift_is_a_rotation(record_property):
     assert worst < 1e-10
 
 
-def test_half_split_pairs(record_property):
-    """Pairs (c, c + D/2), as in Llama, are pairs (2c, 2c + 1) of reordered features."""
-    x, D = torch.randn(2, 9, 8).double(), 8
-    angle = torch.arange(9).double()[:, None] * pe.frequencies(D // 2, 1e4, x)
-    order = torch.arange(D).view(2, -1).T.flatten()        # 0, D/2, 1, D/2 + 1, ...
-    ours = pe.rotate(x[..., order], angle)
-    first, second = x.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    twice = torch.cat([angle, angle], dim=-1)
-    worst = error(ours, (x * twice.cos() + half * twice.sin())[..., order])
-    record_property('error', f'{worst:.1e}')
-    assert worst < 1e-10
-
-
-@pytest.mark.parametrize('H, slopes', [
-    (4, [1 / 4, 1 / 16, 1 / 64, 1 / 256]), (3, [1 / 16, 1 / 256, 1 / 4])])
-def test_slopes(H, slopes, record_property):
-    """The bias of head h at distance 3 is -3 m_h."""
-    cfg = pe.PEConfig(d_model=8 * H, n_head=H)
-    bias = pe.ALiBi(cfg).by_distance(torch.tensor([[0.0, 3.0]])).flatten(1)
-    worst = error(bias[:, 1].double(), -3 * torch.tensor(slopes).double())
-    record_property('error', f'{worst:.1e}')
-    assert worst < 1e-6 and not bias[:, 0].any()
-
-
 @pytest.mark.parametrize('T, block, size', [(50, 16, 1.0), (33, 8, 100.0), (5, 16, 1.0)])
 def test_online_softmax(T, block, size, record_property, monkeypatch):
     """Equal to softmax over whole rows, for logits in the thousands, without a T x T matrix."""
@@ -136,7 +111,6 @@ def test_what_is_taken_out(name):
     """Bodies go, docstrings and all else stay; the graders exist; README has a section."""
     for path, text in blank.blanked_files(name).items():
         before, after = blank.functions(blank.read(path)), blank.functions(text)
-        assert before.keys() == after.keys() and f'exercise {name}: write this' in text
         assert all(ast.get_docstring(x) == ast.get_docstring(after[of]) for of, x in before.items())
     for path, function in (test.split('::') for test in blank.EXERCISES[name].tests):
         assert function in blank.functions(blank.read(path))
@@ -152,10 +126,12 @@ def test_graders_fail_without_it(names, tmp_path, capsys, monkeypatch):
     folder = tmp_path / 'copy'
     blank.make_copy(names[0], folder)
     assert not (folder / '.git').exists() and not (folder / 'results').exists()
-    for name in names[1:]:
-        for path, function in (place.split(':') for place in blank.EXERCISES[name].blanks):
-            text = (folder / path).read_text()
-            (folder / path).write_text(blank.take_out(text, [function], name))
+    files = {}
+    for name in names:
+        monkeypatch.setitem(blank.EXERCISES, name, blank.EXERCISES[name]._replace(hides=[]))
+        blank.blanked_files(name, files)
+    for path, text in files.items():
+        (folder / path).write_text(text)
     firsts = [blank.EXERCISES[name].tests[0] for name in names]
     monkeypatch.setattr(blank, 'graders', lambda name: firsts)
     assert not blank.check(names[0], folder)
