@@ -119,11 +119,12 @@ def cursor_panels(model, task, *problems):
                              'attention weight', [task.vocab[i] for i in tokens[0]], ends=(0, 1)))
         if len(curves) == 1:
             names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
+            shown = range(0, len(names), 1 + len(names) // 20)     # as many as there is room for
             gates = [(c['gates']['incr'] - c['gates']['decr'])[0] for c in found]
             gates = core.Map(f'gates, length {length}', 'position',
                              'cursor: query or key, layer.head.number', torch.stack(gates),
                              'P(increment) - P(decrement)', ends=(-1, 1),
-                             settings=dict(yticks=range(len(names)), yticklabels=names))
+                             settings=dict(yticks=shown, yticklabels=[names[i] for i in shown]))
     histogram = core.Map(f'strongest query cursor, {head}.{best["cursor"]}, length {length}',
                          'position', 'offset', best['histogram'][0].T.flip(0), 'probability',
                          ends=(0, 1), extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5))
