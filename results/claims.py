@@ -242,8 +242,9 @@ STOPS = (
      'Key cursors go half a place a token and stand still from "=" on; a switch at mid-answer. No '
      'symbol tells odd places from even ones, nor where the middle is.'),
     ('stack', ('prism', 'prism', 'stack'),
-     'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer. Of '
-     'several symbols at one height the latest counts, and no symbol marks the bottom.'),
+     'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
+     'several symbols at one height the latest. And the length of the answer, which "=" ends in '
+     'the prompt: most errors are a zero too many or too few behind the stack.'),
     ('addition_cot', ('prism_addition', 'prism', 'addition_cot'),
      'The column in each number: "+" starts the second number, "," the next column.'),
     ('multiplication_cot', ('prism_chains', 'prism', 'multiplication_cot, to 5'),
@@ -451,7 +452,8 @@ def prism():
             'otherwise, dyn_str_cpy': in_row('prism_dyn', 'dyn_str_cpy', 'all'),
             'otherwise, string_copy': in_row('prism_causes', 'string_copy', 'all'),
         } | at_paper_size('paper_prism', 'all')),
-        'Agrees on copying, reversing and dyn_str_cpy; stack goes on in part. Reversing needs the '
+        'Agrees on copying, reversing and dyn_str_cpy. Stack goes on in part: cursors follow its '
+        'height, but on most seeds miscount the zeros behind it. Reversing needs the '
         'start symbol of Figure 15; that no seed drifts, a weight on the entropy of the gates, '
         'which the paper does not have. The baseline learns all trained lengths of no task in '
         "these steps, at most a fiftieth of the paper's.")
@@ -481,8 +483,9 @@ def prism():
             'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all'),
             'with bits, trained to 6 digits': in_row('prism_addition', 'addition_cot', 'all')},
             ':<br>'),
-        'In part: addition goes on by a digit, multiplication not, SCAN to some of the longer '
-        "commands, whatever the copy branch. At most 3,000 of the paper's 150,000 steps.")
+        'In part: addition goes on by a digit or, trained to 6 with a memory of bits, not at all; '
+        'multiplication not, SCAN to some of the longer commands, whatever the copy branch. At '
+        "most 3,000 of the paper's 150,000 steps.")
 
 
 def pope():
