@@ -75,6 +75,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, 'HEADS', [])
     monkeypatch.setattr(claims, 'PAPERS', {})
     monkeypatch.setattr(claims, 'perturb_table', list)
+    monkeypatch.setattr(claims, 'stops_table', list)
     monkeypatch.setattr(evidence, 'why_table', list)
     # this process keeps its own signals
     monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)
