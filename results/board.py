@@ -7,26 +7,25 @@
 that long on one core of a CPU. All encodings of a task get these steps: slow ones take longer. A
 cell is a run of seed 5 at each of three learning rates, and one of seeds 0 to 4 together at the
 rate that ends best on validation problems of the trained lengths. A cut run goes on where it was.
+A cell is known by its command: after a change of your class give it another name.
 """
 import itertools
 import math
-import re
-import shlex
+import os
 import statistics
 import time
 from typing import NamedTuple
 
 import train
-from engine import config
+from engine import config, report
 from engine.config import UserError, slug
 from model import Transformer
 from pe import ENCODINGS
 from results import plan
 
-DIAL, QUARTER = '4', '1'             # the settings of README's picture and its comparison
-SEEDS, RATE_SEED, RATES = range(5), 5, '1e-3,2e-3,4e-3'
-SHAPE = ('--d_model=64 --n_layer=2 --n_head=2 --batch_size=32 --warmup_steps=50 --n_eval=64 '
-         '--n_test=128')
+DIAL, QUARTER = '4', '1'            # the settings of the picture and of its comparison
+SEEDS, RATE_SEED, RATES = '0-4', '5', ('1e-3', '2e-3', '4e-3')
+SHAPE = '--d_model=64 --n_layer=2 --n_head=2 --batch_size=32 --n_eval=64 --n_test=256'
 # lengths trained and evaluated: dense behind the trained ones, then to ten times these
 TO_8 = '1-8', '1-12,14,16,20,24,32,48,64,80'
 TO_16 = '16', '16-20,22,24,28,32,40,48,64,96,128,160'
@@ -53,16 +52,16 @@ COLUMNS = {
     'indirect': Column('look up', '--task=indirect_indexing:letters=12:shift=2', '3-6', '3-12',
                        200),
     'distance': Column('look up', '--task=distance:span=16', *TO_16, 320),
-    'SCAN': Column('text', '--task=scan', '1-22', '1-48', 100),
-    'Python': Column('text', '--task=stdlib --batch_size=16 --n_eval=8 --n_test=16', '64',
+    'SCAN': Column('look up', '--task=scan', '1-22', '1-48', 100),
+    'Python': Column('perplexity', '--task=stdlib --batch_size=16 --n_test=16', '64',
                      '64,72,80,96,128,256,512,640', 60),
-    'chorales': Column('text', '--task=jsb --data=data/Jsb16thSeparated.json --batch_size=8 '
-                       '--n_eval=16', '128', '128,144,160,192,256,512,1024', 48),
+    'chorales': Column('perplexity', '--task=jsb --data=data/Jsb16thSeparated.json '
+                       '--batch_size=8 --n_eval=32', '128', '128,144,160,192,256,512,1024', 48),
 }
 ROWS = {name: f'--pe={name}' for name in (
     'nope', 'ape', 'learned', 'shifted_ape', 'rope')}
 ROWS |= {
-    'rope_d80': '--pe=rope --d_model=80',                  # as large as the largest others
+    'rope_d80': '--pe=rope --d_model=80',                  # about as many parameters as prism
     'rope_half': '--pe=rope --rope_fraction=0.5',
     'rope_every_2nd': '--pe=rope --nope_every=2',
     'rope_randomized': '--pe=rope --positions=randomized',
@@ -72,35 +71,41 @@ ROWS |= {name: f'--pe={name}' for name in (
     'prism', 'fox', 'cope', 'path', 'stickbreaking')}
 
 
-def argv(dial, row, column, more):
-    """The command of a run of a cell: `more`, its rate and seeds."""
-    task = COLUMNS[column]
-    steps = max(10, round(float(dial) * task.steps))
-    flags = (f'{SHAPE} {task.flags} --train_lengths={task.trained} '
-             f'{ROWS.get(row, f"--pe={row}")} --max_steps={steps} --eval_interval={steps} {more}')
-    rates, seeds = re.match(r'--lr=(\S+) --seeds=(\S+)', more).groups()
-    folder = f'{slug(column)}/{slug(row)},seeds={seeds}' + f',lr={rates}' * (rates != RATES)
-    return plan.train_argv(f'board_{dial}', folder, flags)
+def steps(dial, column):
+    """Steps of every run of a column."""
+    return max(10, round(float(dial) * COLUMNS[column].steps))
+
+
+def argv(dial, row, column, rate, seeds, lengths):
+    """The command of a run of a cell, evaluated at `lengths`."""
+    task, n = COLUMNS[column], steps(dial, column)
+    flags = (f'{SHAPE} {task.flags} --train_lengths={task.trained} --eval_lengths={lengths} '
+             f'{ROWS.get(row, f"--pe={row}")} --max_steps={n} --eval_interval={n} '
+             f'--warmup_steps={max(1, n // 10)} --lr={rate} --seeds={seeds}')
+    return plan.train_argv(f'board_{dial}', f'{slug(column)}/{slug(row)},lr={rate},seeds={seeds}',
+                           flags)
 
 
 def cell(dial, row, column):
     """The line of a cell's five seeds; None, and what comes next in plan.missing, without it."""
+    def look_up(*run):
+        command = argv(dial, row, column, *run)
+        line = plan.look_up(f'board_{dial}', command)
+        if line is None:
+            plan.missing.append(command)
+        return line
+
     task = COLUMNS[column]
-    longest = task.trained.split('-')[-1]                  # these scores are not looked at
-    tries = argv(dial, row, column, f'--lr={RATES} --seeds={RATE_SEED} --eval_lengths={longest}')
-    command = 'python ' + shlex.join(tries)
-    tried = {run['config']['lr']: run for run in plan.runs(f'board_{dial}')
-             if run['command'].replace(' --resume', '') == command}
-    if len(tried) < len(RATES.split(',')):
-        plan.missing.append(tries)
+    tried = {rate: look_up(rate, RATE_SEED, task.trained) for rate in RATES}
+    if None in tried.values():
         return None
-    best = max(tried, key=lambda rate: plan.validation(tried[rate], RATE_SEED))
-    last = argv(dial, row, column, f'--lr={best:g} --seeds={SEEDS[0]}-{SEEDS[-1]} '
-                                   f'--eval_lengths={task.evaluated}')
-    line = plan.look_up(f'board_{dial}', last)
-    if line is None:
-        plan.missing.append(last)
-    return line
+
+    def merit(rate):
+        """Validation score; where rates are equal in it, the tokens right."""
+        scores = plan.by_seed(tried[rate]).get(int(RATE_SEED), {})
+        return plan.validation(tried[rate], RATE_SEED), plan.score(scores, scores, 'token')
+
+    return look_up(max(RATES, key=merit), SEEDS, task.evaluated)
 
 
 def find(dial, rows=None, columns=None):
@@ -118,54 +123,80 @@ def find(dial, rows=None, columns=None):
 
 def options(flags):
     """(dial, rows, columns) of a command line; UserError if it makes no sense."""
-    known = dict(minutes='', pe='', task='')
+    given = dict(minutes='', pe=','.join(ROWS), task='')
     for flag in flags:
         key, _, value = flag.removeprefix('--').partition('=')
-        if key not in known or not value:
+        if key not in given or not all(value.split(',')):
             raise UserError('write `board --minutes=M`, and perhaps --pe=NAME,... and '
                             '--task=NAME,...')
-        known[key] = value
+        given[key] = value
     try:
-        minutes = float(known['minutes'])
+        minutes = float(given['minutes'])
     except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < math.inf:
-        raise UserError('board wants --minutes=M, a number above 0, as in --minutes=0.5')
-    rows, columns = (list(filter(None, known[key].split(','))) for key in ('pe', 'task'))
+        minutes = 0
+    if not 0.01 <= minutes <= 1000:
+        raise UserError('board wants --minutes=M, from 0.01 to 1000, as in --minutes=0.5')
+    rows, columns = ({name: 0 for name in given[key].split(',') if name} for key in ('pe', 'task'))
     for row in rows:
         unknown = [part for part in row.split('+') if part not in ENCODINGS]
         if row not in ROWS and unknown:
-            raise UserError(f'no encoding {unknown[0]}: register it in pe.ENCODINGS, or write one '
-                            f'of {", ".join(dict.fromkeys([*ROWS, *ENCODINGS]))}')
+            raise UserError(f'no encoding {unknown[0]!r}: register it in pe.ENCODINGS, or write '
+                            f'one of {", ".join(dict.fromkeys([*ROWS, *ENCODINGS]))}')
     for column in columns:
         if column not in COLUMNS:
             raise UserError(f'no task {column} on the board: write one of {", ".join(COLUMNS)}')
-    return f'{minutes:g}', rows, columns
+        if lacks_data(column):
+            raise UserError(f'{column} wants {lacks_data(column)}: put it there (results/README.md '
+                            'says where it comes from)')
+    return f'{minutes:g}', list(rows), list(columns) or [c for c in COLUMNS if not lacks_data(c)]
+
+
+def lacks_data(column):
+    """The file that a column needs and that is not there, or ''."""
+    path = COLUMNS[column].flags.partition('--data=')[2].partition(' ')[0]
+    return path if path and not os.path.exists(os.path.join(plan.ROOT, path)) else ''
 
 
 def play(dial, rows, columns, run):
-    """Run what is missing of these rows and columns, all by default, then print them."""
+    """Run what is missing of these rows and columns; then print these columns with all rows that
+    there are, and draw them in out/board_M.png."""
     began, at_first = time.time(), []
-    planned = len(rows or ROWS) * len(columns or COLUMNS)
+    planned = 4 * len(rows) * len(columns)
 
     def progress():
-        there = len(find(dial, rows, columns))
-        at_first.append(there)
-        done = there - at_first[0]
-        left = (time.time() - began) / 60 * (planned - there) / done if done else math.nan
-        return f'{there} of {planned} cells' + f', about {left:.0f} min left' * bool(done)
+        cells = find(dial, rows, columns)
+        # a cell has three runs for its rate and one more
+        left = len(plan.missing) + len([x for x in plan.missing if f'--seeds={RATE_SEED}' in x]) / 3
+        at_first.append(left)
+        done = at_first[0] - left
+        minutes = (time.time() - began) / 60 * left / done if done > 0 else math.nan
+        return (f'{len(cells)} of {planned // 4} cells'
+                + f', about {minutes:.0f} min left' * (done > 0))
 
     failed = run(ask=progress)
-    cells = find(dial, rows, columns)
-    for row in order(cells):
-        for (of, column), line in cells.items():
-            if of == row:
-                print(f'{row:22}{column:12}{cell_text(line).replace("<br>", "   ")}')
+    cells = find(dial, dict.fromkeys([*ROWS, *rows]), columns)
+    print(f'\n{steps_and_tokens(dial, cells, columns)}\n\nlongest length held / longest trained, '
+          'median of 5 seeds (least to most), and exact match on trained lengths;\nof a corpus '
+          'its perplexity at the trained length and, over that, at 2 and 8 times the length\n')
+    for column in columns:
+        for row in order({key: cells[key] for key in cells if key[1] == column}):
+            text = cell_text(cells[row, column]).replace('<br>', '   ')
+            print(f'{column:12}{row:18}{parameters(row):>9,}  {text}')
+    plt = report.pyplot()
+    if plt and cells:
+        path = os.path.join(plan.ROOT, f'out/board_{dial}.png')
+        figure(plt, cells).savefig(path, dpi=100)
+        print(f'drew {path}')
     return failed
 
 
 # --------------------------------------------------------------------------------------------------
 # the measure
+
+def is_corpus(line):
+    """Whether a line's scores are losses."""
+    return any('loss' in x for scores in line['lengths'].values() for x in scores.values())
+
 
 def reach(line):
     """Longest length held over the longest trained one, a number for each seed; a seed that
@@ -179,103 +210,126 @@ def reach(line):
 
 
 def trained(line):
-    """Exact match on the trained lengths, or the perplexity of a corpus: mean over seeds."""
+    """Exact match on the trained lengths, or the perplexity of a corpus: mean over the seeds that
+    did not diverge."""
     values = [plan.score(scores, line['config']['train_lengths'])
               for scores in plan.by_seed(line).values()]
-    if not values:
-        return math.nan
-    is_corpus = 'loss' in next(iter(next(iter(plan.by_seed(line).values())).values()))
-    return statistics.mean(math.exp(-x) for x in values) if is_corpus else statistics.mean(values)
+    return statistics.mean([math.exp(-x) for x in values] if is_corpus(line) else values)
+
+
+def ratios_of_perplexity(line):
+    """Perplexity at 2 and at 8 times the trained length over that at the trained one: means."""
+    longest = max(line['config']['train_lengths'])
+    return [statistics.mean(math.exp(scores[n * longest]['loss'] - scores[longest]['loss'])
+                            for scores in plan.by_seed(line).values()) for n in (2, 8)]
 
 
 def order(cells):
-    """Rows of {(row, column): line}, by the mean over columns of log2(1 + median reach), the
-    furthest first."""
+    """Rows of {(row, column): line}, the furthest first, by the mean of log2(1 + median reach) over
+    the columns that all rows have; corpora do not count, unless there is nothing else."""
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells)) if cells else ([], [])
+    whole = [column for column in columns if all((row, column) in cells for row in rows)]
+    counted = [c for c in whole if COLUMNS[c].group != 'perplexity'] or whole
+
     def mean(row):
-        of_row = [statistics.median(reach(line)) for (r, _), line in cells.items() if r == row]
-        return statistics.mean(math.log2(1 + x) for x in of_row)
-    return sorted(dict.fromkeys(row for row, _ in cells), key=mean, reverse=True)
+        return sum(math.log2(1 + statistics.median(reach(cells[row, c]))) for c in counted)
+
+    return sorted(rows, key=mean, reverse=True)
 
 
 def parameters(row):
     """How many parameters a row's model for parity has."""
-    flags = argv(DIAL, row, 'parity', f'--lr=1e-3 --seeds=0 --eval_lengths={TO_8[1]}')[1:]
+    flags = argv(DIAL, row, 'parity', '1e-3', '0', TO_8[1])[1:]
     model = Transformer(train.make_config(config.read(train.Config, flags)))
     return sum(p.numel() for p in model.parameters())
 
 
-def times(ratio):
-    """A reach as text: '1.5', '12'; '<1' where not all trained lengths hold."""
+def times(ratio, line=None):
+    """A reach as text: '1.5', '12', '2+' where no longer length was tested; '<1' where not all
+    trained lengths hold, '0' where none does."""
     if ratio < 1:
         return '<1' if ratio else '0'
-    return f'{ratio:.2f}'.rstrip('0').rstrip('.') if ratio < 10 else f'{ratio:.0f}'
+    text = f'{ratio:.2f}'.rstrip('0').rstrip('.') if ratio < 10 else f'{ratio:.0f}'
+    lengths = line['config']['eval_lengths'] if line else [math.inf]
+    return text + '+' * (line is not None and ratio * max(line['config']['train_lengths'])
+                         >= max(lengths))
 
 
 # --------------------------------------------------------------------------------------------------
 # the table, the picture, the sentences
 
-def table(dial):
-    """Each cell's median reach (least to most), exact match on trained lengths or perplexity."""
-    cells = find(dial)
-    if not cells:
-        yield f'Not run yet: `python results/evidence.py board --minutes={dial}`.'
-        return
-    missing = len(ROWS) * len(COLUMNS) - len(cells)
-    if missing:
-        yield f'{missing} cells are not run yet.\n'
-    columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
-    steps = [f'{round(float(dial) * COLUMNS[name].steps)} steps' for name in columns]
-    yield '| | ' + ' | '.join(f'{name}<br>{n}' for name, n in zip(columns, steps)) + ' |'
-    yield '|---' * (len(columns) + 1) + '|'
-    for row in order(cells):
-        texts = [cell_text(cells.get((row, column))) for column in columns]
-        yield f'| {row}<br>{parameters(row):,} | ' + ' | '.join(texts) + ' |'
+def steps_and_tokens(dial, cells, columns):
+    """What a run of each column costs, as text."""
+    texts = []
+    for column in columns:
+        n = steps(dial, column)
+        configs = [line['config'] for (_, of), line in cells.items() if of == column]
+        tokens = n * configs[0]['batch_size'] * configs[0]['train_len'] / 1e6 if configs else 0
+        texts.append(f'{column} {n} steps, {tokens:.1f} M tokens')
+    return '; '.join(texts)
 
 
 def cell_text(line):
     """A cell of the table."""
-    if line is None:
-        return ''
     if not line['lengths']:
         return 'all diverged'
-    ratios, score = reach(line), trained(line)
-    is_perplexity = score > 1
-    median, least, most = (times(f(ratios)) for f in (statistics.median, min, max))
+    lost = len(line['config']['seeds']) - len(line['lengths'])
+    lost = f' ({lost} diverged)' if lost else ''
+    if is_corpus(line):
+        twice, eight = ratios_of_perplexity(line)
+        return f'{trained(line):.2f}{lost}<br>x {twice:.2f}, x {eight:.2f}'
+    ratios = reach(line)
+    median, least, most = (times(f(ratios), line) for f in (statistics.median, min, max))
     spread = f' ({least} to {most})' if least != most else ''
-    return f'{median}{spread}<br>' + (f'{score:.2f}' if is_perplexity else f'{100 * score:.0f} %')
+    return f'{median}{spread}<br>{100 * trained(line):.0f} %{lost}'
 
 
 def block():
-    """The board in results/README.md: sentences and table of README's setting."""
-    yield from (f'- {sentence}' for sentence in sentences(DIAL, QUARTER))
-    yield ''
-    yield from table(DIAL)
+    """The board in results/README.md: picture, sentences, table."""
+    cells = find(DIAL)
+    if not cells:
+        yield f'Not run yet: `python results/evidence.py board --minutes={DIAL}`.'
+        return
+    columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
+    yield '![the board](../assets/board.png)\n'
+    yield from (f'- {sentence}' for sentence in sentences(cells, find(QUARTER)))
+    yield f'\n{len(ROWS) * len(COLUMNS) - len(cells)} cells are not run yet. One run: ' + (
+        steps_and_tokens(DIAL, cells, columns) + '.\n')
+    yield '| | ' + ' | '.join(columns) + ' |'
+    yield '|---' * (len(columns) + 1) + '|'
+    for row in order(cells):
+        texts = [cell_text(cells[row, c]) if (row, c) in cells else '' for c in columns]
+        yield f'| {row}<br>{parameters(row):,} | ' + ' | '.join(texts) + ' |'
 
 
-LEVELS = 0, 1e-9, 1, 1.1, 1.25, 1.5, 2, 4, 10              # where a colour begins
+LEVELS = 0, 1e-9, 1, 1.05, 1.25, 1.5, 2, 4, 10             # where a colour begins
+NAMES = '0', '<1', '1', '1.05', '1.25', '1.5', '2', '4', '10 and more'
 
 
-def figure(plt, dial):
+def figure(plt, cells):
     """The median reach of every cell as a colour and a number, least and most below it; beside a
-    row its parameters."""
-    cells = find(dial)
+    row its parameters. Of a corpus the perplexity, and below it that at twice the length over it.
+    """
     rows = order(cells)
     columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
-    fig, ax = plt.subplots(figsize=(9, 1.3 + 0.3 * len(rows)), layout='constrained')
+    fig, ax = plt.subplots(figsize=(9, 1.8 + 0.3 * len(rows)), layout='constrained')
+    shades = [plt.cm.cividis(i / (len(LEVELS) - 1)) for i in range(len(LEVELS))]
     for (j, column), (i, row) in itertools.product(enumerate(columns), enumerate(rows)):
         line = cells.get((row, column))
-        if line is None:
+        if line is None or not line['lengths']:
             continue
-        ratios = reach(line)
-        level = sum(statistics.median(ratios) >= low for low in LEVELS) - 1
-        shade = level / (len(LEVELS) - 1)
-        ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=plt.cm.cividis(shade)))
-        ink = 'white' if shade < 0.5 else 'black'
-        ax.text(j, i - 0.1, times(statistics.median(ratios)), ha='center', va='center', color=ink,
-                fontsize=9)
-        least, most = times(min(ratios)), times(max(ratios))
-        if least != most:
-            ax.text(j, i + 0.3, f'{least}-{most}', ha='center', va='center', color=ink, fontsize=6)
+        if is_corpus(line):
+            colour, ink = '0.93', 'black'
+            text, below = f'{trained(line):.2f}', f'x {ratios_of_perplexity(line)[0]:.2f}'
+        else:
+            ratios = reach(line)
+            level = sum(statistics.median(ratios) >= low for low in LEVELS) - 1
+            colour, ink = shades[level], 'white' if level < len(LEVELS) / 2 else 'black'
+            text, least, most = (times(f(ratios), line) for f in (statistics.median, min, max))
+            below = f'{least}-{most}' if least != most else ''
+        ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=colour))
+        ax.text(j, i - 0.12, text, ha='center', va='center', color=ink, fontsize=9)
+        ax.text(j, i + 0.28, below, ha='center', va='center', color=ink, fontsize=6.5)
     ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     ax.set_xticks(range(len(columns)), columns, rotation=35, ha='right', fontsize=9)
     names = [f'{row}  {parameters(row) / 1e3:.0f}k' for row in rows]
@@ -287,37 +341,37 @@ def figure(plt, dial):
         ax.axvline(places[-1] + 0.5, color='white', lw=3)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+    key = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in shades]
+    fig.legend(key, NAMES, loc='outside lower center', ncols=len(NAMES), fontsize=8, frameon=False,
+               title='longest length held / longest trained, median of five seeds; right of a '
+               'name: parameters', title_fontsize=8)
     return fig
 
 
-def sentences(dial, other=None):
-    """What the board shows, every number computed."""
-    cells = find(dial)
+def sentences(cells, less):
+    """What the board shows, every number computed; `less`: the board with a smaller dial."""
+    cells = {key: line for key, line in cells.items() if not is_corpus(line)}
     if len({row for row, _ in cells}) < 3:
         return
-    rows = order(cells)
-    columns = list(dict.fromkeys(column for _, column in cells))
+    rows, columns = order(cells), list(dict.fromkeys(column for _, column in cells))
     medians = {key: statistics.median(reach(line)) for key, line in cells.items()}
-    far = {row: sum(medians.get((row, column), 0) >= 2 for column in columns) for row in rows}
+    far = {row: sum(medians.get((row, c), 0) >= 2 for c in columns) for row in rows}
     first = ', '.join(f'`{row}` ({far[row]})' for row in rows[:3])
-    yield (f'Furthest over all {len(columns)} tasks go {first}; in parentheses: the tasks on which '
+    yield (f'Furthest over the {len(columns)} tasks go {first}; in parentheses: on how many of them '
            'the median seed holds to twice the trained length.')
     nobody = [c for c in columns if all(medians.get((row, c), 0) < 2 for row in rows)]
-    yield (f'On {len(nobody)} of {len(columns)} tasks no encoding does'
-           + (f': {", ".join(nobody)}.' if nobody else '.'))
-    for row in ('rope', 'nope'):
-        if row in rows:
-            at = sum(medians.get((row, column), 0) > 1 for column in columns)
-            yield (f'`{row}` is number {rows.index(row) + 1} of {len(rows)}: it holds beyond the '
-                   f'trained lengths on {at} of {len(columns)} tasks.')
+    yield f'Tasks on which no encoding holds to twice the length: {", ".join(nobody) or "none"}.'
+    for row in (row for row in ('rope', 'nope') if row in rows):
+        beyond = sum(medians.get((row, column), 0) > 1 for column in columns)
+        yield (f'`{row}` is number {rows.index(row) + 1} of {len(rows)}: it holds beyond the '
+               f'trained lengths on {beyond} of {len(columns)} tasks.')
     unlearned = sum(x < 1 for x in medians.values())
     diverged = sum(len(line['config']['seeds']) - len(line['lengths']) for line in cells.values())
-    yield (f'In {unlearned} of {len(cells)} cells the median seed has not learned all trained '
-           f'lengths in these steps; {diverged} of {len(SEEDS) * len(cells)} seeds diverged.')
-    less = find(other) if other else {}
+    text = (f'In {unlearned} of {len(cells)} cells the median seed has not learned all trained '
+            f'lengths in these steps, and {diverged} seeds diverged')
     if cells.keys() <= less.keys():
-        rank = order({key: less[key] for key in cells})
-        n = len(rows)
+        rank, n = order({key: less[key] for key in cells}), len(rows)
         gap = sum((rows.index(row) - rank.index(row)) ** 2 for row in rows)
-        yield (f'With --minutes={other} the order of the rows is much the same or not: its rank '
-               f'correlation is {1 - 6 * gap / (n * (n * n - 1)):.2f}.')
+        text += ('; with a quarter of the steps the order of rows has a rank correlation of '
+                 f'{1 - 6 * gap / (n * (n * n - 1)):.2f} with this one')
+    yield text + '.'

@@ -39,8 +39,8 @@ from probes import core  # noqa: E402
 from results import board, claims, plan  # noqa: E402
 from results.plan import GRIDS, PAPER, cells, shown  # noqa: E402
 
-USAGE = ('write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `readme`, or nothing to '
-         'see what is there')
+USAGE = ('write `run MINUTES`, `run MINUTES JOBS` (how many at a time), `board --minutes=M`, '
+         '`readme`, or nothing to see what is there')
 
 
 def ask():
@@ -477,8 +477,9 @@ def draw_figures():
         fig = FIGURES[name](plt, name)
         if fig:
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
-    if board.find(board.DIAL):
-        board.figure(plt, board.DIAL).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=110)
+    on_board = board.find(board.DIAL)
+    if on_board:
+        board.figure(plt, on_board).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=100)
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
         cfg, rows = claims.by_length(name)
@@ -659,7 +660,7 @@ def readme():
 def main(argv):
     """The program; returns the exit status."""
     if config.wants_help(argv):
-        print(__doc__)
+        print(board.__doc__ if argv[0] == 'board' else __doc__)
         return 0
     jobs = 4 if torch.cuda.is_available() else os.cpu_count()
     if argv[:1] == ['run'] and re.fullmatch(r'(\d+|\d*\.\d+)( [1-9]\d*)?', ' '.join(argv[1:])):

@@ -105,8 +105,7 @@ def test_every_cell_of_the_board_can_be_run():
     cells += [(column, 'rope') for column, task in board.COLUMNS.items()
               if 'data/' not in task.flags]
     for column, row in cells:
-        flags = board.argv('0.1', row, column, '--lr=1e-3 --seeds=0-4 --eval_lengths='
-                           + board.COLUMNS[column].evaluated)[1:]
+        flags = board.argv('0.1', row, column, '1e-3', '0-4', board.COLUMNS[column].evaluated)[1:]
         cfg = train.make_config(config.read(train.Config, flags))
         assert len(cfg.seeds) == 5 and max(cfg.eval_lengths) > max(cfg.train_lengths)
 
@@ -139,29 +138,40 @@ def test_board(tmp_path, monkeypatch, capsys):
     first = path.read_text()
     assert not evidence.main(command)
     told = capsys.readouterr().out
-    assert '2 of 4 cells; next out/board_0.01/parity/nope,seeds=5' in told
+    assert '2 of 4 cells; next out/board_0.01/parity/nope,lr=1e-3,seeds=5' in told
     both = path.read_text()
     assert both.startswith(first) and len(both.splitlines()) == 2 * 2 * (3 + 1)
     assert not evidence.main(command)
     assert path.read_text() == both and '0 done' in capsys.readouterr().out
     cells = board.find('0.01', ['nope', 'alibi'])
     assert len(cells) == 4 and all(len(board.reach(line)) == 5 for line in cells.values())
+    assert (tmp_path / 'out/board_0.01.png').exists()
+    monkeypatch.setattr(board, 'DIAL', '0.01')
+    monkeypatch.setattr(board, 'ROWS', dict(nope='--pe=nope', alibi='--pe=alibi'))
+    *_, first, second = board.block()
+    assert first.count('<br>') == second.count('<br>') == 3 and 'nope' in first + second
 
 
 def test_reach_counts_all_seeds():
     def seed(*exact):
         return {n: dict(exact=x, n=64) for n, x in enumerate(exact, 1)}
 
-    line = dict(config=dict(train_lengths=[1, 2], seeds=[0, 1, 2, 3]),
+    line = dict(config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 3, 4], seeds=[0, 1, 2, 3]),
                 lengths={0: seed(1, 1, 1, 0), 1: seed(1, 1, 1, 1), 2: seed(0, 1, 1, 1)})
     assert board.reach(line) == [1.5, 2, 0, 0]            # seed 3 diverged
     assert list(map(board.times, (0, 0.5, 1, 1.125, 10))) == ['0', '<1', '1', '1.12', '10']
-    assert board.order({('a', 'x'): line, ('b', 'x'): line | dict(lengths={})}) == ['a', 'b']
+    assert board.times(2, line) == '2+' and board.times(1.5, line) == '1.5'
+    assert board.cell_text(line) == '0.75 (0 to 2+)<br>83 % (1 diverged)'.replace('0.75', '<1')
+    far, near = ('a', 'copy'), ('b', 'copy')
+    lost = line | dict(lengths={})
+    assert board.order({near: lost, far: line}) == ['a', 'b']
+    assert board.cell_text(lost) == 'all diverged'
 
 
 @pytest.mark.parametrize('flags,message', [
-    ([], 'write `board --minutes=M`|wants --minutes'), (['--minutes=-1'], 'a number above 0'),
-    (['--minutes=1', '--pe=roep'], 'no encoding roep'), (['--minutes=1', '--task=x'], 'no task x'),
+    ([], 'wants --minutes'), (['--minutes=-1'], 'from 0.01'),
+    (['--minutes=1', '--pe=,'], 'write'),
+    (['--minutes=1', '--pe=roep'], "no encoding 'roep'"), (['--minutes=1', '--task=x'], 'no task x'),
     (['--minutes=1', '--lr=1'], 'write `board')])
 def test_wrong_commands_of_the_board(flags, message):
     with pytest.raises(UserError, match=message):
