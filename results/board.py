@@ -357,8 +357,8 @@ def sentences(cells, less):
     medians = {key: statistics.median(reach(line)) for key, line in cells.items()}
     far = {row: sum(medians.get((row, c), 0) >= 2 for c in columns) for row in rows}
     first = ', '.join(f'`{row}` ({far[row]})' for row in rows[:3])
-    yield (f'Furthest over the {len(columns)} tasks go {first}; in parentheses: on how many of them '
-           'the median seed holds to twice the trained length.')
+    yield (f'Furthest over the {len(columns)} tasks go {first}; in parentheses: on how many of '
+           'them the median seed holds to twice the trained length.')
     nobody = [c for c in columns if all(medians.get((row, c), 0) < 2 for row in rows)]
     yield f'Tasks on which no encoding holds to twice the length: {", ".join(nobody) or "none"}.'
     for row in (row for row in ('rope', 'nope') if row in rows):

@@ -170,8 +170,8 @@ def test_reach_counts_all_seeds():
 
 @pytest.mark.parametrize('flags,message', [
     ([], 'wants --minutes'), (['--minutes=-1'], 'from 0.01'),
-    (['--minutes=1', '--pe=,'], 'write'),
-    (['--minutes=1', '--pe=roep'], "no encoding 'roep'"), (['--minutes=1', '--task=x'], 'no task x'),
+    (['--minutes=1', '--pe=,'], 'write'), (['--minutes=1', '--task=x'], 'no task x'),
+    (['--minutes=1', '--pe=roep'], "no encoding 'roep'"),
     (['--minutes=1', '--lr=1'], 'write `board')])
 def test_wrong_commands_of_the_board(flags, message):
     with pytest.raises(UserError, match=message):
