@@ -479,7 +479,7 @@ def draw_figures():
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
     on_board = board.find(board.DIAL)
     if on_board:
-        board.figure(plt, on_board).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=100)
+        board.figure(plt, on_board).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=90)
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
         cfg, rows = claims.by_length(name)
