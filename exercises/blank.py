@@ -174,7 +174,7 @@ def check(name, folder):
 
 def reason(result):
     """Why a test did not hold, in a line: the last error that pytest shows, and where."""
-    errors = re.findall(r'^E +(\S.*)$', result.text or '', re.M)
+    errors = re.findall(r'^E +([^\s+].*)$', result.text or '', re.M)
     places = re.findall(r'^(?:E +File ")?(\S+?\.py)"?(?::|, line )(\d+)', result.text or '', re.M)
     where = ' ({}:{})'.format(*places[-1]) if places else ''
     return (errors[-1][:150] if errors else result.get('message')) + where
