@@ -37,8 +37,10 @@ import torch.nn.functional as F
 import kernels
 import pe
 import tasks
+import train
 from engine import bench, data
 from engine import scan as prism_scan
+from engine.config import UserError
 from model import ModelConfig, Transformer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1061,12 +1063,11 @@ def test_abacus_positions():
 @pytest.mark.parametrize('positions', ['randomized', 'abacus'])
 def test_positions_in_a_run(positions, tmp_path):
     """Two seeds in one pass train; a task without digits is refused in one line."""
-    run = python('train.py', *flags(task='string_copy', pe='learned', positions=positions,
-                                    positions_max=1000, seeds='0-1', out_dir=tmp_path))
-    assert run.returncode == 0, run.stderr
+    assert not train.main(flags(task='string_copy', pe='learned', positions=positions,
+                                positions_max=1000, seeds='0-1', out_dir=tmp_path))
     if positions == 'abacus':
-        run = python('train.py', *flags(task='scan', positions=positions, out_dir=tmp_path))
-        assert run.returncode == 2 and 'the task has none' in run.stderr
+        with pytest.raises(UserError, match='the task has none'):
+            train.main(flags(task='scan', positions=positions, out_dir=tmp_path))
 
 
 @variants

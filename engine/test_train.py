@@ -233,7 +233,7 @@ def test_the_form_of_a_checkpoint_and_of_a_results_line_stays(numbers, tmp_path)
 
 
 def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
-    kw = dict(max_steps=500, eval_interval=50, log_interval=25, pe='pope', n_eval=2)
+    kw = dict(max_steps=300, eval_interval=30, log_interval=15, pe='pope', n_eval=2)
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     python('train.py', *flags(out_dir=whole, **kw), check=True)
     rng, path = random.Random(time.time_ns()), killed / 'ckpt.pt'
@@ -863,10 +863,8 @@ def test_exit_code_2_without_a_traceback(tmp_path):
     argvs = [['train.py', '--lr=fast'],
              ['train.py', '--task=jsb', f'--data={tmp_path}'],
              ['tasks.py', 'pairty'],
-             ['tasks.py', 'jsb'],
              ['tasks.py', 'parity', 'x'],
-             ['model.py', '--pe=rop'],
-             ['model.py', 'none.py']]
+             ['model.py', '--pe=rop']]
     for argv, run in zip(argvs, pythons(*argvs)):
         assert run.returncode == 2, run.stderr
         assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
