@@ -5,8 +5,8 @@
 
 --minutes is the dial. It sets the number of steps of each task, so that RoPE's cell takes about
 that long on one core of a CPU. All encodings of a task get these steps: slow ones take longer. A
-cell is a run of seed 5 at each of three learning rates, and one of seeds 0 to 4 together at the
-rate that ends best on validation problems of the trained lengths. A cut run goes on where it was.
+cell has four runs. Seed 5 tries three learning rates. Seeds 0 to 4 train together at the one that
+ends best on validation problems of the trained lengths. A cut run goes on where it was.
 A cell is known by its command: after a change of your class give it another name.
 """
 import itertools
@@ -136,7 +136,9 @@ def options(flags):
         minutes = 0
     if not 0.01 <= minutes <= 1000:
         raise UserError('board wants --minutes=M, from 0.01 to 1000, as in --minutes=0.5')
-    rows, columns = ({name: 0 for name in given[key].split(',') if name} for key in ('pe', 'task'))
+    # without repeats
+    rows, columns = (list(dict.fromkeys(filter(None, given[key].split(',')))) for key in (
+        'pe', 'task'))
     for row in rows:
         unknown = [part for part in row.split('+') if part not in ENCODINGS]
         if row not in ROWS and unknown:
@@ -148,7 +150,7 @@ def options(flags):
         if lacks_data(column):
             raise UserError(f'{column} wants {lacks_data(column)}: put it there (results/README.md '
                             'says where it comes from)')
-    return f'{minutes:g}', list(rows), list(columns) or [c for c in COLUMNS if not lacks_data(c)]
+    return f'{minutes:g}', rows, columns or [c for c in COLUMNS if not lacks_data(c)]
 
 
 def lacks_data(column):
@@ -161,16 +163,17 @@ def play(dial, rows, columns, run):
     """Run what is missing of these rows and columns; then print these columns with all rows that
     there are, and draw them in out/board_M.png."""
     began, at_first = time.time(), []
-    planned = 4 * len(rows) * len(columns)
+    planned = len(rows) * len(columns)
 
     def progress():
         cells = find(dial, rows, columns)
-        # a cell has three runs for its rate and one more
-        left = len(plan.missing) + len([x for x in plan.missing if f'--seeds={RATE_SEED}' in x]) / 3
+        # runs: of what waits for a rate, and the last one of each cell
+        waiting = sum(f'--seeds={RATE_SEED}' in command for command in plan.missing)
+        left = waiting + planned - len(cells)
         at_first.append(left)
         done = at_first[0] - left
         minutes = (time.time() - began) / 60 * left / done if done > 0 else math.nan
-        return (f'{len(cells)} of {planned // 4} cells'
+        return (f'{len(cells)} of {planned} cells'
                 + f', about {minutes:.0f} min left' * (done > 0))
 
     failed = run(ask=progress)
