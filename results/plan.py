@@ -295,7 +295,7 @@ GRIDS = PAPER | {
     'prism': Grid(
         "PRISM's tasks with the recipes of configs/, which were made for PRISM (trained to 10 "
         "digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
-        some('prism', 'shifted_ape'), OF_PRISM),
+        some('prism', 'shifted_ape', 'rope', 'nope'), OF_PRISM),
     'prism_causes': Grid(
         'Other settings of PRISM and its baseline: cursors per head (2 above), the norm of the '
         "GRU's recurrent matrix, the range of the baseline's shifts (512 above) and its learning "
