@@ -95,6 +95,9 @@ class PEConfig:
     # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
     # for long, and half of them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
+    # prism: deviation of Gaussian noise on the GRU's state in training: what it must keep for long,
+    # it then keeps in states that come back after a disturbance, and these last at any length
+    prism_noise: float = 0.0
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py, for encodings with `gains`: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
@@ -107,7 +110,7 @@ class PEConfig:
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
         check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
-                       'abacus_offset', zero=True)
+                       'prism_noise', 'abacus_offset', zero=True)
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
             raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, not '
                              f'{self.nope_every}')
@@ -1087,7 +1090,8 @@ class Cursors(nn.Module):
         return total
 
     def gru(self, x):
-        """[B, T, C] -> [B, T, hidden] (Cho et al. 2014)."""
+        """[B, T, C] -> [B, T, hidden] (Cho et al. 2014); in training with noise of deviation
+        prism_noise on every state."""
         W_h = self.W_recurrent()
         h = x.new_zeros(x.shape[0], self.cfg.prism_hidden)
         hs = []
@@ -1097,6 +1101,8 @@ class Cursors(nn.Module):
             z = torch.sigmoid(z_x + z_h)
             n = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
             h = (1 - z) * n + z * h
+            if self.training and self.cfg.prism_noise:
+                h = h + self.cfg.prism_noise * torch.randn_like(h)
             hs.append(h)
         return torch.stack(hs, dim=1)
 

@@ -888,6 +888,19 @@ def test_prism_starts_with_bits():
     assert flips[::2].min() > 0.9 and flips[1::2].max() < 0.1
 
 
+def test_prism_noise_disturbs_the_state_in_training():
+    """Fresh noise at every token, upon what the GRU makes of the disturbed state before."""
+    cursors = encoding('prism', prism_noise=0.5).cursors
+    x = torch.zeros(2000, 2, 16, dtype=torch.float64)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        calm, noisy = cursors.eval().gru(x), cursors.train().gru(x)
+    assert (calm == calm[:1]).all()
+    first, second = (noisy - calm).std(dim=(0, 2))
+    close(first, 0.5, 0.01)
+    assert 0.53 < second < 1
+
+
 @pytest.mark.parametrize('at', [0.0, 2.0])
 def test_prism_whole_is_the_entropy_of_the_gates(at):
     """With prism_whole_at it counts less while the loss is high."""
