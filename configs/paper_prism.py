@@ -18,7 +18,11 @@ prism_d_pe = 84                 # 4 cursors: a position stream of 336, as we rea
 prism_hidden = 100
 prism_recurrent = 'orthogonal'
 prism_input = 0.5
-prism_whole = 0.0               # the small configs' own, like the next two
+# what the small configs set for themselves, back at its default
+prism_start = 'fading'
+prism_reset = True
+prism_noise = 0.0
+prism_whole = 0.0
 prism_whole_at = 0.0
 prism_alpha_lr = 0.03
 dropout = 0.0

@@ -304,18 +304,11 @@ GRIDS = PAPER | {
          'prism, learned norm': '--pe=prism --prism_recurrent=norm',
          'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64',
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
-        {task: OF_PRISM[task] for task in ('string_copy', 'odds_first')}),
-    'prism_odds': Grid(
-        'Odds first again: one PRISM layer (2 above), three times the steps, trained to twice the '
-        'length; bits: one PRISM layer, 2 layers, 4 heads, no resets, a GRU whose units hold or '
-        'flip a bit at first, whole steps once the loss is low (2,500 steps)',
-        some('prism'),
-        {'one PRISM layer': ('configs/odds_first_prism.py --prism_layers=1', [20]),
-         '6,000 steps': ('configs/odds_first_prism.py --max_steps=6000', [20]),
-         'trained to 20': ('configs/odds_first_prism.py --train_lengths=1-20 '
-                           '--length_schedule=[(0,5),(400,10),(1000,20)]', [40]),
-         'bits': ('configs/odds_first_prism.py --prism_layers=1 --n_layer=2 --n_head=4 '
-                  f'--prism_input=0.3 --prism_reset=False --max_steps=2500 {BITS}', [20])}),
+        {'string_copy': OF_PRISM['string_copy']}),
+    'prism_noise': Grid(
+        'Odds first and sorting without noise on the state of the GRU',
+        {'prism, no noise': '--pe=prism --prism_noise=0'},
+        {task: OF_PRISM[task] for task in ('odds_first', 'bucket_sort')}),
     'prism_addition': Grid(
         'Addition again, trained to 6 digits: a larger input to the GRU, whose units hold or flip '
         'a bit at first, 4 heads, 2 layers, whole steps once the loss is low (2,500 steps)',
@@ -389,7 +382,7 @@ HEADS += [('toeplitz', row, 'distance:span=16')
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
-FIRST = ('out/prism_odds/', 'out/prism_addition/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
+FIRST = ('out/prism_noise/', 'out/prism_addition/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
          'out/paper_toeplitz/distance', 'out/paper_prism/', 'out/paper', 'out/ablation_vipe/',
          'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
          'out/toeplitz_64/', 'out/counting_64/')
