@@ -222,9 +222,9 @@ def moved_inputs():
     return listed(found)
 
 
-def half_step_cursors(column, *seeds):
-    """The pace nearest to half a place a token among the cursors of odds first."""
-    found = [probed('cursor', 'prism_odds', 'prism', column, seed) for seed in seeds]
+def half_step_cursors(*cell):
+    """The pace nearest to half a place a token among the cursors of odds first, seed by seed."""
+    found = [probed('cursor', *cell, seed) for seed in range(3)]
     if None in found:
         return None
     texts = []
@@ -238,7 +238,7 @@ def half_step_cursors(column, *seeds):
 
 # where PRISM stops: task, its cell, what its cursors must follow and by which symbols
 STOPS = (
-    ('odds_first', ('prism_odds', 'prism', 'bits'),
+    ('odds_first', ('prism', 'prism', 'odds_first'),
      'Key cursors go half a place a token and stand still from "=" on; a switch at mid-answer. No '
      'symbol tells odd places from even ones, nor where the middle is.'),
     ('stack', ('prism', 'prism', 'stack'),
@@ -462,12 +462,9 @@ def prism():
         'a curve, trained to 40',
         lines({
             'trained to 10': in_row('prism', 'odds_first', 'all'),
-            'otherwise': in_row('prism_causes', 'odds_first', 'all'),
-            **{column: in_row('prism_odds', column, 'all')
-               for column in plan.GRIDS['prism_odds'].columns},
-            'trained to 20, seeds 1 and 2, the pace nearest to half a place a token':
-                half_step_cursors('trained to 20', 1, 2),
-            'bits, seeds 0 to 2': half_step_cursors('bits', 0, 1, 2)}),
+            'otherwise': in_row('prism_noise', 'odds_first', 'all'),
+            'the pace nearest to half a place a token, seeds 0 to 2':
+                half_step_cursors('prism', 'prism', 'odds_first')}),
         'Not seen: nothing is right at twice the length, with more cursors, a learned norm, one '
         'PRISM layer, more steps or longer training problems either. The task wants key cursors '
         'that move by half a place a token, so a memory that alternates; a GRU as it starts by '
