@@ -354,7 +354,7 @@ class Encoding(nn.Module):
         return torch.cat([v, s], dim=-1) if self.distance else v
 
     def expected_distance(self, y, at):
-        """y, that channel turned from sum_s alpha_ts s into sum_s alpha_ts (t - s)."""
+        """y; with self.distance its last channel, sum_s alpha_ts s, as sum_s alpha_ts (t - s)."""
         t = at.t.to(y.dtype)[..., None]
         return torch.cat([y[..., :-1], t - y[..., -1:]], dim=-1) if self.distance else y
 
@@ -456,7 +456,8 @@ def sinusoids(pos, width, base, like):
 
 
 def rotate(x, angle):
-    """Rotate the pairs (x_2c, x_2c+1) of x [.., T, D] by angle [.., T, D/2]: x_c e^(i angle_c)."""
+    """Rotate the pairs (x_2c, x_2c+1) of x [.., T, D] by angle [.., T, D/2]: x_c e^(i angle_c), in
+    the dtype of x."""
     pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))
     turned = pairs * torch.polar(torch.ones_like(angle), angle)  # (B, H, T, D/2)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -565,7 +566,7 @@ class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
     R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even.
 
-    rope_fraction = p: theta_c = 0 but for the first p of the pairs (p-RoPE, Barbero et al. 2024).
+    rope_fraction = p: theta_c = 0 but for the first ceil(p d/2) of them (Barbero et al. 2024).
     """
     shift_invariant = True
 
@@ -659,7 +660,7 @@ class PoPE(Encoding):
         else:
             self.delta = nn.Parameter(delta)
 
-    def theta(self, like):  # (D,), with the dtype and device of `like`
+    def theta(self, like):  # (D,), as frequencies() gives it: never in half precision
         d, base = self.cfg.head_dim, self.cfg.rope_base
         if self.cfg.pope_frequencies == 'half':
             return frequencies(d // 2, base, like).repeat_interleave(2)
@@ -668,7 +669,7 @@ class PoPE(Encoding):
     def phases(self):
         return self.delta + (self.delta.clamp(*self.BOUNDS) - self.delta).detach()
 
-    def qk(self, q, k, at):
+    def qk(self, q, k, at):  # q', k' with the dtypes of q and k
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if self.cfg.pope_softplus else (q, k)
         phase_q = at.t[..., None] * self.theta(q)  # (1, Tq, D)
         phase_k = at.s[..., None] * self.theta(k) + self.phases()[:, None]  # (H, T, D)
@@ -704,9 +705,9 @@ class T5(Encoding):
     """T5's relative bias (Raffel et al. 2020), b [buckets, H] learned, shared by all layers:
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
-    Distances below buckets/2 have a bucket each; the rest share the other half, log-spaced up to
-    t5_max_distance. Without a causal mask half of the buckets are for earlier keys, half for later
-    ones, each half divided like this. (T5 itself has no 1/sqrt(d).)
+    With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
+    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). d < 0 counts as -d; without a causal mask
+    such later keys have a second half of the buckets, of n each. (T5 has no 1/sqrt(d).)
     """
     shared = True
     shift_invariant = True
@@ -938,7 +939,8 @@ class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    n counts from 1; s = max(1, T / train_len), or as vipe_s says. The code p_(n-i) is linear in the
+    n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says; without vipe_logn the
+    factor is s alone. The code p_(n-i) is linear in the
     distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i alpha_ni i.
     u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim + d_p wide. Not
     prefix-consistent: give the model `total_len`. Every part has its switch (vipe_*).
@@ -986,10 +988,11 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
 
     reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None: no sharpening;
     table [2P+1, d_pe] = f(-P..P); copy [B, C, T, T+1]: entry k is the jump to offset k, the last
-    "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. The
-    encoding of token t superposes the histogram after its gates, over the offsets that it can
-    reach, -(t+1)..t+1, so it depends neither on P nor on later tokens. Sharpening adds EPS and
-    works in logarithms, as gamma may be large; `chunk` tokens are superposed at once. ValueError
+    "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. At a
+    token: reset, step, copy (what jumps does not step), sharpen, superpose. The last two take the
+    offsets that it can reach, -(t+1)..t+1, so that nothing depends on P or on later tokens.
+    Sharpening adds EPS to each of these and works in logarithms, as gamma may be large; to save
+    memory `chunk` tokens are superposed at once, which changes no result. ValueError
     (check_scan) if shapes do not fit, or if a cursor can leave the table (Algorithm 1 clamps at
     +-P).
     """

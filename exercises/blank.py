@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import NamedTuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -32,40 +33,45 @@ class Exercise(NamedTuple):
     """What is taken out, FILE:FUNCTION or FILE:CLASS.METHOD, and what grades it."""
     blanks: list
     tests: list                     # pytest's names of tests
-    encoding: str = ''              # the contract of test_all.py is graded for it
-    hides: list = []                # taken out, too, because it tells the answer
+    variants: tuple = ()            # of test_all.py: its contract is graded for these
+    hides: tuple = ()               # taken out, too, because it tells the answer
 
 
 EXERCISES = {
     'sinusoids': Exercise(
-        ['pe.py:sinusoids'],
-        [f'{OWN}::test_a_shift_is_a_rotation', f'{CORE}::test_ape'], 'ape'),
+        ['pe.py:sinusoids'], [f'{OWN}::test_a_shift_is_a_rotation', f'{CORE}::test_ape'],
+        ['ape'], ['kernels.py:cos_sin_table']),
     'rope': Exercise(
         ['pe.py:rotate', 'pe.py:RoPE.qk'],
-        [f'{CORE}::test_rope', f'{CORE}::test_rope_fraction'],
-        'rope', ['pe.py:YaRN.qk', 'pe.py:SelectiveRoPE.qk', 'pe.py:VRoPE.turn',
-                 'probes/llama.py:LlamaRoPE.qk']),
+        [f'{CORE}::test_rope', f'{CORE}::test_rope_fraction'], ['rope', 'rope fraction'],
+        ['pe.py:YaRN.qk', 'pe.py:SelectiveRoPE.qk', 'pe.py:VRoPE.turn',
+         'probes/llama.py:LlamaRoPE.qk', 'probes/llama.py:LlamaAttention.project']),
     'alibi': Exercise(
-        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.by_distance'], [f'{CORE}::test_alibi'], 'alibi'),
-    't5': Exercise(['pe.py:T5.bucket'], [f'{CORE}::test_t5'], 't5'),
+        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.by_distance'], [f'{CORE}::test_alibi'], ['alibi']),
+    't5': Exercise(
+        ['pe.py:T5.bucket'],
+        [f'{CORE}::test_t5{x}' for x in ('', '_without_a_mask_tells_before_from_after')],
+        ['t5', 't5 24']),
     'attention': Exercise(
         ['exercises/online.py:attention', 'kernels.py:forward_kernel'],
         [f'{OWN}::test_online_softmax', f'{OWN}::test_forward_kernel']),
     'pope': Exercise(
-        ['pe.py:PoPE.theta', 'pe.py:PoPE.qk'],
-        [f'{CORE}::test_pope'], 'pope',
-        ['kernels.py:pope_attention_reference', 'kernels.py:polar_kernel',
-         'kernels.py:attention_reference']),
+        ['pe.py:PoPE.theta', 'pe.py:PoPE.qk'], [f'{CORE}::test_pope'],
+        ['pope', 'pope uniform', 'pope no delta', 'pope no softplus', 'pope half'],
+        ['kernels.py:pope_attention_reference', 'kernels.py:attention_reference',
+         'kernels.py:polar_kernel', 'kernels.py:polar_backward_kernel', 'kernels.py:cos_sin_table',
+         'probes/pope.py:polar']),
     'vipe': Exercise(
         ['pe.py:ViPE.rescale', 'pe.py:ViPE.out', 'pe.py:Encoding.expected_distance'],
-        [f'{CORE}::test_vipe'], 'vipe',
-        ['kernels.py:vipe_attention_reference', 'kernels.py:vipe_factors']),
+        [f'{CORE}::test_vipe'],
+        ['vipe', 'vipe logits only', 'vipe value only', 'vipe s global', 'vipe d_p', 'nope'],
+        ['kernels.py:vipe_attention_reference', 'kernels.py:vipe_factors', 'pe.py:SSMax.rescale']),
     'prism': Exercise(
         ['pe.py:cursor_scan'],
-        [f'{CORE}::test_cursor_machines', f'{CORE}::test_cursor_keeps_its_mass',
-         f'{CORE}::test_cursor_histogram_is_the_sum_over_all_paths',
-         f'{CORE}::test_sharpening_multiplies_exponents',
-         f'{CORE}::test_cursor_scan_in_chunks'], 'prism',
+        [f'{CORE}::test_{x}' for x in (
+            'cursor_machines', 'cursor_keeps_its_mass', 'sharpening_multiplies_exponents',
+            'cursor_histogram_is_the_sum_over_all_paths', 'cursor_scan_in_chunks')],
+        ['prism', 'prism copy'],
         [f'engine/scan.py:{x}' for x in (
             'after_reset', 'after_step', 'load_copy', 'scan_chunk', 'scan_kernel',
             'superposition_gradient', 'step_gradient', 'scan_backward_kernel')]),
@@ -74,7 +80,7 @@ EXERCISES = {
         ['probes/toeplitz.py:without_heads'],
         ['probes/test_toeplitz.py::test_ablate_finds_the_head_that_carries_the_answer']),
     'break_it': Exercise([], [f'{OWN}::test_where_it_breaks']),
-    'design': Exercise([], [f'{OWN}::test_your_own_encoding'], 'mine'),
+    'design': Exercise([], [f'{OWN}::test_your_own_encoding'], ['mine']),
 }
 
 
@@ -112,31 +118,27 @@ def blanked_files(name, files=None):
 
 def read(path, root=ROOT):
     """The text of a file of the repository, or of a copy."""
-    with open(os.path.join(root, path)) as f:
-        return f.read()
+    return Path(root, path).read_text()
 
 
 def make_copy(name, folder):
     """Copy the repository, but its history and results, into a new folder, and take out."""
     if os.path.exists(folder):
-        raise UserError(f'{os.path.relpath(folder)} is there: grade it with --check, or delete it '
-                        'to start again')
+        raise UserError(f'{os.path.relpath(folder)} is there: delete it to start again')
     skip = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'results', 'assets',
                                   'TEACHING.md')
     shutil.copytree(ROOT, folder, ignore=skip)
     for path, text in (blanked_files(name) | {MARK: name}).items():
-        with open(os.path.join(folder, path), 'w') as f:
-            f.write(text)
+        Path(folder, path).write_text(text)
 
 
 def graders(name):
     """pytest's names of what grades an exercise: its own tests, and for an encoding the contract,
     which is every test of test_all.py that runs for all encodings."""
-    exercise, contract = EXERCISES[name], []
-    if exercise.encoding:
-        contract = [test for test, node in functions(read(CORE)).items()
-                    if any(getattr(x, 'id', '') == 'variants' for x in node.decorator_list)]
-    return exercise.tests + [f'{CORE}::{test}[{exercise.encoding}]' for test in contract]
+    contract = [test for test, node in functions(read(CORE)).items()
+                if any(getattr(x, 'id', '') == 'variants' for x in node.decorator_list)]
+    return EXERCISES[name].tests + [f'{CORE}::{test}[{variant}]' for test in contract
+                                    for variant in EXERCISES[name].variants]
 
 
 def check(name, folder):
@@ -164,18 +166,20 @@ def check(name, folder):
         numbers = ''.join(f'; {x}' for _, found in cases for x in found)
         print(f'{"fails" if wrong else "holds":6} {words}{numbers}'
               + f' ({len(cases) - len(wrong)} of {len(cases)})' * (len(cases) > 1))
-        if wrong and wrong[0] != told:
+        if wrong:
+            lines = meanings.get(test), wrong[0] if wrong[0] != told else 'the same error'
+            print(*(f'       {line}' for line in lines if line), sep='\n')
             told = wrong[0]
-            print(*(f'       {line}' for line in (meanings.get(test), told) if line), sep='\n')
     good = sum(not any(message for message, _ in cases) for cases in grades.values())
     print(f'{good} of {len(grades)} hold')
     return good == len(grades)
 
 
 def reason(result):
-    """Why a test did not hold, in a line: the last error that pytest shows, and where."""
-    errors = re.findall(r'^E +([^\s+].*)$', result.text or '', re.M)
-    places = re.findall(r'^(?:E +File ")?(\S+?\.py)"?(?::|, line )(\d+)', result.text or '', re.M)
+    """Why a test did not hold, in a line: pytest's last telling error, and where (not in close)."""
+    text = re.sub(r'^\S+: in close$', '', result.text or '', flags=re.M)
+    errors = re.findall(r'^E +(?!assert False|Use -v)([^\s+].*)$', text, re.M)
+    places = re.findall(r'^(?:E +File ")?(\S+?\.py)"?(?::|, line )(\d+)', text, re.M)
     where = ' ({}:{})'.format(*places[-1]) if places else ''
     return (errors[-1][:150] if errors else result.get('message')) + where
 
@@ -198,7 +202,7 @@ def main(argv):
         return 0
     if len(names) != 1 or flags not in ([], ['--check'], ['--show-diff']):
         raise UserError('write the name of one exercise, and perhaps --check or --show-diff')
-    name = names[0]
+    [name] = names
     config.check_name('exercise', name, EXERCISES)
     folder = os.path.join(ROOT, 'out/exercises', name)
     if os.path.exists(os.path.join(ROOT, MARK)):
