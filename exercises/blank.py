@@ -178,7 +178,7 @@ def check(name, folder):
 def reason(result):
     """Why a test did not hold, in a line: pytest's last telling error, and where (not in close)."""
     text = re.sub(r'^\S+: in close$', '', result.text or '', flags=re.M)
-    errors = re.findall(r'^E +(?!assert False|Use -v)([^\s+].*)$', text, re.M)
+    errors = re.findall(r'^E +(?!assert False$|Use -v)([^\s+].*)$', text, re.M)
     places = re.findall(r'^(?:E +File ")?(\S+?\.py)"?(?::|, line )(\d+)', text, re.M)
     where = ' ({}:{})'.format(*places[-1]) if places else ''
     return (errors[-1][:150] if errors else result.get('message')) + where
