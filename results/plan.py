@@ -306,9 +306,9 @@ GRIDS = PAPER | {
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
     'prism_noise': Grid(
-        'Odds first and sorting without noise on the state of the GRU',
+        'Copying, odds first and sorting without noise on the state of the GRU',
         {'prism, no noise': '--pe=prism --prism_noise=0'},
-        {task: OF_PRISM[task] for task in ('odds_first', 'bucket_sort')}),
+        {task: OF_PRISM[task] for task in ('string_copy', 'odds_first', 'bucket_sort')}),
     'prism_addition': Grid(
         'Addition again, trained to 6 digits: a larger input to the GRU, whose units hold or flip '
         'a bit at first, 4 heads, 2 layers, whole steps once the loss is low (2,500 steps)',
