@@ -465,10 +465,10 @@ def prism():
             'otherwise': in_row('prism_noise', 'odds_first', 'all'),
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
-        'In part: with noise on the state of the GRU two seeds of three go on for three digits. Key '
-        'cursors then move by half a place a token, as the task wants it. At twice the length wrong '
-        'digits stand together at a few places of the answer, at others on each seed. Not tried: '
-        '150,000 steps, 40 digits.')
+        'In part: with noise on the state of the GRU two seeds of three go on for three digits, '
+        'and key cursors move by half a place a token, as the task wants it. At twice the length '
+        'wrong digits stand together at a few places of the answer, at others on each seed. Not '
+        'tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '

@@ -297,19 +297,19 @@ GRIDS = PAPER | {
         "digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
         some('prism', 'shifted_ape', 'rope', 'nope'), OF_PRISM),
     'prism_causes': Grid(
-        'Other settings of PRISM, without noise, and its baseline: cursors per head (2 above), the '
-        "norm of the GRU's recurrent matrix, the range of the baseline's shifts (512 above) and its learning "
-        'rate (1e-3 above)',
+        'Other settings of PRISM and its baseline: cursors per head (2 above), the norm of the '
+        "GRU's recurrent matrix, noise on its state (none above; seeds 0 to 5), the baseline's "
+        'range of shifts (512 above) and its learning rate (1e-3 above)',
         {'prism, 4 cursors': '--pe=prism --prism_cursors=4',
          'prism, learned norm': '--pe=prism --prism_recurrent=norm',
+         'prism, noise 0.3': '--pe=prism --prism_noise=0.3 --seeds=0-5',
          'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64',
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
     'prism_noise': Grid(
-        'Copying, odds first and sorting without noise on the state of the GRU',
+        'Odds first and sorting without noise on the state of the GRU',
         {'prism, no noise': '--pe=prism --prism_noise=0'},
-        {'string_copy': ('configs/string_copy_prism.py --seeds=0-5', [20])}
-        | {task: OF_PRISM[task] for task in ('odds_first', 'bucket_sort')}),
+        {task: OF_PRISM[task] for task in ('odds_first', 'bucket_sort')}),
     'prism_addition': Grid(
         'Addition again, trained to 6 digits: a larger input to the GRU, whose units hold or flip '
         'a bit at first, 4 heads, 2 layers, whole steps once the loss is low (2,500 steps)',
