@@ -1,6 +1,6 @@
 # PRISM sorts digits from 0 to 4 (41203=01234.). A cursor could count each digit, up where it is
 # read and down where it is written, so every cursor has a head of its own.
-# Compare: --prism_noise=0.0,0.3
+# Compare: --prism_noise=0.0,0.3 and --pe=prism,nope, which goes as far
 task = 'bucket_sort'
 pe = 'prism'
 n_head = 8
