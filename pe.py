@@ -95,8 +95,8 @@ class PEConfig:
     # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
     # for long, and half of them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
-    # prism: deviation of Gaussian noise on the GRU's state in training: what it must keep for long,
-    # it then keeps in states that come back after a disturbance, and these last at any length
+    # prism: deviation of Gaussian noise on the GRU's state in training. It is meant to keep gates
+    # from reading small differences of the state, such as how many tokens there were
     prism_noise: float = 0.0
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py, for encodings with `gains`: auto (if it pays on CUDA) | triton | reference

@@ -202,7 +202,7 @@ def main(argv):
         return 0
     if len(names) != 1 or flags not in ([], ['--check'], ['--show-diff']):
         raise UserError('write the name of one exercise, and perhaps --check or --show-diff')
-    [name] = names
+    name = names[0]
     config.check_name('exercise', name, EXERCISES)
     folder = os.path.join(ROOT, 'out/exercises', name)
     if os.path.exists(os.path.join(ROOT, MARK)):

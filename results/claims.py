@@ -252,7 +252,8 @@ STOPS = (
     ('scan_cot', ('prism_chains', 'prism', 'scan_cot'),
      'The word of the command that is being written out, then its clause; words tell both.'),
     ('bucket_sort', ('prism', 'prism', 'bucket_sort'),
-     'A count for each digit, up where it is read, down where it is written; the digits tell.'))
+     'None has to: NoPE sorts as far. One could count each digit, up where it is read, down '
+     'where it is written.'))
 
 
 def stops_table():
@@ -465,9 +466,9 @@ def prism():
             'otherwise': in_row('prism_noise', 'odds_first', 'all'),
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
-        'In part: with noise on the state of the GRU two seeds of three go on for three digits, '
-        'and key cursors move by half a place a token, as the task wants it. At twice the length '
-        'wrong digits stand together at a few places of the answer, at others on each seed. Not '
+        'In part: with noise on the state of the GRU two seeds of three go on for three digits. '
+        'Key cursors move by half a place a token, as the task wants it. At twice the length wrong '
+        'digits stand together at a few places of the answer. Every seed has its own places. Not '
         'tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
