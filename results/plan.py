@@ -134,10 +134,7 @@ OF_PRISM |= {
     'multiplication_cot': (
         'configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 '
         '--length_schedule=[(0,1),(400,2),(800,3)] --eval_lengths=1-6', [6]),
-    'scan_cot': (
-        'configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 '
-        '--length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 --n_eval=4 --n_test=64',
-        range(24, 49)),
+    'scan_cot': ('configs/scan_cot_prism.py', range(24, 49)),
 }
 
 
@@ -325,7 +322,10 @@ GRIDS = PAPER | {
             'configs/addition_prism.py --task=multiplication_cot --n_head=4 --n_layer=2 '
             '--train_lengths=1-5 --length_schedule=[(0,2),(400,4),(800,5)] --max_steps=2500 '
             f'--eval_lengths=1-10 {SYMBOLS_FIRST}', [10]),
-         'scan_cot': (f'{OF_PRISM["scan_cot"][0]} {SYMBOLS_FIRST}', OF_PRISM['scan_cot'][1])}),
+         'scan_cot, 1,500 steps': (
+             'configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 '
+             '--length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 --n_eval=4 '
+             f'--n_test=64 {SYMBOLS_FIRST}', range(24, 49))}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; the recurrent matrix orthogonal, "
