@@ -316,13 +316,14 @@ GRIDS = PAPER | {
                           f'--eval_lengths=1-10,12,14,16,20 {BITS}', [12])}),
     'prism_chains': Grid(
         'The other chains of thought again: a large input to the GRU, whole steps once the loss '
-        'is low; multiplication with 4 heads, 2 layers, trained to 5 digits (2,500 steps)',
+        'is low; multiplication with 4 heads, 2 layers, trained to 5 digits (2,500 steps); SCAN '
+        'with half the steps, 1,500',
         some('prism'),
         {'multiplication_cot, to 5': (
             'configs/addition_prism.py --task=multiplication_cot --n_head=4 --n_layer=2 '
             '--train_lengths=1-5 --length_schedule=[(0,2),(400,4),(800,5)] --max_steps=2500 '
             f'--eval_lengths=1-10 {SYMBOLS_FIRST}', [10]),
-         'scan_cot, 1,500 steps': (
+         'scan_cot': (
              'configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 '
              '--length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 --n_eval=4 '
              f'--n_test=64 {SYMBOLS_FIRST}', range(24, 49))}),
