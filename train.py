@@ -323,11 +323,10 @@ class Trainer:
         return zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2))
 
 
-def make_group(cfg, device, ranks=None):
-    """One Trainer for this process's seeds: of a plain model for one, of a Stack for several."""
-    ranks = ranks or seeds.Ranks()
+def make_group(cfg, device):
+    """One Trainer for all seeds: of a plain model for one, of a Stack for several."""
     models, batches = [], []
-    for seed in ranks.share(cfg.seeds):
+    for seed in cfg.seeds:
         torch.manual_seed(seed)
         models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
         batches.append(Batches(cfg, seed, cfg.the_task, device))
@@ -350,7 +349,7 @@ def make_group(cfg, device, ranks=None):
     elif compiled:
         model = torch.compile(model, dynamic=False)
     trainer = Trainer(cfg, model, data, device, clip, graph)
-    return seeds.Group(cfg, models, batches, trainer, ranks)
+    return seeds.Group(cfg, models, batches, trainer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -401,41 +400,40 @@ def evaluate(model, task, sets, autocast=None):
 # --------------------------------------------------------------------------------------------------
 # the training loop
 
-def train(cfg, device, state, stop, ranks):
+def train(cfg, device, state, stop):
     """Train all seeds from where the checkpoint `state` left them.
 
     Returns {seed: {length: scores}} of the seeds that stayed finite, None if it was stopped.
     """
     task, autocast = cfg.the_task, seeds.precision(cfg, device)
-    group = make_group(cfg, device, ranks)
+    group = make_group(cfg, device)
     validation, test = (held_out(cfg, task, split, device) for split in ('eval', 'test'))
-    run = checkpoint.Run(cfg, state, ranks)
+    run = checkpoint.Run(cfg, state)
     first = state['step']
     if first:
         group.restore(state)
 
-    print(report.title(cfg, group.models[0], device, ranks))
+    print(report.title(cfg, group.models[0], device))
     began = time.time()
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
-               desc=f'{cfg.task} {cfg.pe}', disable=True if ranks.rank else None, leave=False)
+               desc=f'{cfg.task} {cfg.pe}', disable=None, leave=False)
     losses = []                                            # (S,) each, still on the device
     for step in bar:
         losses.append(group.step(step))                    # Group.step calls Trainer.step, above
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = evaluating or done % cfg.log_interval == 0
-        stopping = stop.agreed(done, ranks)
-        if not (logging or stopping):
+        if not (logging or stop.signal):
             continue
 
         # the only place where the loop waits for the device
-        run.add_losses(done, group.gather_losses(losses))  # {seed: loss} of each step
+        run.add_losses(done, group.losses_by_seed(losses))  # {seed: loss} of each step
         losses.clear()
         if logging:
             speed = (done - first) / (time.time() - began)
             mean = run.log_losses(done, group.learning_rate(), speed)
             bar.set_postfix(loss=f'{mean:.4f}')
-        if not (evaluating or stopping):
+        if not (evaluating or stop.signal):
             continue
 
         pause = time.time()
@@ -447,8 +445,8 @@ def train(cfg, device, state, stop, ranks):
             mean_scores = report.mean_scores({seed: scores[seed] for seed in run.alive})
             tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  '
                        f'{report.brief(cfg, mean_scores)}')
-        run.save(done, group.gather_state())
-        if stopping and done < cfg.max_steps:
+        run.save(done, group.state())
+        if stop.signal and done < cfg.max_steps:
             return None
         began += time.time() - pause                       # evaluations do not count as training
     return group.evaluate(evaluate, run.alive, task, test, autocast)
@@ -546,20 +544,17 @@ def main(argv):
     command = 'python train.py ' + shlex.join(argv)
     points, swept = runs.read_points(Config, values)
     cfg = points[0][1]
-    ranks = seeds.Ranks.of_torchrun()
     usual = config.defaults(Config)
     changed = {key: config.as_typed(value) for key, value in values.items()
                if key in ('task', 'pe') or value != usual[key]}
     print(' '.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
 
     if cfg.eval_only or cfg.benchmark:
-        if ranks.size > 1:
-            raise UserError('--eval_only and --benchmark take a single process: no torchrun')
         return run_without_training(points, command)
     if swept:
-        return runs.train_sweep(points, swept, values['out_dir'], train, command, ranks)
-    return runs.train_run(cfg, train, command, ranks)
+        return runs.train_sweep(points, swept, values['out_dir'], train, command)
+    return runs.train_run(cfg, train, command)
 
 
 if __name__ == '__main__':
-    seeds.run_program(main, tasks.DataError)
+    config.run(main, tasks.DataError)

@@ -86,7 +86,6 @@ def run(label, cfg, command, make_group):
     if cfg.results:
         checkpoint.append(cfg.results, '')                 # fails now rather than after the timing
     device = seeds.pick_device(cfg)
-    seeds.check_parallel(cfg, device, seeds.Ranks())
     rows = benchmark(cfg, device, make_group)
     print(f'\n{label}')
     print_table(rows)

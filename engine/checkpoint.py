@@ -164,17 +164,16 @@ class Diverged(UserError):
 
 
 class Run:
-    """The checkpoint and the log of a run while it trains. Only the first process writes."""
-    def __init__(self, cfg, checkpoint, ranks):
-        self.cfg, self.checkpoint, self.ranks = cfg, checkpoint, ranks
+    """The checkpoint and the log of a run while it trains."""
+    def __init__(self, cfg, checkpoint):
+        self.cfg, self.checkpoint = cfg, checkpoint
         if not checkpoint['step']:
             checkpoint['seeds'] = {seed: {'evals': []} for seed in cfg.seeds}
         self.entries = checkpoint['seeds']
         self.alive = [seed for seed in cfg.seeds if 'failed' not in self.entries[seed]]
         saved = checkpoint.get('losses', torch.empty(0)).tolist()
         self.recent = [dict(zip(cfg.seeds, row)) for row in saved]     # since the log's last line
-        path = os.path.join(cfg.out_dir, 'log.jsonl')
-        self.log = open(path if ranks.rank == 0 else os.devnull, 'a', buffering=1)
+        self.log = open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a', buffering=1)
 
     def drop(self, step, what, finite):
         """Drop the seeds of which finite[seed] is False; Diverged if none is left."""
@@ -215,12 +214,10 @@ class Run:
             self.log.write(json.dumps(dict(step=step, seed=seed, eval=scores[seed])) + '\n')
 
     def save(self, step, state):
-        """Write ckpt.pt, given seeds.Group.gather_state(). A failed seed keeps its last model."""
+        """Write ckpt.pt, given seeds.Group.state(). A failed seed keeps its last model."""
         self.checkpoint['step'] = step
         for seed in self.alive:
             self.entries[seed]['step'] = step
-        if self.ranks.rank:
-            return
         models = state.pop('models')
         for seed in self.alive:
             self.entries[seed]['model'] = models[seed]

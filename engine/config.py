@@ -233,20 +233,23 @@ def print_help(doc, cls):
         print()
 
 
-def status_of(main, *errors):
-    """The exit status of main(argv); a UserError, or one of `errors`, is one line and status 2."""
+def run(main, *errors):
+    """Run main(argv) and exit with its status; a UserError, or one of `errors`, is one line and
+    status 2, and so is a lack of memory."""
     sys.stdout.reconfigure(errors='replace')
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)              # ... | head
     try:
-        return main(sys.argv[1:]) or 0
+        sys.exit(main(sys.argv[1:]) or 0)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        sys.exit(128 + signal.SIGINT)
     except (UserError, OSError, *errors) as error:
-        print(f'{os.path.basename(sys.argv[0])}: {error}', file=sys.stderr)
-        return 2
-
-
-def run(main, *errors):
-    """Run a program and exit with its status."""
-    sys.exit(status_of(main, *errors))
+        says = error
+    except (MemoryError, RuntimeError) as error:
+        lacks_memory = re.search('out of memory|allocate memory', str(error))
+        if not (lacks_memory or isinstance(error, MemoryError)):
+            raise
+        says = ('not enough memory: use a smaller batch_size, a larger accumulate, or fewer and '
+                'shorter problems')
+    print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
+    sys.exit(2)

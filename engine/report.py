@@ -55,12 +55,11 @@ def context_losses(cfg, scores):
     return [(n, scores[n]['loss']) for n in sorted({trained[-1], lengths[-1]})]
 
 
-def title(cfg, model, device, ranks):
+def title(cfg, model, device):
     """The line that begins a training."""
     size = sum(p.numel() for p in model.parameters())
-    processes = f', {ranks.size} processes' if ranks.size > 1 else ''
     many = f'{len(cfg.seeds)} seeds' if len(cfg.seeds) > 1 else f'seed {cfg.seeds[0]}'
-    return f'{size:,} parameters on {device}{processes}, {many}'
+    return f'{size:,} parameters on {device}, {many}'
 
 
 def brief(cfg, scores):

@@ -1,6 +1,6 @@
 """From a command line to runs: reading it, one run, a sweep.
 
-`cls` is train.Config, and `train(cfg, device, state, stop, ranks)` the training loop. by_seed:
+`cls` is train.Config, and `train(cfg, device, state, stop)` the training loop. by_seed:
 {seed: {length: scores}}.
 """
 import itertools
@@ -71,13 +71,12 @@ def read_points(cls, values):
     return points, swept
 
 
-def run(cfg, train, stop, command, ranks):
+def run(cfg, train, stop, command):
     """Train one configuration, with cfg.resume from its checkpoint: (checkpoint, by_seed).
 
     by_seed is None if it was stopped.
     """
     device = seeds.pick_device(cfg)
-    seeds.check_parallel(cfg, device, ranks)
     path = os.path.join(cfg.out_dir, 'ckpt.pt')
     state = {'config': asdict(cfg), 'seeds': {}, 'step': 0}
     if cfg.resume and os.path.exists(path):
@@ -88,46 +87,43 @@ def run(cfg, train, stop, command, ranks):
             other = 'cuda' if device.type == 'cpu' else 'cpu'
             raise UserError(f'{path} was trained on another kind of device, which draws other '
                             f'random numbers: go on with --device={other}')
-    ranks.all_gather(None)                                 # all have read before the first writes
-    if ranks.rank == 0:
-        checkpoint.begin(cfg, state)
+    checkpoint.begin(cfg, state)
     try:
-        by_seed = train(cfg, device, state, stop, ranks)
+        by_seed = train(cfg, device, state, stop)
     except Diverged:
-        if ranks.rank == 0 and cfg.results:
+        if cfg.results:
             report.append_result(cfg, {}, state, command, device)
         raise
-    if by_seed and ranks.rank == 0:
+    if by_seed:
         checkpoint.write(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
         if cfg.results:
             report.append_result(cfg, by_seed, state, command, device)
     return state, by_seed
 
 
-def train_run(cfg, train, command, ranks):
+def train_run(cfg, train, command):
     """Train one run and show its scores: the exit status."""
-    stop = seeds.Stop(torchrun=ranks.size > 1)
-    state, by_seed = run(cfg, train, stop, command, ranks)
+    stop = seeds.Stop()
+    state, by_seed = run(cfg, train, stop, command)
     if by_seed is None:
         print('stopped and saved; go on with --resume')
         return 128 + stop.signal
-    if ranks.rank == 0:
-        report.show(cfg, by_seed)
+    report.show(cfg, by_seed)
     return check_failures(checkpoint.failures(state))
 
 
-def train_sweep(points, swept, out_dir, train, command, ranks):
-    """Train each (label, config), every process its share, and show a table: the exit status."""
-    stop = seeds.Stop(torchrun=ranks.size > 1)
+def train_sweep(points, swept, out_dir, train, command):
+    """Train each (label, config) and show a table: the exit status."""
+    stop = seeds.Stop()
     scores, failed = {}, []
-    for label, cfg in points[ranks.rank::ranks.size]:
+    for label, cfg in points:
         print(f'--- {label} ({cfg.out_dir})')
         state, by_seed = checkpoint.finished(cfg)
         if by_seed:
             print('finished earlier; delete the folder to train it again')
         else:
             try:
-                state, by_seed = run(cfg, train, stop, command, seeds.Ranks())
+                state, by_seed = run(cfg, train, stop, command)
             except Diverged as error:
                 failed.append(f'{label}: {error}')
                 continue
@@ -139,11 +135,7 @@ def train_sweep(points, swept, out_dir, train, command, ranks):
         print(report.brief(cfg, report.mean_scores(by_seed)))
         if len(by_seed) > 1:
             print(report.over_seeds(cfg, by_seed))
-    scores = seeds.merge(ranks.all_gather(scores))
-    failed = sum(ranks.all_gather(failed), [])
-    if ranks.rank == 0:
-        in_order = {label: scores[label] for label, _ in points if label in scores}
-        report.show_sweep(points[0][1], out_dir, swept, in_order)
+    report.show_sweep(points[0][1], out_dir, swept, scores)
     return check_failures(failed)
 
 

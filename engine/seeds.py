@@ -1,26 +1,21 @@
-"""Many models with the interface of one: seeds stacked under vmap, a CUDA graph, torchrun.
+"""Many models with the interface of one: seeds stacked under vmap; devices; a CUDA graph.
 
 train.Trainer trains one model. What this file adds takes the place of one of its parts:
 
     Stack, StackedBatches, clip_each   its model, batches and clipping: many seeds as one
     Graph                              its update(): recorded once on a GPU and replayed
 
-Group holds the models of a process's seeds behind one Trainer; Ranks, the processes that share the
-seeds. Nothing in a step mixes seeds: each one trains as it would alone.
+Group holds the models of all seeds behind one Trainer. Nothing in a step mixes seeds: each one
+trains as it would alone.
 """
 import contextlib
-import datetime
 import gc
 import os
 import re
 import signal
-import sys
-import time
 
 import torch
-from torch import distributed
 
-from engine import config
 from engine.config import UserError
 
 # --------------------------------------------------------------------------------------------------
@@ -98,11 +93,9 @@ def clip_each(params, largest):
 
 
 class Group:
-    """The models of this process's seeds, behind one Trainer, and the state of their training."""
-    def __init__(self, cfg, models, batches, trainer, ranks):
-        self.cfg, self.models, self.batches = cfg, models, batches
-        self.trainer, self.ranks = trainer, ranks
-        self.seeds = ranks.share(cfg.seeds)
+    """The models of all seeds, behind one Trainer, and the state of their training."""
+    def __init__(self, cfg, models, batches, trainer):
+        self.cfg, self.models, self.batches, self.trainer = cfg, models, batches, trainer
 
     def step(self, number):
         """One optimizer step; the losses [S] before it. On a GPU nothing here waits for it."""
@@ -112,45 +105,32 @@ class Group:
         """That of the first parameter group, as the last step had it."""
         return self.trainer.optimizer.param_groups[0]['lr'].item()
 
-    def gather_losses(self, losses):
-        """[{seed: loss}] of all processes from this one's losses, [S] of each step."""
-        mine = torch.stack(losses).cpu()                   # (steps, S): waits for the device
-        rows = torch.cat(self.ranks.all_gather(mine), dim=1)
-        return [dict(zip(self.cfg.seeds, row)) for row in rows.tolist()]
+    def losses_by_seed(self, losses):
+        """[{seed: loss}] of the losses [S] of several steps; waits for the device."""
+        return [dict(zip(self.cfg.seeds, row)) for row in torch.stack(losses).tolist()]
 
     def evaluate(self, evaluate, alive, *args):
-        """{seed: evaluate(model, *args)} of all processes; None where a weight is not finite."""
+        """{seed: evaluate(model, *args)} of the seeds alive; None where a weight is not finite."""
         scores = {}
-        for seed, model in zip(self.seeds, self.models):
+        for seed, model in zip(self.cfg.seeds, self.models):
             if seed in alive:
                 finite = all(p.isfinite().all() for p in model.parameters())
                 scores[seed] = evaluate(model, *args) if finite else None
-        return merge(self.ranks.all_gather(scores))
+        return scores
 
-    def gather_state(self):
-        """The part of a checkpoint that restore() reads, of all processes; None but on rank 0."""
+    def state(self):
+        """The part of a checkpoint that restore() reads."""
         models = {}
-        for seed, model in zip(self.seeds, self.models):
+        for seed, model in zip(self.cfg.seeds, self.models):
             weights = model.state_dict().items()
             models[seed] = {name: x.to('cpu', copy=True) for name, x in weights}
-        starts = [batches.start for batches in self.batches]
-        rng = [torch.get_rng_state()]
-        if self.batches[0].device.type == 'cuda':
-            rng.append(torch.cuda.get_rng_state())
-        parts = self.ranks.gather((models, starts, rng, self.moments()))
-        if self.ranks.rank:
-            return None
-
-        models, starts, rng, all_moments = zip(*parts)
-        moments = {}
-        for i, state in all_moments[0].items():
-            moments[i] = dict(state)
-            for key, x in state.items():
-                if x.dim():
-                    moments[i][key] = torch.cat([part[i][key] for part in all_moments])
         first = self.batches[0]
-        place = {'starts': sum(starts, []), 'lengths': first.lengths, 'at': first.at}
-        return {'models': merge(models), 'moments': moments, 'batches': place, 'rng': list(rng)}
+        place = {'starts': [batches.start for batches in self.batches],
+                 'lengths': first.lengths, 'at': first.at}
+        rng = [torch.get_rng_state()]
+        if first.device.type == 'cuda':
+            rng.append(torch.cuda.get_rng_state())
+        return {'models': models, 'moments': self.moments(), 'batches': place, 'rng': [rng]}
 
     def moments(self):
         """AdamW's state, stacked over the seeds: {number of the parameter: {name: [S, ...]}}."""
@@ -164,31 +144,24 @@ class Group:
         return moments
 
     def restore(self, checkpoint):
-        """Go on from a checkpoint, written by however many processes."""
-        rows = [self.cfg.seeds.index(seed) for seed in self.seeds]
+        """Go on from a checkpoint."""
         place = checkpoint['batches']
-        for seed, row, model, batches in zip(self.seeds, rows, self.models, self.batches):
+        for seed, start, model, batches in zip(self.cfg.seeds, place['starts'], self.models,
+                                               self.batches):
             entry = checkpoint['seeds'][seed]
             if 'model' in entry:                           # else it failed before its first one
                 model.load_state_dict(entry['model'])
-            batches.resume(place['starts'][row], place['lengths'], place['at'])
-        self.restore_moments(checkpoint['moments'], rows if len(rows) > 1 else rows[0])
-        if len(checkpoint['rng']) != self.ranks.size:      # saved by another number of processes
-            torch.manual_seed(checkpoint['step'] << 16 | self.ranks.rank)
-            return
-        cpu, *cuda = checkpoint['rng'][self.ranks.rank]
+            batches.resume(start, place['lengths'], place['at'])
+        optimizer = self.trainer.optimizer
+        params = [p for group in optimizer.param_groups for p in group['params']]
+        for i, state in checkpoint['moments'].items():
+            p = params[i]
+            optimizer.state[p] = {key: (x.view_as(p) if x.dim() else x).to(p.device)
+                                  for key, x in state.items()}
+        cpu, *cuda = checkpoint['rng'][0]
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state(cuda[0])
-
-    def restore_moments(self, moments, rows):
-        """Give AdamW these rows of what moments() returned for all seeds."""
-        optimizer = self.trainer.optimizer
-        params = [p for group in optimizer.param_groups for p in group['params']]
-        for i, state in moments.items():
-            p = params[i]
-            optimizer.state[p] = {key: (x[rows] if x.dim() else x).to(p.device)
-                                  for key, x in state.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +171,8 @@ THREADS = torch.get_num_threads()
 
 
 def pick_device(cfg):
-    """The torch.device that cfg.device names, made the current one; UserError if missing.
+    """The torch.device that cfg.device names, made the current one; UserError if it is missing,
+    or if cfg.graph wants another.
 
     On a CPU, also the number of threads, unless OMP_NUM_THREADS gives it.
     """
@@ -209,6 +183,8 @@ def pick_device(cfg):
         small = len(cfg.seeds) * cfg.batch_size * cfg.train_len * cfg.d_model <= 2 ** 18
         if 'OMP_NUM_THREADS' not in os.environ:
             torch.set_num_threads(1 if small else THREADS)
+        if cfg.graph:
+            raise UserError('--graph needs a CUDA device; leave it out')
         return torch.device('cpu')
     count = torch.cuda.device_count()
     current = torch.cuda.current_device() if count else 0  # torchrun's processes have one each
@@ -262,114 +238,15 @@ class Graph:
 
 
 # --------------------------------------------------------------------------------------------------
-# several processes
-
-class Ranks:
-    """The processes that share the seeds of a run, or a sweep: this is number `rank` of `size`."""
-    def __init__(self, rank=0, size=1):
-        self.rank, self.size = rank, size
-
-    @classmethod
-    def of_torchrun(cls):
-        """The processes that torchrun started. Each takes a GPU in turn; only rank 0 prints."""
-        if int(os.environ.get('WORLD_SIZE', 1)) == 1:
-            return cls()
-        backend = 'gloo'
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ['LOCAL_RANK']) % torch.cuda.device_count())
-            backend = 'cpu:gloo,cuda:nccl'
-        # torchrun ends this process when another one dies, so there is no need for a time limit
-        distributed.init_process_group(backend, timeout=datetime.timedelta(days=30))
-        if distributed.get_rank():
-            sys.stdout = open(os.devnull, 'w')
-        return cls(distributed.get_rank(), distributed.get_world_size())
-
-    def share(self, seeds):
-        """The seeds of this process."""
-        count = len(seeds)
-        return seeds[count * self.rank // self.size:count * (self.rank + 1) // self.size]
-
-    def all_gather(self, part):
-        """Every process's part, in order, on all of them."""
-        parts = [part] * self.size
-        if self.size > 1:
-            distributed.all_gather_object(parts, part)
-        return parts
-
-    def gather(self, part):
-        """Every process's part, in order, on the first; None on the others."""
-        if self.size == 1:
-            return [part]
-        parts = None if self.rank else [None] * self.size
-        distributed.gather_object(part, parts)
-        return parts
-
-
-def merge(parts):
-    """One dictionary of several processes' parts of it."""
-    return {key: x for part in parts for key, x in part.items()}
-
-
-def check_parallel(cfg, device, ranks):
-    """UserError if the processes, the device and the run do not go together."""
-    if cfg.graph and device.type != 'cuda':
-        raise UserError('--graph needs a CUDA device; leave it out')
-    if ranks.size > len(cfg.seeds):
-        seeds = '1 seed' if len(cfg.seeds) == 1 else f'{len(cfg.seeds)} seeds'
-        raise UserError(f'{ranks.size} processes are too many for {seeds}: '
-                        'start at most one per seed')
-
+# stopping
 
 class Stop:
-    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once.
-
-    torchrun repeats the signals that it gets, and kills after 30 seconds: under torchrun a second
-    signal changes nothing, but torchrun's own end stops the run.
-    """
-    def __init__(self, torchrun=False):
+    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
+    def __init__(self):
         self.signal = 0
-        self.parent = os.getppid() if torchrun else None
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self.handle)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.signal = number
-        if self.parent is None:
-            signal.signal(number, signal.SIG_DFL)
-
-    def agreed(self, step, ranks):
-        """The signal at which all processes stop after this step; 0 if there was none.
-
-        A process sees its own signals at once; several agree at every tenth step.
-        """
-        if self.parent not in (None, os.getppid()):
-            self.signal = self.signal or signal.SIGTERM
-        if ranks.size > 1:
-            if step % 10:
-                return 0
-            self.signal = max(ranks.all_gather(self.signal))
-        return self.signal
-
-
-def run_program(main, *errors):
-    """config.run for a program that torchrun may start: rank 0 alone reports what all meet."""
-    def main_of_rank(argv):
-        try:
-            return main(argv)
-        except (UserError, OSError, *errors):
-            if int(os.environ.get('RANK', 0)):
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(5)                              # rank 0 reports, torchrun ends the rest
-            raise
-        except RuntimeError as error:
-            if 'out of memory' in str(error) or 'allocate memory' in str(error):
-                raise UserError('not enough memory: use a smaller batch_size, a larger accumulate '
-                                'or shorter lengths') from None
-            if distributed.is_initialized() and 'gloo' in str(error):
-                raise UserError('another process has ended, and so does this one') from None
-            raise
-    status = config.status_of(main_of_rank, *errors)
-    if distributed.is_initialized():                       # closing gloo's threads may abort
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+        signal.signal(number, signal.SIG_DFL)

@@ -105,14 +105,6 @@ def wait_for_a_save(path, before, run):
         time.sleep(0.005)
 
 
-def torchrun(processes, *argv):
-    """train.py under torchrun, started."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
-               f'--nproc_per_node={processes}', 'train.py', *argv]
-    return subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True)
-
-
 def draw(batches, step):
     """The tokens [B, T] of a step."""
     return batches.next(step)[0]
@@ -440,65 +432,6 @@ def test_micro_batches_give_the_same_gradient(tmp_path):
                          out_dir=tmp_path / str(accumulate)))
     assert_same_run(tmp_path / '1', tmp_path / '3')
     assert_same_run(tmp_path / '1', tmp_path / '8')
-
-
-# --------------------------------------------------------------------------------------------------
-# several processes
-
-ARGV_OF_TWO = [dict(seeds='0,1,2'),                        # seeds are dealt
-                   dict(pe='rope,nope,t5', seeds='4,5')]       # the points of a sweep are dealt
-
-
-@pytest.mark.parametrize('kw', ARGV_OF_TWO, ids=str)
-def test_two_processes_train_as_one(kw, tmp_path):
-    one, two = tmp_path / 'one', tmp_path / 'two'
-    argv = flags(dtype='float64', **kw)
-    run = torchrun(2, *argv, f'--out_dir={two}')
-    out, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, out
-    assert out.count('max_steps=12') == 1 and out.count('holds to: the last') == 1, out
-    train.main([*argv, f'--out_dir={one}', '--accumulate=1'])
-    folders = [path.parent.relative_to(one) for path in one.glob('**/lengths.json')]
-    assert len(folders) == (3 if 'rope' in kw.get('pe', '') else 1)
-    for folder in folders:
-        assert_same_run(one / folder, two / folder)
-
-
-def test_two_processes_killed_stopped_and_resumed(tmp_path):
-    """Losing a process ends the run at once; a SIGTERM, or torchrun's own end, saves first.
-
-    Resumed by one or two processes, the run ends as if nothing had happened.
-    """
-    a, b = tmp_path / 'a', tmp_path / 'b'
-    argv = flags(dtype='float64', max_steps=300, eval_interval=50, log_interval=10, n_eval=2,
-                 seeds='0,1')
-    train.main([*argv, f'--out_dir={a}'])
-    with sigterm_in_step(5):                               # one process, between lines of its log
-        train.main([*argv, f'--out_dir={b}'])
-    path = b / 'ckpt.pt'
-    for leg in ('kill', 'stop', 'orphan', 'finish'):
-        before = path.stat().st_mtime_ns
-        run = torchrun(1 if leg == 'finish' else 2, *argv, f'--out_dir={b}', '--resume')
-        if leg != 'finish':
-            wait_for_a_save(path, before, run)
-            with open(f'/proc/{run.pid}/task/{run.pid}/children') as f:
-                children = f.read().split()
-            assert len(children) == 2
-            killed = int(children[1]) if leg == 'kill' else run.pid
-            os.kill(killed, signal.SIGTERM if leg == 'stop' else signal.SIGKILL)
-        out, _ = run.communicate(timeout=60)
-        assert (run.returncode == 0) == (leg == 'finish'), out
-        assert ('Signal 9' in out) == (leg == 'kill'), out
-        assert ('another process has ended' in out) == (leg == 'kill'), out
-        assert ('stopped and saved' in out) == (leg in ('orphan', 'stop')), out
-    assert_same_run(a, b)
-
-
-def test_too_many_processes_is_one_clear_line(tmp_path):
-    run = torchrun(2, *flags(out_dir=tmp_path / 'r'))
-    out, _ = run.communicate(timeout=120)
-    says = 'train.py: 2 processes are too many for 1 seed: start at most one per seed'
-    assert out.count(says) == 1 and not (tmp_path / 'r').exists()
 
 
 # --------------------------------------------------------------------------------------------------
