@@ -186,9 +186,7 @@ def pick_device(cfg):
         if cfg.graph:
             raise UserError('--graph needs a CUDA device; leave it out')
         return torch.device('cpu')
-    count = torch.cuda.device_count()
-    current = torch.cuda.current_device() if count else 0  # torchrun's processes have one each
-    number = int(cfg.device.partition(':')[2] or current)
+    number, count = int(cfg.device.partition(':')[2] or 0), torch.cuda.device_count()
     if number >= count:
         raise UserError(f'--device={cfg.device}: this machine has {count} CUDA devices; '
                         'use --device=cpu')

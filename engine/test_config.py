@@ -1,4 +1,5 @@
 """engine/config.py with a dataclass of its own: what any program may rely on."""
+import io
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -110,3 +111,20 @@ def test_help_is_the_comments_of_the_fields(capsys):
     for line in ('--rate=0.001 +learning rate', '--width=8 +channels', '--lengths=1-3 +trained on',
                  '--decay=linear +a comment too long for the line of its key stands above it'):
         assert re.search(f'^  {line}', out, re.M), line
+
+
+@pytest.mark.parametrize('error', [
+    MemoryError(), RuntimeError('CUDA out of memory'),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError('other')], ids=repr)
+def test_a_lack_of_memory_is_one_line(error, monkeypatch, capsys):
+    def main(argv):
+        raise error
+
+    monkeypatch.setattr(config.sys, 'stdout', io.TextIOWrapper(io.BytesIO()))
+    if error.args == ('other',):
+        with pytest.raises(RuntimeError, match='other'):
+            config.run(main)
+        return
+    with pytest.raises(SystemExit) as end:
+        config.run(main)
+    assert end.value.code == 2 and 'not enough memory' in capsys.readouterr().err
