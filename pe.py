@@ -92,6 +92,7 @@ class PEConfig:
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
     prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
+    prism_info: float = 0.0        # prism: weight of what gates tell of their token: simple gates
     # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
     # for long, and half of them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
@@ -110,7 +111,7 @@ class PEConfig:
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
         check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
-                       'prism_noise', 'abacus_offset', zero=True)
+                       'prism_info', 'prism_noise', 'abacus_offset', zero=True)
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
             raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, not '
                              f'{self.nope_every}')
@@ -1029,6 +1030,13 @@ def entropy(logits):
     return -(log_p.exp() * log_p).sum(dim=-1)
 
 
+def information(logits):
+    """I(action; token) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [B, C, T, k]) a
+    gate's actions at each token of a batch, padding too; the mean over cursors C."""
+    mean = logits.softmax(dim=-1).mean(dim=(0, 2))
+    return (entropy((mean + EPS).log()) - entropy(logits).mean(dim=(0, 2))).mean()
+
+
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads content and opens gates that move cursors, histograms of offsets.
 
@@ -1081,11 +1089,15 @@ class Cursors(nn.Module):
     def penalty(self, loss):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
         length, fractions blur. With prism_whole_at it waits until the task's loss is that small:
-        times exp(-loss / prism_whole_at). With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        times exp(-loss / prism_whole_at). prism_info times the information that gates carry about
+        their token: of the gates that serve the task, those that tell fewest cases apart. Counting
+        the tokens so far costs, too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
         total = weight * self.doubt if self.cfg.prism_whole else 0.0
+        if self.cfg.prism_info:
+            total = total + self.cfg.prism_info * self.info
         if self.cfg.prism_recurrent == 'penalty':
             W = self.W_h.weight
             eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
@@ -1118,8 +1130,11 @@ class Cursors(nn.Module):
         reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
-        if self.training and self.cfg.prism_whole:  # sigmoid(w) is softmax([w, 0])
-            self.doubt = (entropy(F.pad(w[..., :1], (0, 1))) + entropy(w[..., 1:])).mean()
+        logits = F.pad(w[..., :1], (0, 1)), w[..., 1:]  # sigmoid(w) is softmax([w, 0])
+        if self.training and self.cfg.prism_whole:
+            self.doubt = sum(map(entropy, logits)).mean()
+        if self.training and self.cfg.prism_info:
+            self.info = sum(map(information, logits))
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':

@@ -939,6 +939,31 @@ def test_prism_whole_is_the_entropy_of_the_gates(at):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_prism_info_is_what_gates_tell_of_their_token():
+    """I(action; token) = sum p(token) p(action | token) log(p(action | token) / p(action))."""
+    model = make(pe='prism', prism_info=0.5, n_layer=1)
+    tokens = torch.arange(12).view(2, 6) % 5
+    cursors = model.blocks[0].attn.pe.cursors
+    with torch.no_grad():
+        loss = model.eval()(tokens, tokens)[1]
+        excess = model.train()(tokens, tokens)[1] - loss
+        reset, step, _ = cursors.gates(model.embedding(tokens))
+    total = 0.0
+    for p in (torch.stack([reset, 1 - reset], dim=-1), step):
+        p = p.transpose(0, 1).flatten(1, 2)     # (2C, tokens, actions)
+        for cursor in p.tolist():
+            for action in zip(*cursor):
+                mean = sum(action) / len(action)
+                total += sum(x * math.log(x / mean) for x in action) / len(action)
+    close(excess, 0.5 * total / reset.shape[1], 1e-6)   # EPS in the logarithm
+    with torch.no_grad():
+        cursors.W.weight.zero_()                # equal gates at every token tell nothing
+        close(model.train()(tokens, tokens)[1], model.eval()(tokens, tokens)[1], 1e-7)
+        cursors.W.bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(cursors.W.bias) // 4))
+    model.train()(tokens, tokens)[1].backward()  # certain gates have finite gradients
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def set_by_hand(enc):
     """Fill every parameter of an encoding with a fixed ramp."""
     with torch.no_grad():

@@ -24,6 +24,7 @@ prism_reset = True
 prism_noise = 0.0
 prism_whole = 0.0
 prism_whole_at = 0.0
+prism_info = 0.0
 prism_alpha_lr = 0.03
 dropout = 0.0
 batch_size = 100

@@ -889,7 +889,8 @@ def test_the_chains_of_paper_prism_are_the_papers(baseline):
                           cfg.prism_layers, cfg.prism_copy)
         assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
         assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
-        assert (cfg.prism_input, cfg.prism_whole, cfg.prism_noise) == (0.5, 0.0, 0.0)
+        assert (cfg.prism_input, cfg.prism_noise) == (0.5, 0.0)
+        assert (cfg.prism_whole, cfg.prism_info) == (0.0, 0.0)
         assert cfg.prism_reset and cfg.prism_start == 'fading'
         with torch.device('meta'):
             Transformer(cfg)
