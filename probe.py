@@ -32,16 +32,6 @@ FILES = {'ViPE': vipe, 'PRISM': prism, 'PoPE': pope, 'the Toeplitz study': toepl
 PROBES = {f.__name__: f for file in FILES.values() for f in file.PROBES}
 # probes that take a Llama in place of a run: how many sequences unless --n says otherwise
 LLAMA = {f: n for file in FILES.values() for f, n in getattr(file, 'LLAMA', {}).items()}
-RENAMED = {
-    'steps': 'alignment, with --distances',
-    'shift': 'attention, with --offset',
-    'stats': 'prefix, the same table',
-    'heads': 'ablate',
-    'positions': 'ablate, with --what=positions',
-    'frequency': 'norms, with --of=activations',
-    'entropy': 'attention, columns `entropy` and `slope`',
-    'spectrum': 'toeplitz, column `spectrum`',
-}
 FORMATS = 'png', 'svg', 'pdf'
 # the flags of every probe, and of those that take a Llama
 COMMON = [('seed', int, None), ('out_dir', str, ''), ('format', Literal[FORMATS], 'png')]
@@ -162,8 +152,6 @@ def main(argv):
         if len(argv) != 2:
             raise UserError('python probe.py report RUN takes the folder of a run and no flags')
         return report(argv[1].replace('by_hand:', by_hand.OUT_DIR))
-    if argv[0] in RENAMED:
-        raise UserError(f'the probe {argv[0]} is now {RENAMED[argv[0]]}')
     if os.path.isdir(argv[0]) and argv[0] not in PROBES:
         raise UserError(f'name a probe before the run: python probe.py NAME {argv[0]}')
     config.check_name('probe', argv[0], PROBES)

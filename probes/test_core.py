@@ -180,8 +180,7 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
             (['gradients', 'by_hand:parity'], 'never had one'),
             (['axes', run, '--n=0'], 'from 1 on'), (['axes', run, 'x'], 'written --key=value'),
             (['axes', run, '--format=gif'], 'png, svg, pdf'), ([run], 'name a probe before'),
-            (['report', run], 'no probe has looked'), (['report', run, '--n=2'], 'no flags'),
-            *(([old, run], f'{old} is now {new}') for old, new in probe.RENAMED.items())):
+            (['report', run], 'no probe has looked'), (['report', run, '--n=2'], 'no flags')):
         with pytest.raises(UserError, match=re.escape(says)):
             probe.main(argv)
     failed = python('probe.py', 'cursor', 'nowhere')
@@ -192,7 +191,6 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
     listed = capsys.readouterr().out
     for name in probe.PROBES:
         assert re.search(rf'(?m)^  {name} *\*? +[A-Z].*[?.]', listed), name
-    assert not set(probe.RENAMED) & set(probe.PROBES)
 
 
 def test_text_of_rows_and_summaries():
