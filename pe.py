@@ -983,7 +983,7 @@ class ViPE(Encoding):
 # --------------------------------------------------------------------------------------------------
 # positions that the content decides
 
-def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
+def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms, in float32 or
     float64: superposed encodings [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
@@ -992,8 +992,8 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. At a
     token: reset, step, copy (what jumps does not step), sharpen, superpose. The last two take the
     offsets that it can reach, -(t+1)..t+1, so that nothing depends on P or on later tokens.
-    Sharpening adds EPS to each of these and works in logarithms, as gamma may be large; to save
-    memory `chunk` tokens are superposed at once, which changes no result. ValueError
+    Sharpening adds EPS to each of these and works in logarithms, as gamma may be large; `chunk`
+    tokens are superposed at once, which changes the time and the memory alone. ValueError
     (check_scan) if shapes do not fit, or if a cursor can leave the table (Algorithm 1 clamps at
     +-P).
     """
@@ -1001,12 +1001,12 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=64):
     (B, C, T), P = reset.shape, len(table) // 2
     h = table.new_ones(B, C, 1)  # offsets -t..t before token t
     histograms, encodings = [], []
-    for t in range(T):
+    gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
+    for t, (p_reset, p_step) in enumerate(gates):
         # (1), (2) a reset brings the mass to offset 0
-        p_reset = reset[:, :, t, None]  # (B, C, 1), and so are the others
         h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))
         # (2), (3) one step: mass arrives from one lower, from one higher, from the same offset
-        p_incr, p_decr, p_keep = step[:, :, t, :, None].unbind(dim=2)
+        p_incr, p_decr, p_keep = p_step.unbind(dim=2)  # (B, C, 1), like p_reset
         wide = F.pad(h, (2, 2))
         h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
         # (4) copy
