@@ -61,6 +61,8 @@ class Config(ModelConfig):
     beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
     weight_decay: float = 0.01     # on matrices only; 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
+    # decay of the weights' running mean, which is evaluated and saved; 0: the weights themselves
+    ema: float = 0.0
     # running
     out_dir: str = ''              # the run's folder; empty: out/TASK_PE
     log_interval: int = 50         # steps between lines of log.jsonl
@@ -112,7 +114,7 @@ class Config(ModelConfig):
                                  'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
         encodings.check_positive(self, 'n_train', 'min_lr', 'warmup_steps', 'weight_decay',
                                  'grad_clip', 'temperature', zero=True)
-        for key in ('beta1', 'beta2'):
+        for key in ('beta1', 'beta2', 'ema'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
 
@@ -310,8 +312,17 @@ class Trainer:
             if 'bounds' in group:                          # PoPE's delta
                 for p in group['params']:
                     p.data.clamp_(*group['bounds'])
+        if self.cfg.ema:
+            self.average()
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
+
+    def average(self):
+        """mean = ema mean + (1 - ema) weights; kept with the moments, so checkpoints have it."""
+        for p, state in self.optimizer.state.items():
+            if 'mean' not in state:
+                state['mean'] = p.detach().clone()
+            state['mean'].lerp_(p.detach(), 1 - self.cfg.ema)
 
     def supervised(self, targets):
         """How many targets of a batch are supervised."""
@@ -437,6 +448,7 @@ def train(cfg, device, state, stop):
             continue
 
         pause = time.time()
+        group.swap_means()
         scores = group.evaluate(evaluate, run.alive, task, validation if evaluating else {},
                                 autocast)
         run.drop(done, 'a weight', {seed: x is not None for seed, x in scores.items()})
@@ -446,9 +458,11 @@ def train(cfg, device, state, stop):
             tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  '
                        f'{report.brief(cfg, mean_scores)}')
         run.save(done, group.state())
+        group.swap_means()
         if stop.signal and done < cfg.max_steps:
             return None
         began += time.time() - pause                       # evaluations do not count as training
+    group.swap_means()
     return group.evaluate(evaluate, run.alive, task, test, autocast)
 
 

@@ -109,6 +109,14 @@ class Group:
         """[{seed: loss}] of the losses [S] of several steps; waits for the device."""
         return [dict(zip(self.cfg.seeds, row)) for row in torch.stack(losses).tolist()]
 
+    def swap_means(self):
+        """Exchange the weights and their running means (Trainer.average), if there are any."""
+        for p, state in self.trainer.optimizer.state.items():
+            if 'mean' in state:
+                weights = p.detach().clone()
+                p.data.copy_(state['mean'])
+                state['mean'].copy_(weights)
+
     def evaluate(self, evaluate, alive, *args):
         """{seed: evaluate(model, *args)} of the seeds alive; None where a weight is not finite."""
         scores = {}
@@ -119,7 +127,8 @@ class Group:
         return scores
 
     def state(self):
-        """The part of a checkpoint that restore() reads."""
+        """The part of a checkpoint that restore() reads; the means of weights, if any, are in
+        their place, and the weights among the moments."""
         models = {}
         for seed, model in zip(self.cfg.seeds, self.models):
             weights = model.state_dict().items()
@@ -158,6 +167,7 @@ class Group:
             p = params[i]
             optimizer.state[p] = {key: (x.view_as(p) if x.dim() else x).to(p.device)
                                   for key, x in state.items()}
+        self.swap_means()
         cpu, *cuda = checkpoint['rng'][0]
         torch.set_rng_state(cpu)
         if cuda:

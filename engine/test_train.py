@@ -149,7 +149,7 @@ def test_same_seed_same_losses_other_seed_other_losses(tmp_path):
 
 RESUMED = [dict(pe='shifted_ape', dropout=0.1),
            dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'),
-           dict(seeds='0,1', dtype='float64')]
+           dict(seeds='0,1', dtype='float64', ema=0.9)]
 
 
 @pytest.mark.parametrize('kw', RESUMED, ids=str)
@@ -348,6 +348,30 @@ def test_float32_seeds_together_train_as_each_alone(name):
 
 def test_seeds_with_tied_embeddings_train_as_each_alone():
     compare_seeds([5, 6, 7], 15, 1e-9, dtype='float64', tie=True)
+
+
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_the_mean_of_the_weights_is_evaluated_and_saved(numbers):
+    """mean <- 0.8 mean + 0.2 weights; training itself goes on from the weights."""
+    plain = train.make_group(smaller(seeds=numbers), CPU)
+    group = train.make_group(smaller(seeds=numbers, ema=0.8), CPU)
+    means = None
+    for step in range(6):
+        assert (group.step(step) == plain.step(step)).all()
+        now = [{name: p.detach().double() for name, p in model.named_parameters()}
+               for model in plain.models]
+        means = means or now
+        means = [{name: 0.8 * mean[name] + 0.2 * p for name, p in weights.items()}
+                 for mean, weights in zip(means, now)]
+    group.swap_means()
+    saved = group.state()['models']
+    for seed, model, mean in zip(numbers, group.models, means):
+        for name, p in model.named_parameters():
+            close(p, mean[name], 1e-6)
+            assert (saved[seed][name] == p).all()
+    group.swap_means()
+    assert all((a == b).all() for model, other in zip(group.models, plain.models)
+               for a, b in zip(model.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
