@@ -1090,8 +1090,9 @@ class Cursors(nn.Module):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
         length, fractions blur. With prism_whole_at it waits until the task's loss is that small:
         times exp(-loss / prism_whole_at). prism_info times the information that gates carry about
-        their token: of the gates that serve the task, those that tell fewest cases apart. Counting
-        the tokens so far costs, too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        their tokens. A gate that looks at which digit stands there, or at how many tokens came
+        before, costs more than one that looks at the kind of token alone. With
+        prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()

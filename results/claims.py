@@ -245,7 +245,7 @@ STOPS = (
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
      'the prompt: most errors are a zero too many or too few behind the stack.'),
-    ('addition_cot', ('prism_addition', 'prism', 'addition_cot'),
+    ('addition_cot', ('prism', 'prism', 'addition_cot'),
      'The column in each number: "+" starts the second number, "," the next column.'),
     ('multiplication_cot', ('prism_chains', 'prism', 'multiplication_cot, to 5'),
      'The pair within a group, from 0 at each "*", and the number of the group.'),
@@ -463,7 +463,8 @@ def prism():
         'a curve, trained to 40',
         lines({
             'trained to 10': in_row('prism', 'odds_first', 'all'),
-            'otherwise': in_row('prism_noise', 'odds_first', 'all'),
+            'otherwise': in_row('prism_info', 'odds_first', 'all'),
+            'nor noise': in_row('prism_noise', 'odds_first', 'all'),
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
         'In part: with noise on the state of the GRU two seeds of three go on for three digits. '
@@ -477,7 +478,7 @@ def prism():
         lines({
             'trained to 8 digits, 22 actions, 3 digits': in_rows('prism', 'all', of_cot),
             'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all'),
-            'with bits, trained to 6 digits': in_row('prism_addition', 'addition_cot', 'all')},
+            'otherwise, addition_cot': in_row('prism_info', 'addition_cot', 'all')},
             ':<br>'),
         'In part: addition goes on by a digit or, trained to 6 with a memory of bits, not at all; '
         'multiplication not, SCAN to some of the longer commands, whatever the copy branch. At '

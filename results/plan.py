@@ -131,15 +131,12 @@ OF_PRISM = {task: (f'configs/{task}_prism.py', [20])
             for task in ('string_copy', 'odds_first', 'stack', 'bucket_sort')}
 OF_PRISM |= {
     'addition_cot': ('configs/addition_prism.py', [16]),
-    'multiplication_cot': (
-        'configs/addition_prism.py --task=multiplication_cot --train_lengths=1-3 '
-        '--length_schedule=[(0,1),(400,2),(800,3)] --eval_lengths=1-6', [6]),
+    'multiplication_cot': ('configs/multiplication_cot_prism.py', [6]),
     'scan_cot': ('configs/scan_cot_prism.py', range(24, 49)),
 }
 
 
 WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
-BITS = f'--prism_start=bits {WHOLE}'
 SYMBOLS_FIRST = f'--prism_input=2 {WHOLE}'
 
 
@@ -303,24 +300,21 @@ GRIDS = PAPER | {
          'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64',
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
+    'prism_info': Grid(
+        'Odds first and addition without a weight on what gates tell of their token',
+        {'prism, no weight': '--pe=prism --prism_info=0'},
+        {task: OF_PRISM[task] for task in ('odds_first', 'addition_cot')}),
     'prism_noise': Grid(
-        'Odds first and sorting without noise on the state of the GRU',
-        {'prism, no noise': '--pe=prism --prism_noise=0'},
+        'Odds first and sorting without noise on the state of the GRU, and without that weight',
+        {'prism, no noise': '--pe=prism --prism_noise=0 --prism_info=0'},
         {task: OF_PRISM[task] for task in ('odds_first', 'bucket_sort')}),
-    'prism_addition': Grid(
-        'Addition again, trained to 6 digits: a larger input to the GRU, whose units hold or flip '
-        'a bit at first, 4 heads, 2 layers, whole steps once the loss is low (2,500 steps)',
-        some('prism'),
-        {'addition_cot': ('configs/addition_prism.py --n_head=4 --n_layer=2 --prism_input=1 '
-                          '--train_lengths=1-6 --length_schedule=[(0,3),(500,6)] --max_steps=2500 '
-                          f'--eval_lengths=1-10,12,14,16,20 {BITS}', [12])}),
     'prism_chains': Grid(
         'The other chains of thought again: a large input to the GRU, whole steps once the loss '
         'is low; multiplication with 4 heads, 2 layers, trained to 5 digits (2,500 steps); SCAN '
         'with half the steps, 1,500',
         some('prism'),
         {'multiplication_cot, to 5': (
-            'configs/addition_prism.py --task=multiplication_cot --n_head=4 --n_layer=2 '
+            'configs/multiplication_cot_prism.py --n_head=4 --n_layer=2 '
             '--train_lengths=1-5 --length_schedule=[(0,2),(400,4),(800,5)] --max_steps=2500 '
             f'--eval_lengths=1-10 {SYMBOLS_FIRST}', [10]),
          'scan_cot': (
@@ -384,7 +378,7 @@ HEADS += [('toeplitz', row, 'distance:span=16')
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
-FIRST = ('out/prism_noise/', 'out/prism_addition/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
+FIRST = ('out/prism_info/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
          'out/paper_toeplitz/distance', 'out/paper_prism/', 'out/paper', 'out/ablation_vipe/',
          'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
          'out/toeplitz_64/', 'out/counting_64/')
