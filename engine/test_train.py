@@ -365,13 +365,13 @@ def test_the_mean_of_the_weights_is_evaluated_and_saved(numbers):
                  for mean, weights in zip(means, now)]
     group.swap_means()
     saved = group.state()['models']
-    for seed, model, mean in zip(numbers, group.models, means):
-        for name, p in model.named_parameters():
+    for seed, averaged, mean in zip(numbers, group.models, means):
+        for name, p in averaged.named_parameters():
             close(p, mean[name], 1e-6)
             assert (saved[seed][name] == p).all()
     group.swap_means()
-    assert all((a == b).all() for model, other in zip(group.models, plain.models)
-               for a, b in zip(model.parameters(), other.parameters()))
+    for one, other in zip(group.models, plain.models):
+        assert all((a == b).all() for a, b in zip(one.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
