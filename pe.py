@@ -92,7 +92,8 @@ class PEConfig:
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
     prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
-    prism_info: float = 0.0        # prism: weight of what gates tell of their token: simple gates
+    # prism: weight of the mutual information of gates and places in the loss: simple gates
+    prism_info: float = 0.0
     # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
     # for long, and half of them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
@@ -1002,11 +1003,11 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     h = table.new_ones(B, C, 1)  # offsets -t..t before token t
     histograms, encodings = [], []
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
-    for t, (p_reset, p_step) in enumerate(gates):
+    for t, (p_reset, p_step) in enumerate(gates):  # (B, C, 1), (B, C, 3, 1)
         # (1), (2) a reset brings the mass to offset 0
         h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))
         # (2), (3) one step: mass arrives from one lower, from one higher, from the same offset
-        p_incr, p_decr, p_keep = p_step.unbind(dim=2)  # (B, C, 1), like p_reset
+        p_incr, p_decr, p_keep = p_step.unbind(dim=2)
         wide = F.pad(h, (2, 2))
         h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
         # (4) copy
@@ -1030,11 +1031,11 @@ def entropy(logits):
     return -(log_p.exp() * log_p).sum(dim=-1)
 
 
-def information(logits):
-    """I(action; token) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [B, C, T, k]) a
-    gate's actions at each token of a batch, padding too; the mean over cursors C."""
-    mean = logits.softmax(dim=-1).mean(dim=(0, 2))
-    return (entropy((mean + EPS).log()) - entropy(logits).mean(dim=(0, 2))).mean()
+def mutual_information(logits):
+    """I(action; place) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [B, C, T, k]) a
+    gate's actions at the places of a batch, all equally likely, padding too; mean over cursors."""
+    log_mean = logits.log_softmax(dim=-1).logsumexp(dim=(0, 2))  # up to a constant, (C, k)
+    return (entropy(log_mean) - entropy(logits).mean(dim=(0, 2))).mean()
 
 
 class Cursors(nn.Module):
@@ -1090,9 +1091,10 @@ class Cursors(nn.Module):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
         length, fractions blur. With prism_whole_at it waits until the task's loss is that small:
         times exp(-loss / prism_whole_at). prism_info times the information that gates carry about
-        their tokens. A gate that looks at which digit stands there, or at how many tokens came
-        before, costs more than one that looks at the kind of token alone. With
-        prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        the place in the latest (micro-)batch. So a gate that looks at which digit stands there, or
+        at how many tokens came before, costs more than one that looks at the kind of token alone.
+        Gates that nothing reads count, too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3).
+        """
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
@@ -1135,7 +1137,7 @@ class Cursors(nn.Module):
         if self.training and self.cfg.prism_whole:
             self.doubt = sum(map(entropy, logits)).mean()
         if self.training and self.cfg.prism_info:
-            self.info = sum(map(information, logits))
+            self.info = sum(map(mutual_information, logits))
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':

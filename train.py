@@ -61,7 +61,7 @@ class Config(ModelConfig):
     beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
     weight_decay: float = 0.01     # on matrices only; 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
-    # decay of the weights' running mean, which is evaluated and saved; 0: the weights themselves
+    # decay of the weights' exponential moving average, evaluated and saved in their place; 0: none
     ema: float = 0.0
     # running
     out_dir: str = ''              # the run's folder; empty: out/TASK_PE
@@ -313,16 +313,17 @@ class Trainer:
                 for p in group['params']:
                     p.data.clamp_(*group['bounds'])
         if self.cfg.ema:
-            self.average()
+            self.update_ema()
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
 
-    def average(self):
-        """mean = ema mean + (1 - ema) weights; kept with the moments, so checkpoints have it."""
+    def update_ema(self):
+        """ema <- decay ema + (1 - decay) weights, from the first step's weights on. It is kept with
+        AdamW's moments, which a checkpoint has."""
         for p, state in self.optimizer.state.items():
-            if 'mean' not in state:
-                state['mean'] = p.detach().clone()
-            state['mean'].lerp_(p.detach(), 1 - self.cfg.ema)
+            if 'ema' not in state:
+                state['ema'] = p.detach().clone()
+            state['ema'].lerp_(p.detach(), 1 - self.cfg.ema)
 
     def supervised(self, targets):
         """How many targets of a batch are supervised."""
@@ -448,7 +449,7 @@ def train(cfg, device, state, stop):
             continue
 
         pause = time.time()
-        group.swap_means()
+        group.swap_ema()
         scores = group.evaluate(evaluate, run.alive, task, validation if evaluating else {},
                                 autocast)
         run.drop(done, 'a weight', {seed: x is not None for seed, x in scores.items()})
@@ -458,11 +459,11 @@ def train(cfg, device, state, stop):
             tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  '
                        f'{report.brief(cfg, mean_scores)}')
         run.save(done, group.state())
-        group.swap_means()
+        group.swap_ema()
         if stop.signal and done < cfg.max_steps:
             return None
         began += time.time() - pause                       # evaluations do not count as training
-    group.swap_means()
+    group.swap_ema()
     return group.evaluate(evaluate, run.alive, task, test, autocast)
 
 

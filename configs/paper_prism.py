@@ -26,6 +26,7 @@ prism_whole = 0.0
 prism_whole_at = 0.0
 prism_info = 0.0
 prism_alpha_lr = 0.03
+ema = 0.0
 dropout = 0.0
 batch_size = 100
 max_steps = 150000

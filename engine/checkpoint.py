@@ -7,6 +7,7 @@ ended, lengths.json. ckpt.pt is a dictionary:
     step      optimizer steps done
     seeds     {seed: {model: state_dict, step: its step, evals: [{step, lengths}], failed: why}}
     moments   AdamW's averages, stacked over the seeds: {number of the parameter: {name: [S, ...]}}
+              With --ema, `model` is the moving average, and the weights are here under `ema`.
     batches   where the data stand: the generators' states at the start of the epoch, and the place
     rng       of each process, the state of torch's generators (dropout)
     losses    [steps, all seeds] since the last line of the log

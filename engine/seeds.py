@@ -109,13 +109,13 @@ class Group:
         """[{seed: loss}] of the losses [S] of several steps; waits for the device."""
         return [dict(zip(self.cfg.seeds, row)) for row in torch.stack(losses).tolist()]
 
-    def swap_means(self):
-        """Exchange the weights and their running means (Trainer.average), if there are any."""
+    def swap_ema(self):
+        """Exchange the weights and their moving averages, if there are any (Trainer.update_ema)."""
         for p, state in self.trainer.optimizer.state.items():
-            if 'mean' in state:
+            if 'ema' in state:
                 weights = p.detach().clone()
-                p.data.copy_(state['mean'])
-                state['mean'].copy_(weights)
+                p.data.copy_(state['ema'])
+                state['ema'].copy_(weights)
 
     def evaluate(self, evaluate, alive, *args):
         """{seed: evaluate(model, *args)} of the seeds alive; None where a weight is not finite."""
@@ -127,8 +127,8 @@ class Group:
         return scores
 
     def state(self):
-        """The part of a checkpoint that restore() reads; the means of weights, if any, are in
-        their place, and the weights among the moments."""
+        """The part of a checkpoint that restore() reads. Call it between two swap_ema(): the
+        models then hold the moving averages, and the moments the weights."""
         models = {}
         for seed, model in zip(self.cfg.seeds, self.models):
             weights = model.state_dict().items()
@@ -167,7 +167,7 @@ class Group:
             p = params[i]
             optimizer.state[p] = {key: (x.view_as(p) if x.dim() else x).to(p.device)
                                   for key, x in state.items()}
-        self.swap_means()
+        self.swap_ema()
         cpu, *cuda = checkpoint['rng'][0]
         torch.set_rng_state(cpu)
         if cuda:

@@ -351,8 +351,8 @@ def test_seeds_with_tied_embeddings_train_as_each_alone():
 
 
 @pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
-def test_the_mean_of_the_weights_is_evaluated_and_saved(numbers):
-    """mean <- 0.8 mean + 0.2 weights; training itself goes on from the weights."""
+def test_the_moving_average_of_the_weights(numbers):
+    """ema <- 0.8 ema + 0.2 weights; training itself goes on from the weights."""
     plain = train.make_group(smaller(seeds=numbers), CPU)
     group = train.make_group(smaller(seeds=numbers, ema=0.8), CPU)
     means = None
@@ -363,15 +363,35 @@ def test_the_mean_of_the_weights_is_evaluated_and_saved(numbers):
         means = means or now
         means = [{name: 0.8 * mean[name] + 0.2 * p for name, p in weights.items()}
                  for mean, weights in zip(means, now)]
-    group.swap_means()
+    group.swap_ema()
     saved = group.state()['models']
     for seed, averaged, mean in zip(numbers, group.models, means):
         for name, p in averaged.named_parameters():
             close(p, mean[name], 1e-6)
             assert (saved[seed][name] == p).all()
-    group.swap_means()
+    group.swap_ema()
     for one, other in zip(group.models, plain.models):
         assert all((a == b).all() for a, b in zip(one.parameters(), other.parameters()))
+
+
+def test_the_moving_average_is_evaluated_and_saved(tmp_path, monkeypatch):
+    """It is what load() gives and what lengths.json scores."""
+    averages, update_ema = [], train.Trainer.update_ema
+
+    def spy(self):
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        before = averages[-1] if averages else weights
+        averages.append([0.9 * a + 0.1 * w for a, w in zip(before, weights)])
+        update_ema(self)
+
+    monkeypatch.setattr(train.Trainer, 'update_ema', spy)
+    train.main(flags(out_dir=tmp_path, ema=0.9))
+    loaded, cfg = train.load(tmp_path)
+    for p, average in zip(loaded.parameters(), averages[-1]):
+        close(p, average, 1e-6)
+    task = cfg.the_task
+    scores = train.evaluate(loaded, task, train.held_out(cfg, task, 'test', CPU))
+    assert read_json(tmp_path / 'lengths.json')['0'] == {str(n): x for n, x in scores.items()}
 
 
 @pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
@@ -914,7 +934,7 @@ def test_the_chains_of_paper_prism_are_the_papers(baseline):
         assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
         assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
         assert (cfg.prism_input, cfg.prism_noise) == (0.5, 0.0)
-        assert (cfg.prism_whole, cfg.prism_info) == (0.0, 0.0)
+        assert (cfg.prism_whole, cfg.prism_info, cfg.ema) == (0.0, 0.0, 0.0)
         assert cfg.prism_reset and cfg.prism_start == 'fading'
         with torch.device('meta'):
             Transformer(cfg)
