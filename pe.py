@@ -1093,8 +1093,8 @@ class Cursors(nn.Module):
         times exp(-loss / prism_whole_at). prism_info times the information that gates carry about
         the place in the latest (micro-)batch. So a gate that looks at which digit stands there, or
         at how many tokens came before, costs more than one that looks at the kind of token alone.
-        Gates that nothing reads count, too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3).
-        """
+        Blurred gates tell less as well, so prism_whole should weigh more. Gates that nothing reads
+        count, too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()

@@ -464,7 +464,7 @@ def prism():
         lines({
             'trained to 10': in_row('prism', 'odds_first', 'all'),
             'otherwise': in_row('prism_info', 'odds_first', 'all'),
-            'nor noise': in_row('prism_noise', 'odds_first', 'all'),
+            'otherwise, less weight on whole steps': in_row('prism_odds', 'odds_first', 'all'),
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
         'In part: with noise on the state of the GRU two seeds of three go on for three digits. '

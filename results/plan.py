@@ -137,6 +137,7 @@ OF_PRISM |= {
 
 
 WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
+LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
 SYMBOLS_FIRST = f'--prism_input=2 {WHOLE}'
 
 
@@ -301,13 +302,22 @@ GRIDS = PAPER | {
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
     'prism_info': Grid(
-        'Odds first and addition without a weight on what gates tell of their token',
-        {'prism, no weight': '--pe=prism --prism_info=0'},
+        "Odds first and addition without a weight on what gates tell of their places, and with the "
+        'weights themselves instead of their moving average',
+        {'prism, no such weight': '--pe=prism --prism_info=0',
+         'prism, no average': '--pe=prism --ema=0'},
         {task: OF_PRISM[task] for task in ('odds_first', 'addition_cot')}),
+    'prism_odds': Grid(
+        'Odds first with a tenth of the weight on whole steps, and no average of the weights: as '
+        'much as that on what gates tell, or without that one; then without noise on the GRU',
+        {'prism, information': f'--pe=prism {LESS_WHOLE}',
+         'prism, no information': f'--pe=prism {LESS_WHOLE} --prism_info=0',
+         'prism, nor noise': f'--pe=prism {LESS_WHOLE} --prism_info=0 --prism_noise=0'},
+        {'odds_first': OF_PRISM['odds_first']}),
     'prism_noise': Grid(
-        'Odds first and sorting without noise on the state of the GRU, and without that weight',
-        {'prism, no noise': '--pe=prism --prism_noise=0 --prism_info=0'},
-        {task: OF_PRISM[task] for task in ('odds_first', 'bucket_sort')}),
+        'Sorting without noise on the state of the GRU',
+        {'prism, no noise': '--pe=prism --prism_noise=0'},
+        {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'The other chains of thought again: a large input to the GRU, whole steps once the loss '
         'is low; multiplication with 4 heads, 2 layers, trained to 5 digits (2,500 steps); SCAN '
@@ -378,7 +388,7 @@ HEADS += [('toeplitz', row, 'distance:span=16')
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
-FIRST = ('out/prism_info/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
+FIRST = ('out/prism/', 'out/prism_info/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
          'out/paper_toeplitz/distance', 'out/paper_prism/', 'out/paper', 'out/ablation_vipe/',
          'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
          'out/toeplitz_64/', 'out/counting_64/')
