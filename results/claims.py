@@ -246,7 +246,8 @@ STOPS = (
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
      'the prompt: most errors are a zero too many or too few behind the stack.'),
     ('addition_cot', ('prism', 'prism', 'addition_cot'),
-     'The column in each number: "+" starts the second number, "," the next column.'),
+     'The column in each number: "+" starts the second number, "," the next column; and the place '
+     'within a column of five tokens.'),
     ('multiplication_cot', ('prism_chains', 'prism', 'multiplication_cot, to 5'),
      'The pair within a group, from 0 at each "*", and the number of the group.'),
     ('scan_cot', ('prism_chains', 'prism', 'scan_cot'),
@@ -467,22 +468,22 @@ def prism():
             'otherwise, less weight on whole steps': in_row('prism_odds', 'odds_first', 'all'),
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
-        'In part: with noise on the state of the GRU two seeds of three go on for three digits. '
-        'Key cursors move by half a place a token, as the task wants it. At twice the length wrong '
-        'digits stand together at a few places of the answer. Every seed has its own places. Not '
-        'tried: 150,000 steps, 40 digits.')
+        'In part: one seed of three is right to 150 digits, with whole steps in all gates; the '
+        'others stop soon after the trained length. Key cursors move by half a place a token, as '
+        'the task wants it. Not tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
         'digits after 10',
         lines({
             'trained to 8 digits, 22 actions, 3 digits': in_rows('prism', 'all', of_cot),
+            'half the steps, scan_cot': in_row('prism_chains', 'scan_cot', 'all'),
             'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all'),
             'otherwise, addition_cot': in_row('prism_info', 'addition_cot', 'all')},
             ':<br>'),
-        'In part: addition goes on by a digit or, trained to 6 with a memory of bits, not at all; '
-        'multiplication not, SCAN to some of the longer commands, whatever the copy branch. At '
-        "most 3,000 of the paper's 150,000 steps.")
+        'In part: on two seeds of three addition goes on by two or three digits and is right now '
+        'and then at twice the length, with simple gates that take whole steps; multiplication '
+        "not; SCAN to many of the longer commands. At most 3,500 of the paper's 150,000 steps.")
 
 
 def pope():
