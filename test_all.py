@@ -916,16 +916,28 @@ def test_prism_noise_disturbs_the_state_in_training():
     assert 0.53 < second < 1
 
 
-@pytest.mark.parametrize('at', [0.0, 2.0])
-def test_prism_whole_is_the_entropy_of_the_gates(at):
-    """With prism_whole_at it counts less while the loss is high."""
-    model = make(pe='prism', prism_whole=0.5, prism_whole_at=at, n_layer=1)
+def penalty_of_gates(**kw):
+    """A PRISM model, its loss, what training adds to it, and the gates (reset, step); certain
+    gates, too, must have finite gradients."""
+    model = make(pe='prism', n_layer=1, **kw)
     tokens = torch.arange(12).view(2, 6) % 5
-    cursors = model.blocks[0].attn.pe.cursors
+    certain = make(pe='prism', n_layer=1, **kw)
+    bias = certain.blocks[0].attn.pe.cursors.W.bias
+    with torch.no_grad():
+        bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(bias) // 4))
+    certain(tokens, tokens)[1].backward()
+    assert all(p.grad.isfinite().all() for p in certain.parameters())
     with torch.no_grad():
         loss = model.eval()(tokens, tokens)[1]
         excess = model.train()(tokens, tokens)[1] - loss
-        reset, step, _ = cursors.gates(model.embedding(tokens))
+        gates = model.blocks[0].attn.pe.cursors.gates(model.embedding(tokens))
+    return model, loss, excess, gates[:2]
+
+
+@pytest.mark.parametrize('at', [0.0, 2.0])
+def test_prism_whole_is_the_entropy_of_the_gates(at):
+    """With prism_whole_at it counts less while the loss is high."""
+    _, loss, excess, (reset, step) = penalty_of_gates(prism_whole=0.5, prism_whole_at=at)
     total = 0.0
     for p in reset.flatten().tolist():
         total -= p * math.log(p) + (1 - p) * math.log(1 - p)
@@ -933,35 +945,23 @@ def test_prism_whole_is_the_entropy_of_the_gates(at):
         total -= p * math.log(p)
     weight = 0.5 * math.exp(-loss / at) if at else 0.5
     close(excess, weight * total / reset.numel(), 1e-12)
-    with torch.no_grad():
-        cursors.W.bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(cursors.W.bias) // 4))
-    model.train()(tokens, tokens)[1].backward()  # certain gates have finite gradients
-    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_prism_info_is_the_mutual_information_of_gates_and_places():
     """I(action; place) = sum p(place) p(action | place) log(p(action | place) / p(action))."""
-    model = make(pe='prism', prism_info=0.5, n_layer=1)
-    tokens = torch.arange(12).view(2, 6) % 5
-    cursors = model.blocks[0].attn.pe.cursors
-    with torch.no_grad():
-        loss = model.eval()(tokens, tokens)[1]
-        excess = model.train()(tokens, tokens)[1] - loss
-        reset, step, _ = cursors.gates(model.embedding(tokens))
+    model, _, excess, (reset, step) = penalty_of_gates(prism_info=0.5)
     total = 0.0
     for p in (torch.stack([reset, 1 - reset], dim=-1), step):
-        p = p.transpose(0, 1).flatten(1, 2)     # (2C, tokens, actions)
+        p = p.transpose(0, 1).flatten(1, 2)     # (2C, places, actions)
         for cursor in p.tolist():
             for action in zip(*cursor):
                 mean = sum(action) / len(action)
                 total += sum(x * math.log(x / mean) for x in action) / len(action)
     close(excess, 0.5 * total / reset.shape[1], 1e-12)
+    tokens = torch.arange(12).view(2, 6) % 5
     with torch.no_grad():
-        cursors.W.weight.zero_()                # equal gates everywhere tell nothing
+        model.blocks[0].attn.pe.cursors.W.weight.zero_()    # equal gates everywhere tell nothing
         close(model.train()(tokens, tokens)[1], model.eval()(tokens, tokens)[1], 1e-12)
-        cursors.W.bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(cursors.W.bias) // 4))
-    model.train()(tokens, tokens)[1].backward()  # certain gates have finite gradients
-    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def set_by_hand(enc):

@@ -468,9 +468,9 @@ def prism():
             'otherwise, less weight on whole steps': in_row('prism_odds', 'odds_first', 'all'),
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
-        'In part: one seed of three is right to 150 digits, with whole steps in all gates; the '
-        'others stop soon after the trained length. Key cursors move by half a place a token, as '
-        'the task wants it. Not tried: 150,000 steps, 40 digits.')
+        'In part: one seed of three is right to 150 digits, with whole steps in nearly all gates; '
+        'the others stop soon after the trained length. Key cursors move by half a place a token, '
+        'as the task wants it. Not tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
@@ -481,9 +481,9 @@ def prism():
             'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all'),
             'otherwise, addition_cot': in_row('prism_info', 'addition_cot', 'all')},
             ':<br>'),
-        'In part: on two seeds of three addition goes on by two or three digits and is right now '
-        'and then at twice the length, with simple gates that take whole steps; multiplication '
-        "not; SCAN to many of the longer commands. At most 3,500 of the paper's 150,000 steps.")
+        'In part: two seeds of three add numbers that are two or three digits longer, and some of '
+        'twice the length. Multiplication does not go on, SCAN does to many of the longer '
+        "commands. At most 3,500 of the paper's 150,000 steps.")
 
 
 def pope():

@@ -388,8 +388,8 @@ HEADS += [('toeplitz', row, 'distance:span=16')
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
-FIRST = ('out/prism/', 'out/prism_info/', 'out/paper_pope/', 'out/paper_vipe/polynomial',
-         'out/paper_toeplitz/distance', 'out/paper_prism/', 'out/paper', 'out/ablation_vipe/',
+FIRST = ('out/paper_pope/', 'out/paper_vipe/polynomial', 'out/paper_toeplitz/distance',
+         'out/paper_prism/', 'out/paper', 'out/prism/', 'out/prism_info/', 'out/ablation_vipe/',
          'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
          'out/toeplitz_64/', 'out/counting_64/')
 
