@@ -686,8 +686,8 @@ class ALiBi(Encoding):
     """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
     slopes m_h = 2^(-8h/H), h = 1..H.
 
-    Where H is no power of two: the slopes of the power of two below it, then every second one of
-    the next power. No parameters.
+    Where H is no power of two: the slopes of the power of two below it, then the first, third, ..
+    of the next power. No parameters.
     """
     shift_invariant = True
     gains = True

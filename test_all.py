@@ -286,6 +286,10 @@ def test_alibi():
     expected = loop_logits(
         q, k, lambda h, q, k, t, s: content(q, k) - 2.0 ** (-4 * (h + 1)) * (t - s))
     close(encoding('alibi').logits(q, k, pos), expected)
+    enc = encoding('alibi', causal=False)  # keys on both sides
+    apart = (pos[:, None] - pos).abs()
+    close(enc.bias(enc.at(len(pos), pos)), -enc.slope[:, None, None] * apart)
+    assert 'slope' in dict(enc.named_buffers()) and not list(enc.parameters())
 
 
 @pytest.mark.parametrize('buckets, max_distance', [(32, 128), (24, 128), (32, 64), (7, 20)])
@@ -2364,7 +2368,10 @@ def test_sums_compile_in_one_graph(name):
 
 def gains(kw):
     """Whether a kernel computes this encoding's attention faster."""
-    enc = pe.build(pe.PEConfig(**(dict(d_model=32, n_head=4) | kw)))
+    try:
+        enc = pe.build(pe.PEConfig(**(dict(d_model=32, n_head=4) | kw)))
+    except Exception:  # a class that is not done yet: other tests fail
+        return False
     return enc.fusable and enc.gains
 
 

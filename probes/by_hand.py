@@ -21,7 +21,10 @@ def iteration_head(name):
     D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized vector
     (D, c) has its largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up.
     Neighbouring distances differ by 1e-7 in that product, hence float64. The second head of each
-    layer is zero. cfg calls lengths to 16 trained, as the paper's are.
+    layer is zero. EoI as a query must find D_1 = 1, where s_1 = x_1 stands; x and s share tokens,
+    so layer 1 also tells them apart; after the last state EoS follows. cfg: a train.Config with
+    vipe_s='one' (D as it is) and out_dir=OUT_DIR + name, whose trained lengths, to 16, are the
+    paper's. UserError for a name without a rule.
     """
     if name not in RULES:
         what = f'by_hand:{name}'.rstrip(':')

@@ -46,10 +46,16 @@ def carried_by_one_head():
 
 
 def test_ablate_finds_the_head_that_carries_the_answer():
-    rows, summary, _ = toeplitz.ablate(*carried_by_one_head())
+    """Drops, summary and curves, where one head carries all, where two do, and where none does."""
+    rows, summary, figure = toeplitz.ablate(*carried_by_one_head())
     assert [[row[f'drop {h}'] for h in (1, 2, 3, 4)] for row in rows] == [[0] * 4, [0, 0, 100, 0]]
     assert [row['effective'] for row in rows] == [None, 1] and summary['base'] == 100
     assert [summary[key] for key in ('layer', 'head', 'largest', 'second')] == [2, 3, 100, 0]
+    assert list(figure.panels[0].lines[1][2]) == [100, 100, 0, 100]    # what is left, not the drop
+    scores = iter([50.0, 60.0, 50.0, 40.0] * 2)
+    model, _, cfg = carried_by_one_head()
+    rows, _, _ = toeplitz.without_heads(model, cfg, 50.0, lambda hook: next(scores))
+    assert list(rows[0].values()) == [1, 0, -10, 0, 10, 1]
     drops = torch.tensor([[1, 1, 1, 1], [0, 0, 7, -3], [1, 2, 3, 4]]).double()
     close(toeplitz.effective(drops), [4, 1, 100 / 30])
     model, cfg = by_hand.iteration_head('parity')

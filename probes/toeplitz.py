@@ -59,7 +59,13 @@ def effective(x):
 
 
 def without_heads(model, cfg, base, score):
-    """(rows, summary, [(label, curve)]) of ablate(), which zeroes one head at a time."""
+    """What is left without one head at a time, by zeroing it at tap_head_out:
+
+    rows [{layer, 'drop 1', .., 'effective'}], one for each layer (counted from 1), as in ablate();
+    summary {layer, head} of the largest drop, {largest, second} the two largest; curves
+    [('layer 1', [score without head 1, ..]), ..]. base is the whole model's score; a drop is base
+    - score(tap and hook). UserError that names --n_head if a layer has one head.
+    """
     if cfg.heads == 1:
         raise UserError(f'ablate compares the heads of a layer, and {core.name_of(cfg)} has one: '
                         'train it with more, --n_head=4')
