@@ -101,8 +101,8 @@ def test_your_own_encoding(record_property, tmp_path):
     """Copying, trained to 10 digits on three seeds drawn now: at least two hold at 15."""
     seeds = ','.join(str(secrets.randbelow(10 ** 6)) for _ in range(3))
     assert not train.main(
-        ['--task=string_copy', '--pe=mine', '--train_lengths=1-10', '--eval_lengths=10-20',
-         '--max_steps=1500', f'--seeds={seeds}', '--n_test=200', f'--out_dir={tmp_path}'])
+        [f'{blank.ROOT}/configs/string_copy_prism.py', '--pe=mine', '--eval_lengths=10-20',
+         '--n_test=200', f'--seeds={seeds}', f'--out_dir={tmp_path}'])
     held = []
     for seed, scores in json.loads((tmp_path / 'lengths.json').read_text()).items():
         failing = [int(n) for n, score in scores.items() if score['exact'] < 0.95]

@@ -128,16 +128,21 @@ OF_VIPE |= {f'{task}, {layers} layers, {heads} heads': iterative(task, layers, h
             for layers, heads in ((4, 2), (6, 4)) for task in THREE}
 
 OF_PRISM = {task: (f'configs/{task}_prism.py', [20])
-            for task in ('string_copy', 'odds_first', 'stack', 'bucket_sort')}
+            for task in ('string_copy', 'stack', 'bucket_sort')}
 OF_PRISM |= {
+    'odds_first': ('configs/odds_first_prism.py', [40]),
     'addition_cot': ('configs/addition_prism.py', [16]),
-    'multiplication_cot': ('configs/multiplication_cot_prism.py', [6]),
+    'multiplication_cot': ('configs/multiplication_cot_prism.py', [10]),
     'scan_cot': ('configs/scan_cot_prism.py', range(24, 49)),
 }
 
 
 WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
+TO_10 = ('--train_lengths=1-10 --length_schedule=[(0,5),(400,10)] --batch_size=64 '
+         '--max_steps=4000 --eval_lengths=1-15,20,30,40,60,80,100,150')
 LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
+NO_WEIGHTS = ('--prism_input=0.5 --prism_info=0 --prism_whole=0 --prism_whole_at=0 '
+              '--prism_alpha_lr=0.03 --ema=0')
 SYMBOLS_FIRST = f'--prism_input=2 {WHOLE}'
 
 
@@ -289,7 +294,8 @@ GRIDS = PAPER | {
         {'polynomial, 3 layers': iterative('polynomial', 3)}),
     'prism': Grid(
         "PRISM's tasks with the recipes of configs/, which were made for PRISM (trained to 10 "
-        "digits, addition to 8, multiplication to 3, SCAN's commands to 22 actions)",
+        "digits, odds first to 20, addition to 8, multiplication to 5, SCAN's commands to 22 "
+        'actions)',
         some('prism', 'shifted_ape', 'rope', 'nope'), OF_PRISM),
     'prism_causes': Grid(
         'Other settings of PRISM and its baseline: cursors per head (2 above), the norm of the '
@@ -308,25 +314,27 @@ GRIDS = PAPER | {
          'prism, no average': '--pe=prism --ema=0'},
         {task: OF_PRISM[task] for task in ('odds_first', 'addition_cot')}),
     'prism_odds': Grid(
-        'Odds first with a tenth of the weight on whole steps, and no average of the weights: as '
-        'much as that on what gates tell, or without that one; then without noise on the GRU',
-        {'prism, information': f'--pe=prism {LESS_WHOLE}',
+        'Odds first trained to 10 digits (20 above): as above; then with a tenth of the weight on '
+        'whole steps, and no average of the weights: as much as that on what gates tell, or '
+        'without that one; then without noise on the GRU',
+        {'prism': '--pe=prism',
+         'prism, information': f'--pe=prism {LESS_WHOLE}',
          'prism, no information': f'--pe=prism {LESS_WHOLE} --prism_info=0',
          'prism, nor noise': f'--pe=prism {LESS_WHOLE} --prism_info=0 --prism_noise=0'},
-        {'odds_first': OF_PRISM['odds_first']}),
+        {'odds_first': (f'configs/odds_first_prism.py {TO_10}', [20])}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU',
         {'prism, no noise': '--pe=prism --prism_noise=0'},
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
-        'The other chains of thought again: a large input to the GRU, whole steps once the loss '
-        'is low; multiplication with 4 heads, 2 layers, trained to 5 digits (2,500 steps); SCAN '
-        'with half the steps, 1,500',
+        'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
+        '2 heads and 3 layers, and no weight on gates; SCAN with a tenth of the weight on whole '
+        'steps, 1,500 steps, neither prism_info nor an average of the weights',
         some('prism'),
-        {'multiplication_cot, to 5': (
-            'configs/multiplication_cot_prism.py --n_head=4 --n_layer=2 '
-            '--train_lengths=1-5 --length_schedule=[(0,2),(400,4),(800,5)] --max_steps=2500 '
-            f'--eval_lengths=1-10 {SYMBOLS_FIRST}', [10]),
+        {'multiplication_cot, to 3': (
+            'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
+            '--length_schedule=[(0,1),(400,2),(800,3)] --eval_lengths=1-6 --batch_size=64 '
+            f'--max_steps=3000 {NO_WEIGHTS}', [6]),
          'scan_cot': (
              'configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 '
              '--length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 --n_eval=4 '
