@@ -64,7 +64,7 @@ def test_forward_kernel(D, size, biased, record_property):
     exact = kernels.attention_reference(*(x.double() for x in (q, k, v)), bias=bias)
     got = kernels.attention_forward(q, k, v, bias if biased else None, D ** -0.5, True)
     for mine, wanted in zip(got, (*exact, lse)):
-        grade(record_property, mine.double(), wanted, 1e-2 if device == 'cuda' else 1e-5)
+        grade(record_property, mine.double(), wanted, 1e-2 if device == 'cuda' else 1e-4)
 
 
 @pytest.mark.parametrize('name', by_hand.RULES)
@@ -122,11 +122,12 @@ def test_what_is_taken_out(name):
     assert '**Question**' in blank.section(name)
 
 
-def test_graders_fail_without_it(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize('kept', ['vipe', 'heads'])  # the test of heads wants ViPE
+def test_graders_fail_without_it(kept, tmp_path, capsys, monkeypatch):
     """With several functions taken out, the first grader of each exercise names its own. That all
     hold with the functions in place, these tests show elsewhere."""
-    names = [name for name, exercise in blank.EXERCISES.items()
-             if exercise.blanks and name != 'vipe']     # the test of heads wants ViPE
+    names = [name for name, exercise in blank.EXERCISES.items() if exercise.blanks]
+    names.remove(kept)
     folder = tmp_path / 'copy'
     blank.make_copy(names[0], folder)
     assert not (folder / '.git').exists() and not (folder / 'results').exists()
