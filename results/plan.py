@@ -322,6 +322,18 @@ GRIDS = PAPER | {
          'prism, no information': f'--pe=prism {LESS_WHOLE} --prism_info=0',
          'prism, nor noise': f'--pe=prism {LESS_WHOLE} --prism_info=0 --prism_noise=0'},
         {'odds_first': (f'configs/odds_first_prism.py {TO_10}', [20])}),
+    'prism_stack': Grid(
+        'The stack with a weight on what gates tell from the first step on, as for odds first '
+        '(above it waits until the loss is low), or with none, a tenth of the weight on whole '
+        'steps and no average of the weights; trained to 10 symbols as above, or to 20 with '
+        'batches of half the size',
+        {'prism, from the start': '--pe=prism --prism_info_at=0',
+         'prism, no information': '--pe=prism --prism_info_at=0 --prism_info=0 --prism_whole=0.1 '
+                                  '--prism_whole_at=0.3 --ema=0'},
+        {'stack': OF_PRISM['stack'],
+         'stack, to 20': (
+             'configs/stack_prism.py --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
+             '(1000,20)] --eval_lengths=2-20,25,30,40,60,80,100 --batch_size=32', [40])}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU',
         {'prism, no noise': '--pe=prism --prism_noise=0'},
