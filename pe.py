@@ -94,7 +94,6 @@ class PEConfig:
     prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
     # prism: weight of the mutual information of gates and places in the loss: simple gates
     prism_info: float = 0.0
-    prism_info_at: float = 0.0     # prism: likewise for prism_info, so that cursors move at first
     # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
     # for long, and half of them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
@@ -113,16 +112,15 @@ class PEConfig:
                        'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
                        'prism_alpha_lr')
         check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
-                       'prism_info', 'prism_info_at', 'prism_noise', 'abacus_offset', zero=True)
+                       'prism_info', 'prism_noise', 'abacus_offset', zero=True)
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
             raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, not '
                              f'{self.nope_every}')
         if self.prism_start == 'bits' and self.prism_recurrent != 'free':
             raise ValueError('prism_start=bits wants prism_recurrent=free, which leaves W_h as '
                              'it starts')
-        for key in ('prism_whole', 'prism_info'):
-            if getattr(self, f'{key}_at') and not getattr(self, key):
-                raise ValueError(f'{key}_at weighs {key}, which is 0: set it')
+        if self.prism_whole_at and not self.prism_whole:
+            raise ValueError('prism_whole_at weighs prism_whole, which is 0: set it')
         if not 0 < self.rope_fraction <= 1:
             raise ValueError(f'rope_fraction must be above 0 and at most 1, not '
                              f'{self.rope_fraction}')
@@ -1091,21 +1089,19 @@ class Cursors(nn.Module):
 
     def penalty(self, loss):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
-        length, fractions blur. prism_info times the information that gates carry about the place
-        in the latest (micro-)batch. A gate that depends on the kind of token alone costs little;
-        one that depends on which digit it is, or on how many came before, costs more. Blurred
-        gates tell less as well, so prism_whole should weigh more. Gates that nothing reads count,
-        too. With prism_whole_at or prism_info_at such a weight waits until the task's loss is that
-        small: times exp(-loss / at). With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
-        def waiting(at):
-            return (-loss.detach() / at).exp() if at else 1.0
-
-        cfg, total = self.cfg, 0.0
-        if cfg.prism_whole:
-            total = total + cfg.prism_whole * waiting(cfg.prism_whole_at) * self.doubt
-        if cfg.prism_info:
-            total = total + cfg.prism_info * waiting(cfg.prism_info_at) * self.info
-        if cfg.prism_recurrent == 'penalty':
+        length, fractions blur. With prism_whole_at it waits until the task's loss is that small:
+        times exp(-loss / prism_whole_at). prism_info times the information that gates carry about
+        the place in the latest (micro-)batch. A gate that depends on the kind of token alone costs
+        little; one that depends on which digit it is, or on how many came before, costs more.
+        Blurred gates tell less as well, so prism_whole should weigh more. Gates that nothing reads
+        count, too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        weight = self.cfg.prism_whole
+        if self.cfg.prism_whole_at:
+            weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
+        total = weight * self.doubt if self.cfg.prism_whole else 0.0
+        if self.cfg.prism_info:
+            total = total + self.cfg.prism_info * self.info
+        if self.cfg.prism_recurrent == 'penalty':
             W = self.W_h.weight
             eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
             total = total + 1e-3 * (W.T @ W - eye).square().sum()

@@ -25,7 +25,6 @@ prism_noise = 0.0
 prism_whole = 0.0
 prism_whole_at = 0.0
 prism_info = 0.0
-prism_info_at = 0.0
 prism_alpha_lr = 0.03
 ema = 0.0
 dropout = 0.0

@@ -323,13 +323,11 @@ GRIDS = PAPER | {
          'prism, nor noise': f'--pe=prism {LESS_WHOLE} --prism_info=0 --prism_noise=0'},
         {'odds_first': (f'configs/odds_first_prism.py {TO_10}', [20])}),
     'prism_stack': Grid(
-        'The stack with a weight on what gates tell from the first step on, as for odds first '
-        '(above it waits until the loss is low), or with none, a tenth of the weight on whole '
-        'steps and no average of the weights; trained to 10 symbols as above, or to 20 with '
+        'The stack with the recipe of odds first: ten times the weight on whole steps, one on what '
+        'gates tell, and the average of the weights; trained to 10 symbols as above, or to 20 with '
         'batches of half the size',
-        {'prism, from the start': '--pe=prism --prism_info_at=0',
-         'prism, no information': '--pe=prism --prism_info_at=0 --prism_info=0 --prism_whole=0.1 '
-                                  '--prism_whole_at=0.3 --ema=0'},
+        {'prism, information': '--pe=prism --prism_info=0.1 --prism_whole=1 --prism_whole_at=0.1 '
+                               '--ema=0.99'},
         {'stack': OF_PRISM['stack'],
          'stack, to 20': (
              'configs/stack_prism.py --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
