@@ -720,6 +720,24 @@ def test_the_kernel_of_eq_7_is_not_monotone():
         close(kappa[r], total / 16, 1e-12)
 
 
+def test_sharpening_keeps_half_a_place():
+    """A cursor that steps up at even tokens, and at odd ones down with probability 0.27, goes half
+    a place a token. Sharpening takes back what the fraction leaves, so that the two tokens of a
+    place have the same two encodings at any length."""
+    T = 100
+    step = torch.zeros(1, 1, T, 3).double()
+    step[:, :, 0::2] = torch.tensor([1.0, 0.0, 0.0]).double()
+    step[:, :, 1::2] = torch.tensor([0.0, 0.27, 0.73]).double()
+    reset, offsets = torch.zeros(1, 1, T).double(), torch.eye(2 * T + 1).double()
+    h = pe.cursor_scan(reset, step, torch.tensor([2.0]).double(), offsets)[0, 0]
+    for t in (20, 60, 96):
+        place = T + t // 2 + 1
+        close(h[t, [place, place - 1]], [0.98, 0.02], tol=0.01)
+        close(h[t + 1, [place, place - 1]], [0.87, 0.13], tol=0.01)
+    unsharpened = pe.cursor_scan(reset, step, None, offsets)[0, 0]
+    assert unsharpened[96].max() < 0.2
+
+
 def test_cursor_machines():
     """Gates set by hand: increments count tokens, a reset goes back to 0, a copy to its token."""
     T = 8

@@ -1,5 +1,6 @@
-"""PRISM's probes: where the cursors go, and where an answer first goes wrong."""
+"""PRISM's probes: where the cursors go, which need fractions of steps, where answers go wrong."""
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ def cursors_of(model, tokens):
     head, query cursors first.
 
     gates: {incr, decr, keep, reset, and jump where there is a copy branch: [B, T]}; histogram
-    [B, T, 2T+1] over the offsets -T..T, after each token's gates; weight: (1 - mu) |alpha|.
+    [B, T, 2T+1] over the offsets -T..T, after each token's gates; weight: (1 - mu) |alpha|; module,
+    index: its gates in a pe.Cursors.
     """
     found, inputs = [], {}
     with core.hooked(*[(m, lambda m, args, _: inputs.update({m: args[0]}))
@@ -38,8 +40,24 @@ def cursors_of(model, tokens):
                 if copy is not None and of == 'query' and c % 5 == 0:
                     gates['jump'] = 1 - copy[:, c // 5, :, -1]
                 found.append(dict(layer=i + 1, head=head + 1, cursor=cursor + 1, of=of,
-                                  weight=weight.item(), gates=gates, histogram=histograms[:, c]))
+                                  weight=weight.item(), gates=gates, histogram=histograms[:, c],
+                                  module=cursors, index=c))
     return sorted(found, key=lambda c: c['of'] == 'key')
+
+
+def modules_of(model, cfg):
+    """Its pe.Cursors, one for each PRISM layer."""
+    modules = [m for m in model.modules() if isinstance(m, encodings.Cursors)]
+    if not modules:
+        raise UserError(f"this probe looks at PRISM's cursors, and the run has pe={cfg.pe}: train "
+                        'one with pe=prism')
+    return modules
+
+
+def longer(task, cfg):
+    """The first length that the task has from twice the longest trained one on."""
+    longest = max(cfg.train_lengths)
+    return min(task.existing(range(2 * longest, 4 * longest), None), default=longest)
 
 
 def pace(mode, where):
@@ -64,10 +82,7 @@ def cursor(model, task, cfg, length=0, n=32):
     weight of query cursors over the answer and key cursors over the prompt, where each does its
     work.
     """
-    modules = [m for m in model.modules() if isinstance(m, encodings.Cursors)]
-    if not modules:
-        raise UserError(f"cursor looks at PRISM's cursors, and this run has pe={cfg.pe}: train one "
-                        'with pe=prism')
+    modules = modules_of(model, cfg)
     trained = max(cfg.train_lengths)
     length, tokens, targets = core.batch(task, cfg.train_lengths, length or 4 * trained, n)
     # each problem has histograms of 4 count T^2 numbers
@@ -131,6 +146,58 @@ def cursor_panels(model, task, *problems):
     return [gates, *curves, histogram, *maps]
 
 
+@torch.no_grad()
+def whole(model, task, cfg, length=0, n=64):
+    """Which cursors need fractions of steps? Exact match with the gates of each made whole.
+
+    Of a cursor's p_incr, p_decr and p_keep the largest becomes 1 and the others 0; p_reset is
+    rounded; jumps stay. length: the longer one, 0: the first there is from twice the longest
+    trained one on; n: how many problems. Rows: with the gates of no cursor, of `all`, and of each
+    alone made whole, exact match at the longest `trained` length and at the `longer` one; the worst
+    first. Summary: exact match at the trained length as it is (`plain`), with `all` gates whole,
+    and with those of the `worst` cursor (layer.head.number).
+    """
+    modules = modules_of(model, cfg)
+    longest, tokens, targets = core.batch(task, cfg.train_lengths, max(cfg.train_lengths), n)
+    length, *more = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
+    problems = dict(trained=(tokens, targets), longer=more)
+
+    def score(name, chosen):
+        """A row: exact match, the gates of `chosen` = {pe.Cursors: which of its cursors} whole."""
+        def round_gates(module, _, logits, which):
+            logits = logits.unflatten(-1, (-1, 4)).clone()  # (B, T, 2C, 4)
+            some = logits[:, :, which]
+            largest = some[..., 1:] == some[..., 1:].amax(dim=-1, keepdim=True)
+            opened = torch.cat([some[..., :1] > 0, largest], dim=-1)
+            logits[:, :, which] = torch.where(opened, 100.0, -100.0)
+            return logits.flatten(-2)
+
+        row = dict(cursor=name)
+        hooks = [(m.W, partial(round_gates, which=which)) for m, which in chosen.items()]
+        with core.hooked(*hooks):
+            for at, (tokens, targets) in problems.items():
+                right = core.answers_right(model, tokens, targets) | (targets == -100)
+                row[at] = number(right.all(dim=1).double().mean())
+        return row
+
+    plain = score('none', {})
+    everything = score('all', {m: slice(None) for m in modules})
+    rows = [score('{of} {layer}.{head}.{cursor}'.format(**c), {c['module']: [c['index']]})
+            for c in cursors_of(model, tokens[:1])]
+    rows.sort(key=lambda row: (row['trained'], row['longer']))
+    summary = dict(trained=longest, longer=length, plain=plain['trained'],
+                   all=everything['trained'], worst=rows[0]['trained'], cursor=rows[0]['cursor'])
+    shown = [everything, *rows[:9]]
+    lines = [(f'length {length}', range(len(shown)), [row[at] for row in shown], dict(marker='o'))
+             for at, length in (('trained', longest), ('longer', length))]
+    names = [row['cursor'].replace('query', 'q').replace('key', 'k') for row in shown]
+    figure = core.Curves(
+        f'{100 * plain["trained"]:.0f} % right as it is',
+        'query or key cursor whose gates are made whole', 'exact match', lines,
+        settings=dict(ylim=(-0.02, 1.02), xticks=range(len(shown)), xticklabels=names))
+    return [plain, everything, *rows], summary, core.Figure(core.titled(cfg), [figure])
+
+
 def errors(model, task, cfg, length=0, n=256):
     """Where does an answer first go wrong? The token, what stood before it, what came instead.
 
@@ -142,10 +209,7 @@ def errors(model, task, cfg, length=0, n=256):
     Summary: exact match; `share`, the mean of first wrong place / answer's length; `even`, that
     mean if every token were wrong equally often.
     """
-    if not length:
-        longest = max(cfg.train_lengths)
-        length = min(task.existing(range(2 * longest, 4 * longest), None), default=longest)
-    length, tokens, targets = core.batch(task, cfg.train_lengths, length, n)
+    length, tokens, targets = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
     with torch.no_grad():
         answers = torch.cat([model(x)[0].argmax(dim=-1) for x in tokens.split(32)])
     asked = targets != -100
@@ -182,4 +246,4 @@ def errors(model, task, cfg, length=0, n=256):
         [core.Curves('', 'place in the answer', 'share', lines, settings=dict(ylim=(0, 1)))])
 
 
-PROBES = [cursor, errors]
+PROBES = [cursor, whole, errors]

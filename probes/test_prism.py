@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+import pe as encodings
 from probes import core, prism
 from probes.conftest import nano, untouched
 
@@ -102,3 +103,27 @@ def test_the_first_wrong_token_is_found():
     plant = False
     rows, summary, _ = prism.errors(answers, task, cfg, length=4, n=8)
     assert (rows, summary) == ([], dict(length=4, exact=1.0, share=None, even=None))
+
+
+def test_the_cursor_that_needs_fractions_is_found(monkeypatch):
+    """Planted: answers are right while one key cursor takes fractions of steps."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
+    cursors = model.blocks[0].attn.pe.cursors
+    scanned = []
+
+    def scan(reset, step, gamma, table):
+        scanned.append((reset, step))
+        return encodings.cursor_scan(reset, step, gamma, table)
+
+    def right(model, tokens, targets):
+        model(tokens)
+        reset, step = scanned[-1]
+        fraction = 0.1 < step[0, cursors.count + 2, -1].max() < 0.9
+        return torch.full(tokens.shape, fraction and reset[0, 0, -1].item() < 0.5)
+
+    monkeypatch.setattr(cursors, 'scan', lambda x, table: scan(*cursors.gates(x)[:2], None, table))
+    monkeypatch.setattr(core, 'answers_right', right)
+    rows, summary, _ = untouched(prism.whole, model, task, cfg, n=2)
+    assert [row['cursor'] for row in rows[:3]] == ['none', 'all', 'key 1.2.1']
+    assert [row['longer'] for row in rows] == [1, 0, 0] + [1] * (2 * cursors.count - 1)
+    assert summary == dict(trained=3, longer=6, plain=1, all=0, worst=0, cursor='key 1.2.1')

@@ -259,13 +259,17 @@ STOPS = (
 
 def stops_table():
     """Where the answers of PRISM's tasks first go wrong, seed by seed, at twice the length."""
-    yield '| task | what its cursors must follow | exact match | first wrong tokens, seed by seed |'
-    yield '|---|---|---|---|'
+    yield ('| task | what its cursors must follow | exact match | first wrong tokens, seed by seed '
+           '| trained length, gates made whole |')
+    yield '|---|---|---|---|---|'
     for task, cell, follows in STOPS:
-        found = [probed('errors', *cell, seed) for seed in range(3)]
-        texts = ['not run yet' if line is None else first_error(line) for line in found]
         scores = shown(cells[cell], 'all') if cell in cells else 'not run yet'
-        yield f'| {task} | {follows} | {scores} | {"<br>".join(texts)} |'
+        row = [task, follows, scores]
+        for probe, describe in (('errors', first_error), ('whole', needs_fractions)):
+            found = [probed(probe, *cell, seed) for seed in range(3)]
+            texts = ['not run yet' if line is None else describe(line) for line in found]
+            row.append('<br>'.join(texts))
+        yield f'| {" | ".join(row)} |'
 
 
 def first_error(line):
@@ -277,6 +281,13 @@ def first_error(line):
         return text
     return (f'{text}; at {summary["share"]:.2f} of the answer (even: {summary["even"]:.2f}), '
             'most often after `{before}`: `{got}` for `{wanted}`'.format(**rows[0]))
+
+
+def needs_fractions(line):
+    """A `whole` probe as text: exact match with every gate made whole, and which cursor alone costs
+    most."""
+    scores = {key: f'{100 * line["summary"][key]:.0f}' for key in ('plain', 'all', 'worst')}
+    return '{plain} → {all} % ({cursor} alone: {worst})'.format(**line['summary'] | scores)
 
 
 def of_library(what, key):
