@@ -307,17 +307,19 @@ GRIDS = PAPER | {
          'shifted_ape, shifts to 64': '--pe=shifted_ape --max_shift=64',
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
-    'prism_info': Grid(
-        "Odds first and addition without a weight on what gates tell of their places, and with the "
-        'weights themselves instead of their moving average',
-        {'prism, no such weight': '--pe=prism --prism_info=0',
+    'prism_parts': Grid(
+        'Odds first with ten times the weight on whole steps, or none; without a weight on what '
+        'gates tell of their places; with the weights themselves instead of their moving average',
+        {'prism, more whole': '--pe=prism --prism_whole=1',
+         'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0',
+         'prism, no information': '--pe=prism --prism_info=0',
          'prism, no average': '--pe=prism --ema=0'},
-        {task: OF_PRISM[task] for task in ('odds_first', 'addition_cot')}),
+        {'odds_first': OF_PRISM['odds_first']}),
     'prism_odds': Grid(
-        'Odds first trained to 10 digits (20 above): as above; then with a tenth of the weight on '
-        'whole steps, and no average of the weights: as much as that on what gates tell, or '
-        'without that one; then without noise on the GRU',
-        {'prism': '--pe=prism',
+        'Odds first trained to 10 digits (20 above): with ten times the weight on whole steps; '
+        'then with the weight above, and no average of the weights: as much as that on what gates '
+        'tell, or without that one; then without noise on the GRU',
+        {'prism, more whole': '--pe=prism --prism_whole=1',
          'prism, information': f'--pe=prism {LESS_WHOLE}',
          'prism, no information': f'--pe=prism {LESS_WHOLE} --prism_info=0',
          'prism, nor noise': f'--pe=prism {LESS_WHOLE} --prism_info=0 --prism_noise=0'},
@@ -338,8 +340,7 @@ GRIDS = PAPER | {
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
-        '2 heads and 3 layers, and no weight on gates; SCAN with a tenth of the weight on whole '
-        'steps, 1,500 steps, neither prism_info nor an average of the weights',
+        '2 heads and 3 layers, and no weight on gates; SCAN with half the steps',
         some('prism'),
         {'multiplication_cot, to 3': (
             'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
@@ -407,7 +408,7 @@ HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
 FIRST = ('out/paper_pope/', 'out/paper_vipe/polynomial', 'out/paper_toeplitz/distance',
-         'out/paper_prism/', 'out/paper', 'out/prism/', 'out/prism_info/', 'out/ablation_vipe/',
+         'out/paper_prism/', 'out/paper', 'out/prism/', 'out/prism_parts/', 'out/ablation_vipe/',
          'out/cross/', 'out/vipe', 'out/toeplitz/', 'out/prism', 'out/ablation_prism/',
          'out/toeplitz_64/', 'out/counting_64/')
 
