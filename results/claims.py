@@ -250,8 +250,10 @@ STOPS = (
      'within a column of five tokens.'),
     ('multiplication_cot', ('prism', 'prism', 'multiplication_cot'),
      'The pair within a group, from 0 at each "*", and the number of the group.'),
-    ('scan_cot', ('prism', 'prism', 'scan_cot'),
-     'The word of the command that is being written out, then its clause; words tell both.'),
+    ('scan_cot, 3,000 steps', ('prism_chains', 'prism', 'scan_cot, 3,000 steps'),
+     'The word of the command that is being written out, then its clause; words tell both. At 48 '
+     'actions most errors are at the third clause of eight actions (no command of 22 has three): '
+     'the one after it is written in its place.'),
     ('bucket_sort', ('prism', 'prism', 'bucket_sort'),
      'None has to: NoPE sorts as far. One could count each digit, up where it is read, down '
      'where it is written.'))
@@ -489,7 +491,7 @@ def prism():
         'digits after 10',
         lines({
             'trained to 8 digits, 22 actions, 5 digits': in_rows('prism', 'all', of_cot),
-            'half the steps, scan_cot': in_row('prism_chains', 'scan_cot', 'all'),
+            'twice the steps, scan_cot': in_row('prism_chains', 'scan_cot, 3,000 steps', 'all'),
             'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all')},
             ':<br>'),
         'In part: two seeds of three add numbers that are two or three digits longer, and some of '

@@ -137,13 +137,11 @@ OF_PRISM |= {
 }
 
 
-WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --prism_alpha_lr=0.003'
 TO_10 = ('--train_lengths=1-10 --length_schedule=[(0,5),(400,10)] --batch_size=64 '
          '--max_steps=4000 --eval_lengths=1-15,20,30,40,60,80,100,150')
 LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
 NO_WEIGHTS = ('--prism_input=0.5 --prism_info=0 --prism_whole=0 --prism_whole_at=0 '
               '--prism_alpha_lr=0.03 --ema=0')
-SYMBOLS_FIRST = f'--prism_input=2 {WHOLE}'
 
 
 def indirect(letters, shift, length, layers):
@@ -340,16 +338,14 @@ GRIDS = PAPER | {
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
-        '2 heads and 3 layers, and no weight on gates; SCAN with half the steps',
+        '2 heads and 3 layers, and no weight on gates; SCAN with twice the steps',
         some('prism'),
         {'multiplication_cot, to 3': (
             'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
             '--length_schedule=[(0,1),(400,2),(800,3)] --eval_lengths=1-6 --batch_size=64 '
             f'--max_steps=3000 {NO_WEIGHTS}', [6]),
-         'scan_cot': (
-             'configs/scan_cot_prism.py --max_steps=1500 --batch_size=16 '
-             '--length_schedule=[(0,6),(300,12),(600,22)] --eval_interval=500 --n_eval=4 '
-             f'--n_test=64 {SYMBOLS_FIRST}', range(24, 49))}),
+         'scan_cot, 3,000 steps': (
+             'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49))}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; the recurrent matrix orthogonal, "
