@@ -1,7 +1,7 @@
 # PRISM on "odds first" (012345=135024), without the copy branch. Key cursors go half a place a
 # token, so the GRU needs a clock of period 2: half of its units start by flipping a bit at each
 # token. (The paper has two PRISM layers for it, before layers 1 and 4 of 5.)
-# Compare: --prism_info=0,0.1 and --prism_noise=0.0,0.3
+# Compare: --prism_whole=0.1,1, --prism_info=0,0.1 and --prism_noise=0.0,0.3
 task = 'odds_first'
 pe = 'prism'
 n_head = 4
@@ -12,7 +12,7 @@ prism_reset = False
 prism_input = 0.3
 prism_noise = 0.3               # the clock must not depend on the length so far
 prism_info = 0.1                # gates should look at as little as possible
-prism_whole = 0.1               # a little: half a place is a fraction that must stay
+prism_whole = 0.1               # more would forbid half a place, a fraction of a step
 prism_whole_at = 0.1            # whole steps only once the loss is low
 train_lengths = range(1, 21)    # to 10, a GRU that counts its steps is right as well
 length_schedule = [(0, 5), (400, 10), (1000, 20)]
