@@ -1,7 +1,7 @@
 # PRISM on "odds first" (012345=135024), without the copy branch. Key cursors go half a place a
 # token, so the GRU needs a clock of period 2: half of its units start by flipping a bit at each
 # token. (The paper has two PRISM layers for it, before layers 1 and 4 of 5.)
-# Compare: --prism_whole=0.1,1, --prism_info=0,0.1 and --prism_noise=0.0,0.3
+# Compare: --prism_whole=0.1,1 or --prism_info=0,0.1 or --prism_noise=0.0,0.3
 task = 'odds_first'
 pe = 'prism'
 n_head = 4
