@@ -1089,13 +1089,13 @@ class Cursors(nn.Module):
 
     def penalty(self, loss):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
-        length; fractions blur, unless sharpening takes them back. A large weight forbids half a
-        place, which odds_first needs. With prism_whole_at it waits until the task's loss is that
-        small: times exp(-loss / prism_whole_at). prism_info times the information that gates carry
-        about the place in the latest (micro-)batch. A gate that depends on the kind of token alone
-        costs little; one that depends on which digit it is, or on how many came before, costs more.
-        Blurred gates tell less as well, so alone it blurs them. Gates that nothing reads count,
-        too. With prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        length; fractions blur, unless sharpening takes them back. With prism_whole_at it waits
+        until the task's loss is that small: times exp(-loss / prism_whole_at). prism_info times the
+        information that gates carry about the place in the latest (micro-)batch. A gate that
+        depends on the kind of token alone costs little; one that depends on which digit it is, or
+        on how many came before, costs more. Blurred gates tell less as well, so alone it blurs
+        them. Gates that nothing reads count, too. With prism_recurrent='penalty' also
+        |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()

@@ -49,7 +49,7 @@ def modules_of(model, cfg):
     """Its pe.Cursors, one for each PRISM layer."""
     modules = [m for m in model.modules() if isinstance(m, encodings.Cursors)]
     if not modules:
-        raise UserError(f"this probe looks at PRISM's cursors, and the run has pe={cfg.pe}: train "
+        raise UserError(f"this probe looks at PRISM's cursors, and this run has pe={cfg.pe}: train "
                         'one with pe=prism')
     return modules
 

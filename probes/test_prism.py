@@ -109,21 +109,24 @@ def test_the_cursor_that_needs_fractions_is_found(monkeypatch):
     """Planted: answers are right while one key cursor takes fractions of steps."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
     cursors = model.blocks[0].attn.pe.cursors
-    scanned = []
+    latest, asked = {}, []
 
-    def scan(reset, step, gamma, table):
-        scanned.append((reset, step))
-        return encodings.cursor_scan(reset, step, gamma, table)
+    def scan(x, table):
+        reset, step, _ = cursors.gates(x)
+        latest.update(reset=reset, step=step)
+        return encodings.cursor_scan(reset, step, None, table)
 
     def right(model, tokens, targets):
         model(tokens)
-        reset, step = scanned[-1]
-        fraction = 0.1 < step[0, cursors.count + 2, -1].max() < 0.9
-        return torch.full(tokens.shape, fraction and reset[0, 0, -1].item() < 0.5)
+        asked.append(dict(latest))
+        return torch.full(tokens.shape, latest['step'][0, cursors.count + 2, -1].max() < 0.9)
 
-    monkeypatch.setattr(cursors, 'scan', lambda x, table: scan(*cursors.gates(x)[:2], None, table))
+    monkeypatch.setattr(cursors, 'scan', scan)
     monkeypatch.setattr(core, 'answers_right', right)
     rows, summary, _ = untouched(prism.whole, model, task, cfg, n=2)
     assert [row['cursor'] for row in rows[:3]] == ['none', 'all', 'key 1.2.1']
     assert [row['longer'] for row in rows] == [1, 0, 0] + [1] * (2 * cursors.count - 1)
     assert summary == dict(trained=3, longer=6, plain=1, all=0, worst=0, cursor='key 1.2.1')
+    plain, _, whole, *_ = asked     # at both lengths as it is, then with all gates whole
+    assert torch.allclose(whole['reset'], plain['reset'].round())
+    assert torch.allclose(whole['step'], torch.eye(3)[plain['step'].argmax(dim=-1)])

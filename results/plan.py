@@ -315,8 +315,8 @@ GRIDS = PAPER | {
         {'odds_first': OF_PRISM['odds_first']}),
     'prism_odds': Grid(
         'Odds first trained to 10 digits (20 above): with ten times the weight on whole steps; '
-        'then with the weight above, and no average of the weights: as much as that on what gates '
-        'tell, or without that one; then without noise on the GRU',
+        'then with the weight above, which sets in at a higher loss, and no average of the '
+        'weights: as much on what gates tell, or nothing; then without noise on the GRU',
         {'prism, more whole': '--pe=prism --prism_whole=1',
          'prism, information': f'--pe=prism {LESS_WHOLE}',
          'prism, no information': f'--pe=prism {LESS_WHOLE} --prism_info=0',
