@@ -150,6 +150,7 @@ def cursor_panels(model, task, *problems):
 def whole(model, task, cfg, length=0, n=64):
     """Which cursors need fractions of steps? Exact match with the gates of each made whole.
 
+    It tells what a run hangs on, not why it fails: runs that hold any length need fractions, too.
     Of a cursor's p_incr, p_decr and p_keep the largest becomes 1 and the others 0; p_reset is
     rounded; jumps stay. length: the longer one, 0: the first there is from twice the longest
     trained one on; n: how many problems. Rows: with the gates of no cursor, of `all`, and of each

@@ -238,6 +238,8 @@ def half_step_cursors(*cell):
 
 # where PRISM stops: task, its cell, what its cursors must follow and by which symbols
 STOPS = (
+    ('string_copy, which does not', ('prism', 'prism', 'string_copy'),
+     'The place, counted from the start in the prompt and from "=" in the answer.'),
     ('odds_first', ('prism', 'prism', 'odds_first'),
      'Key cursors go half a place a token and stand still from "=" on; a switch at mid-answer. No '
      'symbol tells odd places from even ones, nor where the middle is.'),
@@ -482,9 +484,8 @@ def prism():
             'the pace nearest to half a place a token, seeds 0 to 2':
                 half_step_cursors('prism', 'prism', 'odds_first')}),
         'Agrees in part: two seeds of three are right at 40 digits and one of them at 150; the '
-        'third holds 25. Key cursors move by half a place a token, as the task wants it, and do '
-        'not work without fractions of steps. To 10 digits, two of three stop at once. Not tried: '
-        '150,000 steps, 40 digits.')
+        'third holds 25. Key cursors move by half a place a token, as the task wants it. To 10 '
+        'digits, two of three stop at once. Not tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
