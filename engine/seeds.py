@@ -31,7 +31,7 @@ class Stack:
         self.cfg, self.models = cfg, models
         # on a CPU one pass for all saves calls, not arithmetic, and a large one leaves the cache
         work = cfg.batch_size * cfg.train_len * cfg.d_model
-        self.together = device.type == 'cuda' or work <= 2 ** 17
+        self.together = device.type == 'cuda' or work <= 2 ** 15
         self.params, self.buffers = torch.func.stack_module_state(models)
         for p in self.params.values():
             p.grad = torch.zeros_like(p)
