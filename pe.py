@@ -1026,15 +1026,15 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
 
 
 def entropy(logits):
-    """Entropy in nats of softmax(logits) along the last axis."""
-    log_p = logits.log_softmax(dim=-1)
-    return -(log_p.exp() * log_p).sum(dim=-1)
+    """Entropy in nats of softmax(logits) along the first axis."""
+    log_p = logits.log_softmax(dim=0)
+    return -(log_p.exp() * log_p).sum(dim=0)
 
 
 def mutual_information(logits):
-    """I(action; place) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [B, C, T, k]) a
+    """I(action; place) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [k, B, C, T]) a
     gate's actions at the places of a batch, all equally likely, padding too; mean over cursors."""
-    log_mean = logits.log_softmax(dim=-1).logsumexp(dim=(0, 2))  # up to a constant, (C, k)
+    log_mean = logits.log_softmax(dim=0).logsumexp(dim=(1, 3))  # up to a constant, (k, C)
     return (entropy(log_mean) - entropy(logits).mean(dim=(0, 2))).mean()
 
 
@@ -1130,11 +1130,12 @@ class Cursors(nn.Module):
         of the C' copying cursors, or None."""
         x = self.cfg.prism_input * F.layer_norm(x, x.shape[-1:])
         h = self.gru(x)
-        w = self.W(h).unflatten(-1, (2 * self.count, 4)).transpose(1, 2)  # (B, 2C, T, 4)
-        reset, step = torch.sigmoid(w[..., 0]), w[..., 1:].softmax(dim=-1)
+        # (4, B, 2C, T): on a CPU softmax along the first axis is several times as fast
+        w = self.W(h).unflatten(-1, (2 * self.count, 4)).permute(3, 0, 2, 1)
+        reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
-        logits = F.pad(w[..., :1], (0, 1)), w[..., 1:]  # sigmoid(w) is softmax([w, 0])
+        logits = torch.stack([w[0], torch.zeros_like(w[0])]), w[1:]  # sigmoid(w) is softmax([w, 0])
         if self.training and self.cfg.prism_whole:
             self.doubt = sum(map(entropy, logits)).mean()
         if self.training and self.cfg.prism_info:
