@@ -333,8 +333,10 @@ GRIDS = PAPER | {
              'configs/stack_prism.py --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
              '(1000,20)] --eval_lengths=2-20,25,30,40,60,80,100 --batch_size=32', [40])}),
     'prism_noise': Grid(
-        'Sorting without noise on the state of the GRU',
-        {'prism, no noise': '--pe=prism --prism_noise=0'},
+        'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
+        'and the average of the weights',
+        {'prism, no noise': '--pe=prism --prism_noise=0',
+         'prism, information': '--pe=prism --prism_info=0.1 --ema=0.99'},
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
