@@ -92,10 +92,11 @@ class PEConfig:
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
     prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
-    # prism: weight of the mutual information of gates and places in the loss: simple gates
+    # prism: weight of the mutual information of gates and tokens in the loss: simple gates
     prism_info: float = 0.0
-    # prism: W_h starts orthogonal, so that the GRU's state fades; or half of its units hold a bit
-    # for long, and half of them flip it at each token
+    # prism: W_h, the GRU's three matrices in one, starts with orthonormal columns. Each of the
+    # three then shrinks the state: it fades. Or half of the units hold a bit for long, and half of
+    # them flip it at each token
     prism_start: Literal['fading', 'bits'] = 'fading'
     # prism: deviation of Gaussian noise on the GRU's state in training. It is meant to keep gates
     # from reading small differences of the state, such as how many tokens there were
@@ -1032,8 +1033,8 @@ def entropy(logits):
 
 
 def mutual_information(logits):
-    """I(action; place) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [k, B, C, T]) a
-    gate's actions at the places of a batch, all equally likely, padding too; mean over cursors."""
+    """I(action; token) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [k, B, C, T]) a
+    gate's actions at the tokens of a batch, all equally likely, padding too; mean over cursors."""
     log_mean = logits.log_softmax(dim=0).logsumexp(dim=(1, 3))  # up to a constant, (k, C)
     return (entropy(log_mean) - entropy(logits).mean(dim=(0, 2))).mean()
 
@@ -1091,9 +1092,9 @@ class Cursors(nn.Module):
         """prism_whole times the mean entropy of the latest gates: whole steps add up over any
         length; fractions blur, unless sharpening takes them back. With prism_whole_at it waits
         until the task's loss is that small: times exp(-loss / prism_whole_at). prism_info times the
-        information that gates carry about the place in the latest (micro-)batch. A gate that
-        depends on the kind of token alone costs little; one that depends on which digit it is, or
-        on how many came before, costs more. Blurred gates tell less as well, so alone it blurs
+        information that gates carry about which token of the latest (micro-)batch this is. A gate
+        that depends on the kind of token alone costs little; one that depends on which digit it is,
+        or on how many came before, costs more. Blurred gates tell less as well, so alone it blurs
         them. Gates that nothing reads count, too. With prism_recurrent='penalty' also
         |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
@@ -1207,9 +1208,9 @@ class PRISM(Encoding):
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors);
-    queries and keys have cursors of their own. mu in [0, 1] and alpha are learned per head. No
-    position is added to the content. Before layer 1 it runs a GRU and T cheap steps. The factor 4
-    is for prism_norm='none' only.
+    queries and keys have cursors of their own. mu in [0, 1] is learned for each head, alpha for each
+    head and cursor. No position is added to the content. Before layer 1 a GRU runs, and a scan of T
+    sequential updates. The factor 4 is for prism_norm='none' only.
     """
     shift_invariant = True
     widens = True

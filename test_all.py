@@ -969,8 +969,8 @@ def test_prism_whole_is_the_entropy_of_the_gates(at):
     close(excess, weight * total / reset.numel(), 1e-12)
 
 
-def test_prism_info_is_the_mutual_information_of_gates_and_places():
-    """I(action; place) = sum p(place) p(action | place) log(p(action | place) / p(action))."""
+def test_prism_info_is_the_mutual_information_of_gates_and_tokens():
+    """I(action; token) = sum p(token) p(action | token) log(p(action | token) / p(action))."""
     model, _, excess, (reset, step) = penalty_of_gates(prism_info=0.5)
     total = 0.0
     for p in (torch.stack([reset, 1 - reset], dim=-1), step):

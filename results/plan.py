@@ -323,7 +323,7 @@ GRIDS = PAPER | {
          'prism, nor noise': f'--pe=prism {LESS_WHOLE} --prism_info=0 --prism_noise=0'},
         {'odds_first': (f'configs/odds_first_prism.py {TO_10}', [20])}),
     'prism_stack': Grid(
-        'The stack with the recipe of odds first: ten times the weight on whole steps, one on what '
+        'The stack with the weights of addition on whole steps (ten times that above) and on what '
         'gates tell, and the average of the weights; trained to 10 symbols as above, or to 20 with '
         'batches of half the size',
         {'prism, information': '--pe=prism --prism_info=0.1 --prism_whole=1 --prism_whole_at=0.1 '
