@@ -1208,9 +1208,9 @@ class PRISM(Encoding):
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors);
-    queries and keys have cursors of their own. mu in [0, 1] is learned for each head, alpha for each
-    head and cursor. No position is added to the content. Before layer 1 a GRU runs, and a scan of T
-    sequential updates. The factor 4 is for prism_norm='none' only.
+    queries and keys have cursors of their own. mu in [0, 1] is learned for each head, alpha for
+    each head and cursor. No position is added to the content. Before layer 1 a GRU runs, and a
+    scan of T sequential updates. The factor 4 is for prism_norm='none' only.
     """
     shift_invariant = True
     widens = True

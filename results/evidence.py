@@ -635,7 +635,7 @@ def blocks():
         flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table(),
-        stops=claims.stops_table(), board=board.block())
+        stops=claims.stops_table(), goal=claims.goal_table(), board=board.block())
 
 
 def readme():
