@@ -1,4 +1,4 @@
-"""PRISM's probes: where the cursors go, which need fractions of steps, where answers go wrong."""
+"""PRISM's probes: where cursors go, what scores see of it, where answers go wrong."""
 from collections import Counter
 from functools import partial
 
@@ -247,4 +247,65 @@ def errors(model, task, cfg, length=0, n=256):
         [core.Curves('', 'place in the answer', 'share', lines, settings=dict(ylim=(0, 1)))])
 
 
-PROBES = [cursor, whole, errors]
+@torch.no_grad()
+def kernel(model, task, cfg, length=0):
+    """What do PRISM's scores see of places? The kernel of eq. 7, eq. 6 against eq. 4, and A.3.
+
+    length: of the problem, 0: the longest trained one. Rows, for each cursor over the answer:
+    `peak`, its largest bin; `eq6`, how far the law of its displacement by eq. 6, the correlation of
+    two histograms, is from eq. 4, the scan started anew: half the sum of differences, 0 if the
+    cursor is sure of its places, at most 1, none where it can copy; `mean`,
+    |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`, the first distance from
+    which the kernel <f(0), f(r)> / |f|^2 rises again: places further off may look nearer; and the
+    largest `eq6`.
+    """
+    modules_of(model, cfg)
+    length, tokens, targets = core.batch(task, cfg.train_lengths, length, 1)
+    T, start = tokens.shape[1], (targets[0] != -100).nonzero()[0].item()
+    offsets = torch.arange(-T, T + 1.0).double()
+
+    def f(z):
+        return encodings.sinusoids(z, cfg.prism_d_pe, cfg.rope_base, z)
+
+    kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / (cfg.prism_d_pe / 2)
+    rows, laws = [], []
+    for c in cursors_of(model, tokens):
+        h = c['histogram'][0].double()
+        far = (h @ f(offsets) - f(h @ offsets))[start:].norm(dim=-1) / (cfg.prism_d_pe / 2) ** 0.5
+        row = {key: c[key] for key in ('layer', 'head', 'cursor', 'of')}
+        row |= dict(peak=number(h[start:].max(dim=-1)[0].mean()), eq6=None, mean=number(far.mean()))
+        if 'jump' not in c['gates'] and T - start > 1:
+            eq_4 = np.zeros(4 * T + 1)                     # displacements -2T..2T
+            n = T - start - 1
+            eq_4[2 * T - n:2 * T + n + 1] = displacement(c, start + 1).numpy()
+            eq_6 = np.correlate(h[-1].numpy(), h[start].numpy(), 'full')
+            row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)
+            laws.append((row['eq6'], '{of} {layer}.{head}.{cursor}'.format(**c), eq_4, eq_6))
+        rows.append(row)
+    rises = (kappa.diff() > 0).nonzero()
+    summary = dict(length=length, rises=rises[0].item() if len(rises) else None)
+    panels = [core.Curves(f'eq. 7, d_pe = {cfg.prism_d_pe}', 'distance of two places',
+                          'kernel', [('', range(2 * T), kappa, {})], mark=summary['rises'])]
+    if laws:
+        summary['eq6'], name, eq_4, eq_6 = max(laws, key=lambda law: law[0])
+        seen = np.flatnonzero(eq_4 + eq_6 > 1e-3)
+        x = np.arange(seen[0] - 1, seen[-1] + 2)
+        panels.append(core.Curves(f'{name} over the answer', 'displacement', 'probability',
+                                  [('eq. 4', x - 2 * T, eq_4[x], {}),
+                                   ('eq. 6', x - 2 * T, eq_6[x], dict(ls='--'))]))
+    return rows, summary, core.Figure(f'{core.titled(cfg)}, length {length}', panels)
+
+
+def displacement(c, first):
+    """PRISM eq. 4 for a cursor of cursors_of() in its first problem: the law of its displacement
+    -n..n over the n tokens from `first` on, the scan started anew there."""
+    gates = {name: gate[:1, None, first:].double() for name, gate in c['gates'].items()}
+    step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)
+    gamma = None
+    if c['module'].cfg.prism_sharpen:
+        gamma = 1 + torch.nn.functional.softplus(c['module'].g[c['index']].double())[None]
+    table = torch.eye(2 * step.shape[2] + 1).double()
+    return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]
+
+
+PROBES = [cursor, kernel, whole, errors]

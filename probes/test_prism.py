@@ -130,3 +130,30 @@ def test_the_cursor_that_needs_fractions_is_found(monkeypatch):
     plain, _, whole, *_ = asked     # at both lengths as it is, then with all gates whole
     assert torch.allclose(whole['reset'], plain['reset'].round())
     assert torch.allclose(whole['step'], torch.eye(3)[plain['step'].argmax(dim=-1)])
+
+
+@pytest.mark.parametrize('kw', [{}, dict(prism_sharpen=False), dict(prism_copy='trained')])
+def test_kernel_compares_eq_6_and_the_mean_place_with_what_is_right(kw):
+    """With loops; and nothing differs where cursors are sure."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, longest=3, **kw)
+    rows, summary, figure = untouched(prism.kernel, model, task, cfg)
+    assert summary['rises'] == 4 and len(figure.panels) == 2      # of 32 features
+    _, tokens, targets = core.batch(task, cfg.train_lengths, 3, 1)
+    T, start = 8, 3                                               # abc=abc. and its "="
+    for c, row in zip(prism.cursors_of(model, tokens), rows):
+        if 'jump' in c['gates']:
+            assert row['eq6'] is None
+            continue
+        h = c['histogram'][0].tolist()
+        torch.testing.assert_close(prism.displacement(c, 0), c['histogram'][0, -1].double())
+        apart = 0.0
+        law = prism.displacement(c, start + 1).tolist()           # -4..4
+        for d in range(-2 * T, 2 * T + 1):
+            eq_6 = sum(h[start][i] * h[-1][i + d] for i in range(2 * T + 1) if 0 <= i + d <= 2 * T)
+            apart += abs(eq_6 - (law[d + 4] if abs(d) <= 4 else 0)) / 2
+        assert row['eq6'] == pytest.approx(apart, abs=1e-3) and apart > 0.01
+        assert row['mean'] > 0.05
+
+    sure, task, cfg = gates_by_hand()
+    rows, *_ = untouched(prism.kernel, sure, task, cfg)
+    assert all(row['peak'] > 0.999 and row['eq6'] < 1e-3 and row['mean'] < 1e-3 for row in rows)

@@ -273,7 +273,7 @@ STOPS = (
     ('stack', ('prism', 'prism', 'stack'),
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
-     'the prompt: most errors are a zero too many or too few behind the stack.'),
+     'the prompt: on seeds 0 and 1 most errors are a zero too many or too few behind the stack.'),
     ('addition_cot', ('prism', 'prism', 'addition_cot'),
      'The column in each number: "+" starts the second number, "," the next column; and the place '
      'within a column of five tokens.'),
