@@ -332,6 +332,9 @@ GRIDS = PAPER | {
          'stack, to 20': (
              'configs/stack_prism.py --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
              '(1000,20)] --eval_lengths=2-20,25,30,40,60,80,100 --batch_size=32', [40])}),
+    'prism_stack_noise': Grid(
+        'The stack with noise on the state of the GRU, and the average of the weights',
+        {'prism, noise': '--pe=prism --prism_noise=0.3 --ema=0.99'}, {'stack': OF_PRISM['stack']}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
         'and the average of the weights',
