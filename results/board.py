@@ -82,6 +82,8 @@ def argv(dial, row, column, rate, seeds, lengths):
     flags = (f'{SHAPE} {task.flags} --train_lengths={task.trained} --eval_lengths={lengths} '
              f'{ROWS.get(row, f"--pe={row}")} --max_steps={n} --eval_interval={n} '
              f'--warmup_steps={max(1, n // 10)} --lr={rate} --seeds={seeds}')
+    if seeds == SEEDS:
+        flags += ' --n_eval=1'                             # only the choice of a rate reads it
     return plan.train_argv(f'board_{dial}', f'{slug(column)}/{slug(row)},lr={rate},seeds={seeds}',
                            flags)
 
