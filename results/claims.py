@@ -268,8 +268,8 @@ STOPS = (
     ('string_copy, which does not', ('prism', 'prism', 'string_copy'),
      'The place, counted from the start in the prompt and from "=" in the answer.'),
     ('odds_first', ('prism', 'prism', 'odds_first'),
-     'Key cursors go half a place a token and stand still from "=" on; a switch at mid-answer. No '
-     'symbol tells odd places from even ones, nor where the middle is.'),
+     'Half a place a token, by key cursors in the prompt and on in the answer, whose second half '
+     'reads its own first half. No symbol tells odd places from even ones.'),
     ('stack', ('prism', 'prism', 'stack'),
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
