@@ -343,8 +343,8 @@ GRIDS = PAPER | {
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
-        '2 heads and 3 layers, and no weight on gates; addition with a tenth of the weight on whole '
-        'steps; SCAN with twice the steps',
+        '2 heads and 3 layers, and no weight on gates; addition with a tenth of the weight on '
+        'whole steps; SCAN with twice the steps',
         some('prism'),
         {'multiplication_cot, to 3': (
             'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
