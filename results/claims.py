@@ -522,8 +522,7 @@ def prism():
         'digits after 10',
         lines({
             'trained to 8 digits, 22 actions, 5 digits': in_rows('prism', 'all', of_cot),
-            'twice the steps, scan_cot': in_row('prism_chains', 'scan_cot, 3,000 steps', 'all'),
-            'otherwise, scan_cot': in_row('prism_copy', 'scan_cot', 'all')},
+            'twice the steps, scan_cot': in_row('prism_chains', 'scan_cot, 3,000 steps', 'all')},
             ':<br>'),
         'In part: two seeds of three add numbers that are two or three digits longer, and some of '
         'twice the length. Of multiplication not even the trained length is learned on every seed. '

@@ -306,12 +306,9 @@ GRIDS = PAPER | {
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
     'prism_parts': Grid(
-        'Odds first with ten times the weight on whole steps, or none; without a weight on what '
-        'gates tell of their places; with the weights themselves instead of their moving average',
+        'Odds first with ten times the weight on whole steps, or none',
         {'prism, more whole': '--pe=prism --prism_whole=1',
-         'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0',
-         'prism, no information': '--pe=prism --prism_info=0',
-         'prism, no average': '--pe=prism --ema=0'},
+         'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0'},
         {'odds_first': OF_PRISM['odds_first']}),
     'prism_odds': Grid(
         'Odds first trained to 10 digits (20 above): with ten times the weight on whole steps; '
@@ -380,12 +377,6 @@ GRIDS = PAPER | {
         'config trains them)',
         {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}' for kind in ('none', 'fixed')},
         {'dyn_str_cpy': ('configs/dyn_str_cpy_prism.py', [20])}),
-    'prism_copy': Grid(
-        "PRISM's copy branch on SCAN: left out, or with key cursors that are trained; above, they "
-        'only step up',
-        {'prism, no copy branch': '--pe=prism --prism_copy=none',
-         'prism, key cursors trained': '--pe=prism --prism_copy=trained'},
-        {'scan_cot': OF_PRISM['scan_cot']}),
     'ablation_vipe': Grid(
         'ViPE, every combination of its four parts (without all of them it is NoPE); the longer '
         'length here is 10 after 8, and 8 after 6', VIPE,
