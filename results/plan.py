@@ -341,13 +341,15 @@ GRIDS = PAPER | {
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
         '2 heads and 3 layers, and no weight on gates; addition with a tenth of the weight on '
-        'whole steps; SCAN with twice the steps',
+        'whole steps, and with noise on the state of the GRU as well; SCAN with twice the steps',
         some('prism'),
         {'multiplication_cot, to 3': (
             'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
             '--length_schedule=[(0,1),(400,2),(800,3)] --eval_lengths=1-6 --batch_size=64 '
             f'--max_steps=3000 {NO_WEIGHTS}', [6]),
          'addition_cot, less whole': ('configs/addition_prism.py --prism_whole=0.1', [16]),
+         'addition_cot, noise': (
+             'configs/addition_prism.py --prism_whole=0.1 --prism_noise=0.3', [16]),
          'scan_cot, 3,000 steps': (
              'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49))}),
     'prism_reverse': Grid(
