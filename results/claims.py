@@ -270,10 +270,10 @@ STOPS = (
     ('odds_first', ('prism', 'prism', 'odds_first'),
      'Half a place a token, by key cursors in the prompt and on in the answer, whose second half '
      'reads its own first half. No symbol tells odd places from even ones.'),
-    ('stack', ('prism', 'prism', 'stack'),
+    ('stack, noise', ('prism_stack_noise', 'prism, noise', 'stack'),
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
-     'the prompt: on seeds 0 and 1 most errors are a zero too many or too few behind the stack.'),
+     'the prompt.'),
     ('addition_cot', ('prism', 'prism', 'addition_cot'),
      'The column in each number: "+" starts the second number, "," the next column; and the place '
      'within a column of five tokens.'),
@@ -283,7 +283,7 @@ STOPS = (
      'The word of the command that is being written out, then its clause; words tell both. At 48 '
      'actions most errors are at the third clause of eight actions (no command of 22 has three): '
      'the one after it is written in its place.'),
-    ('bucket_sort', ('prism', 'prism', 'bucket_sort'),
+    ('bucket_sort, information', ('prism_noise', 'prism, information', 'bucket_sort'),
      'None has to: NoPE sorts as far. One could count each digit, up where it is read, down '
      'where it is written.'))
 
