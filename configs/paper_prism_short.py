@@ -2,4 +2,4 @@
 # --train_lengths=1-9).
 train_lengths = range(1, 11)
 length_schedule = [(0, 5), (5000, 10)]
-eval_lengths = [*range(2, 21), 25, 30, 40, 60, 80, 100, 150]
+eval_lengths = [*range(2, 21), 25, 30]

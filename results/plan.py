@@ -202,6 +202,9 @@ class Grid(NamedTuple):
     has_seeds: bool = False         # the flags or configs of the columns name the seeds
 
 
+TO_150 = '--eval_lengths=2-20,25,30,40,60,80,100,150'
+
+
 def prism_figure(name, twice, lengths='', flags=''):
     """A column: configs/NAME_prism.py at the paper's size, trained to 40 digits unless `lengths`
     names the config of others; `twice` that."""
@@ -231,10 +234,10 @@ PAPER = {                           # the papers' own sizes: these need a GPU
         {'addition_cot': prism_figure('addition', [20], 'short'),
          'dyn_str_cpy, to 5': prism_figure('dyn_str_cpy', [10], 'short', '--prism_copy=fixed '
                                            '--train_lengths=1-5 --length_schedule=[]'),
-         'dyn_str_cpy': prism_figure('dyn_str_cpy', [20], 'short', '--prism_copy=fixed'),
+         'dyn_str_cpy': prism_figure('dyn_str_cpy', [20], 'short', f'--prism_copy=fixed {TO_150}'),
          'scan_cot': prism_figure('scan_cot', range(24, 49), 'scan'),
          'string_reverse': prism_figure('string_reverse', [80], flags='--prism_copy=fixed'),
-         'string_copy, to 10': prism_figure('string_copy', [20], 'short'),
+         'string_copy, to 10': prism_figure('string_copy', [20], 'short', TO_150),
          'string_copy': prism_figure('string_copy', [80]),
          'odds_first': prism_figure('odds_first', [80], flags='--prism_layers=1,4'),
          'multiplication_cot': prism_figure('multiplication_cot', [18], 'short',
