@@ -525,9 +525,9 @@ def prism():
             'otherwise': in_rows('prism_chains', 'all')},
             ':<br>'),
         'In part: with each of three recipes, addition goes on for some digits on one or two seeds '
-        'of three, and stops at once on the others. Of multiplication not even the trained length is learned on every seed. '
-        "SCAN goes on to many of the longer commands. At most 3,500 of the paper's 150,000 "
-        'steps.')
+        'of three, and stops at once on the others. Of multiplication not even the trained length '
+        'is learned on every seed. SCAN goes on to many of the longer commands. At most 3,500 of '
+        "the paper's 150,000 steps.")
 
 
 def pope():
