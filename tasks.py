@@ -856,9 +856,10 @@ class FlipFlop(Task):
 class Group(Task):
     """State tracking (Merrill et al. 2024): token t is a group's element x_t, its label x_1 .. x_t,
     without a chain of thought. `length`: elements, uniform. Option `name`: s2 to s5 or a3 to a5,
-    permutations, the left factor first; z2 to z99, sums mod n.
+    permutations, the left factor first; z2 to z99, sums mod n. Without the start symbol, attention
+    that sees distances alone could not tell `x x` from `x`: it averages equal values.
     >>> example('group:name=s3', 5)
-    '102 120 210 012 021'
+    '^ 102 120 210 012 021'
     """
     labels = True
 
@@ -875,7 +876,7 @@ class Group(Task):
                         for a in elements]
             self.table = torch.tensor(products)     # table[a, b]: a, then b
             elements = [''.join(map(str, p)) for p in elements]
-        self.vocab = ['<pad>', *map(str, elements)]
+        self.vocab = ['<pad>', '^', *map(str, elements)]
 
     def problems(self, n, length, draw):
         x = draw.integers(len(self.table), n, length)
@@ -883,8 +884,8 @@ class Group(Task):
         products = [x[:, 0]]
         for t in range(1, length):
             products.append(table[products[-1], x[:, t]])
-        labels = torch.stack(products, dim=1) + 1
-        return pad(x + 1, (0, 1)), pad(labels, (0, 1), value=-100)      # padding ends a problem
+        labels = pad(torch.stack(products, dim=1) + 2, (1, 1), value=-100)
+        return pad(pad(x + 2, (1, 0), value=1), (0, 1)), labels         # padding ends a problem
 
 
 def is_even(permutation):

@@ -1769,8 +1769,8 @@ def test_group(name, size):
     """A label does what its tokens do, one after the other; z adds; all elements are drawn."""
     task = tasks.make(f'group:name={name}')
     tokens, labels = task.sample(200, 12, torch.Generator().manual_seed(0))
-    assert len(task.vocab) == size + 1 == len(tokens.unique())
-    for row, label in zip(tokens[:, :-1].tolist(), labels[:, :-1].tolist()):
+    assert len(task.vocab) == size + 2 == len(tokens.unique()) and (tokens[:, 0] == 1).all()
+    for row, label in zip(tokens[:, 1:-1].tolist(), labels[:, 1:-1].tolist()):
         words = [task.vocab[i] for i in row]
         places, total = range(len(words[0])), 0
         for word, i in zip(words, label):

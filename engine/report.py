@@ -327,7 +327,7 @@ def append_result(cfg, by_seed, state, command, device):
     def point(scores):
         if cfg.the_task.corpus:
             return [loss for _, loss in context_losses(cfg, scores)]
-        return summary(cfg, scores)
+        return *summary(cfg, scores), summary(cfg, scores, 'token')[0]
 
     curves = {seed: [[evaluation['step'], *point(evaluation['lengths'])]
                      for evaluation in state['seeds'][seed]['evals']] for seed in by_seed}

@@ -5,8 +5,9 @@
 
 --minutes is the dial. It sets the number of steps of each task, so that RoPE's cell takes about
 that long on one core of a CPU. All encodings of a task get these steps: slow ones take longer. A
-cell has four runs. Seed 5 tries three learning rates. Seeds 0 to 4 train together at the one that
-ends best on validation problems of the trained lengths. A cut run goes on where it was.
+cell has two commands. In the first, seed 5 tries three learning rates. In the second, seeds 0 to 4
+train at the one that ends best on validation problems of the trained lengths. A cut run goes on
+where it was.
 A cell is known by its command: after a change of your class give it another name.
 """
 import itertools
@@ -24,7 +25,7 @@ from pe import ENCODINGS
 from results import plan
 
 DIAL, QUARTER = '4', '1'            # the settings of the picture and of its comparison
-SEEDS, RATE_SEED, RATES = '0-4', '5', ('1e-3', '2e-3', '4e-3')
+SEEDS, RATE_SEED, RATES = '0-4', '5', '1e-3,2e-3,4e-3'
 SHAPE = '--d_model=64 --n_layer=2 --n_head=2 --batch_size=32 --n_eval=64 --n_test=256'
 # lengths trained and evaluated: dense behind the trained ones, then to ten times these
 TO_8 = '1-8', '1-12,14,16,20,24,32,48,64,80'
@@ -77,37 +78,36 @@ def steps(dial, column):
 
 
 def argv(dial, row, column, rate, seeds, lengths):
-    """The command of a run of a cell, evaluated at `lengths`."""
+    """The command of seeds of a cell, evaluated at `lengths`. The search for a rate reads
+    validation problems alone, the others test problems alone: --n_eval and --n_test."""
     task, n = COLUMNS[column], steps(dial, column)
     flags = (f'{SHAPE} {task.flags} --train_lengths={task.trained} --eval_lengths={lengths} '
              f'{ROWS.get(row, f"--pe={row}")} --max_steps={n} --eval_interval={n} '
-             f'--warmup_steps={max(1, n // 10)} --lr={rate} --seeds={seeds}')
-    if seeds == SEEDS:
-        flags += ' --n_eval=1'                             # only the choice of a rate reads it
-    return plan.train_argv(f'board_{dial}', f'{slug(column)}/{slug(row)},lr={rate},seeds={seeds}',
-                           flags)
+             f'--warmup_steps={max(1, n // 10)} --lr={rate} --seeds={seeds} '
+             f'{"--n_test=1" if seeds == RATE_SEED else "--n_eval=1"}')
+    return plan.train_argv(f'board_{dial}', f'{slug(column)}/{slug(row)},seeds={seeds}', flags)
 
 
 def cell(dial, row, column):
     """The line of a cell's five seeds; None, and what comes next in plan.missing, without it."""
-    def look_up(*run):
-        command = argv(dial, row, column, *run)
-        line = plan.look_up(f'board_{dial}', command)
-        if line is None:
-            plan.missing.append(command)
-        return line
-
-    task = COLUMNS[column]
-    tried = {rate: look_up(rate, RATE_SEED, task.trained) for rate in RATES}
-    if None in tried.values():
+    name, task = f'board_{dial}', COLUMNS[column]
+    search = argv(dial, row, column, RATES, RATE_SEED, task.trained)
+    tried = plan.lines_of(name, search)
+    if len(tried) < len(RATES.split(',')):
+        plan.missing.append(search)
         return None
 
-    def merit(rate):
-        """Validation score; where rates are equal in it, the tokens right."""
-        scores = plan.by_seed(tried[rate]).get(int(RATE_SEED), {})
-        return plan.validation(tried[rate], RATE_SEED), plan.score(scores, scores, 'token')
+    def merit(line):
+        """Exact match on validation problems; between equals, the tokens right."""
+        curve = line['curves'].get(RATE_SEED)              # none if it diverged
+        return plan.validation(line, RATE_SEED), curve[-1][4:] if curve else []
 
-    return look_up(max(RATES, key=merit), SEEDS, task.evaluated)
+    rate = max(tried, key=merit)['config']['lr']
+    command = argv(dial, row, column, rate, SEEDS, task.evaluated)
+    line = plan.look_up(name, command)
+    if line is None:
+        plan.missing.append(command)
+    return line
 
 
 def find(dial, rows=None, columns=None):

@@ -140,6 +140,7 @@ OF_PRISM |= {
 TO_10 = ('--train_lengths=1-10 --length_schedule=[(0,5),(400,10)] --batch_size=64 '
          '--max_steps=4000 --eval_lengths=1-15,20,30,40,60,80,100,150')
 LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
+NOISE = '--prism_noise=0.3 --ema=0.99'
 NO_WEIGHTS = ('--prism_input=0.5 --prism_info=0 --prism_whole=0 --prism_whole_at=0 '
               '--prism_alpha_lr=0.03 --ema=0')
 
@@ -309,9 +310,11 @@ GRIDS = PAPER | {
          'shifted_ape at 4e-3': '--pe=shifted_ape --lr=4e-3'},
         {'string_copy': OF_PRISM['string_copy']}),
     'prism_parts': Grid(
-        'Odds first with ten times the weight on whole steps, or none',
+        'Odds first with ten times the weight on whole steps, or none; with the orthogonal '
+        'recurrent matrix of the paper, which cannot start with units that flip',
         {'prism, more whole': '--pe=prism --prism_whole=1',
-         'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0'},
+         'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0',
+         'prism, orthogonal': '--pe=prism --prism_recurrent=orthogonal --prism_start=fading'},
         {'odds_first': OF_PRISM['odds_first']}),
     'prism_odds': Grid(
         'Odds first trained to 10 digits (20 above): with ten times the weight on whole steps; '
@@ -333,8 +336,14 @@ GRIDS = PAPER | {
              'configs/stack_prism.py --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
              '(1000,20)] --eval_lengths=2-20,25,30,40,60,80,100 --batch_size=32', [40])}),
     'prism_stack_noise': Grid(
-        'The stack with noise on the state of the GRU, and the average of the weights',
-        {'prism, noise': '--pe=prism --prism_noise=0.3 --ema=0.99'}, {'stack': OF_PRISM['stack']}),
+        'The stack with noise on the state of the GRU, and the average of the weights; with these '
+        'two and 4 cursors a head, or a layer between the PRISM layers, or a warm-up of shorter '
+        'stages',
+        {'prism, noise': f'--pe=prism {NOISE}',
+         'prism, 4 cursors': f'--pe=prism {NOISE} --prism_cursors=4',
+         'prism, 3 layers': f'--pe=prism {NOISE} --n_layer=3 --prism_layers=1,3',
+         'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]'},
+        {'stack': OF_PRISM['stack']}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
         'and the average of the weights',
@@ -445,6 +454,12 @@ def by_command(name):
 def look_up(name, argv):
     """The line in results/NAME.jsonl that this command left, or None."""
     return by_command(name).get('python ' + shlex.join(argv))
+
+
+def lines_of(name, argv):
+    """The lines in results/NAME.jsonl that this command left: of a sweep one for each point."""
+    command = 'python ' + shlex.join(argv)
+    return [run for run in runs(name) if run['command'].replace(' --resume', '') == command]
 
 
 def train_argv(name, folder, flags):
