@@ -222,7 +222,7 @@ def test_the_form_of_a_checkpoint_and_of_a_results_line_stays(numbers, tmp_path)
     assert old.keys() <= new.keys() and old['config'].keys() - given_up <= new['config'].keys()
     old_scores, new_scores = old['lengths']['0']['1'], new['lengths']['0']['1']
     assert old_scores.keys() == new_scores.keys()
-    assert [len(x['curves']['0'][0]) for x in (old, new)] == [4, 4]
+    assert [len(x['curves']['0'][0]) for x in (old, new)] == [4, 5]
 
 
 def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):

@@ -195,6 +195,11 @@ COUNTING_64 = some('rope', 'nope', 'alibi', 'mla') | {
     f'{pe}, fixed': f'--pe={pe} --n_train=8000' for pe in ('rope', 'nope', 'alibi', 'random')}
 
 
+WORDS = (SIZE + '--task=group:name={} --train_lengths=1-{} --eval_lengths={} --max_steps=5000 '
+         '--batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3')
+TO_8_AT_1E3 = SIZE + '--task={} ' + TO_8.format(3000) + ' --lr=1e-3'
+
+
 class Grid(NamedTuple):
     """A table of runs: every row with every column."""
     title: str
@@ -391,6 +396,43 @@ GRIDS = PAPER | {
         'config trains them)',
         {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}' for kind in ('none', 'fixed')},
         {'dyn_str_cpy': ('configs/dyn_str_cpy_prism.py', [20])}),
+    'group': Grid(
+        'State tracking: the running product of elements of S3, trained to 8 elements, 5,000 steps '
+        'at a learning rate of 2e-3',
+        {name: f'--pe={name}' for name in ('rope', 'nope', 'ape', 'alibi', 'fox', 'path',
+                                           'stickbreaking', 'prism')},
+        {'S3': (WORDS.format('s3', 8, '1-16,20,24,32'), [16])}),
+    'group_s5': Grid(
+        'The same in S5, with 14,400 products of two elements, trained to 4 elements',
+        {name: f'--pe={name}' for name in ('rope', 'path')},
+        {'S5': (WORDS.format('s5', 4, '1-6,8'), [8])}),
+    'positions': Grid(
+        'Other positions than the index: addition with digits of one significance at one position '
+        '(abacus, with offsets to 99 in training, or to 20); 3,000 steps at a rate of 1e-3',
+        {f'{pe}{name}': f'--pe={pe}{flags}' for pe in ('ape', 'rope') for name, flags in {
+            '': '', ', abacus': ' --positions=abacus',
+            ', abacus to 20': ' --positions=abacus --abacus_offset=20'}.items()},
+        {'addition, lowest digit first': (TO_8_AT_1E3.format('addition:reversed=1'), [16])}),
+    'randomized': Grid(
+        'Copying and reversing at positions drawn at random in order, from 2,048 or from 128; '
+        '3,000 steps at a learning rate of 1e-3',
+        {f'{pe}{name}': f'--pe={pe}{flags}' for pe in ('ape', 'rope') for name, flags in {
+            '': '', ', randomized': ' --positions=randomized',
+            ', of 128': ' --positions=randomized --positions_max=128'}.items()},
+        {task: (TO_8_AT_1E3.format(task), [16]) for task in ('string_copy', 'string_reverse')}),
+    'mqar': Grid(
+        'Recall of 4 values among noise, trained with 16 pairs of tokens, 2,000 steps at a '
+        'learning rate of 1e-3',
+        {name: f'--pe={name}' for name in ('rope', 'nope', 'ape', 'alibi', 'fox', 'path',
+                                           'stickbreaking', 'cope')},
+        {'mqar': (f'{SIZE}--task=mqar {TO_16.format(2000, 512)} --lr=1e-3', [32])}),
+    'to_20': Grid(
+        'Trained to 20 digits, 2,000 steps at a learning rate of 1e-3; the longer lengths are 21 '
+        'to 40. Copying a repeated digit, copying, reversing',
+        some('nope', 't5', 'alibi', 'rope', 'ape'),
+        {task: (f'{SIZE}--task={task} --train_lengths=1-20 --eval_lengths=1-40 --max_steps=2000 '
+                '--batch_size=32 --n_eval=16 --n_test=128 --lr=1e-3', range(21, 41))
+         for task in ('copy_repeated', 'string_copy', 'string_reverse')}),
     'ablation_vipe': Grid(
         'ViPE, every combination of its four parts (without all of them it is NoPE); the longer '
         'length here is 10 after 8, and 8 after 6', VIPE,

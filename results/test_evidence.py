@@ -139,7 +139,7 @@ def test_board(tmp_path, monkeypatch, capsys):
     first = path.read_text()
     assert not evidence.main(command)
     told = capsys.readouterr().out
-    assert '2 of 4 cells; next out/board_0.01/parity/nope,lr=1e-3,seeds=5' in told
+    assert '2 of 4 cells; next out/board_0.01/parity/nope,seeds=5' in told
     both = path.read_text()
     assert both.startswith(first) and len(both.splitlines()) == 2 * 2 * (3 + 1)
     assert not evidence.main(command)
