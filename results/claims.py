@@ -171,10 +171,10 @@ def of_probe(what, keys):
                   for name, texts in found.items()})
 
 
-def without_p(name, column):
+def without_p(name, column, more=''):
     """Exact match without p_i / without random vectors as long, taken out before each layer."""
     found = {}
-    for row in ('ape', 'ape+rope'):
+    for row in (f'ape{more}', f'ape+rope{more}'):
         line = probed('ablate --what=positions', name, row, column)
         found[row] = line and ', '.join(f'{layer["without p"]:.0f} / {layer["random"]:.0f}'
                                         for layer in line['rows'])
@@ -515,7 +515,8 @@ def prism():
                 half_step_cursors('prism', 'prism', 'odds_first')}),
         'Agrees on most seeds, to twice the length. Key cursors move by half a place a token, in '
         'the prompt and on in the answer; on a seed that stops, one of these falls behind. Trained '
-        'to 10 digits, most stop at once. Not tried: 150,000 steps, 40 digits.')
+        "to 10 digits, most stop at once. With the paper's orthogonal matrix not even the trained "
+        'lengths are learned. Not tried: 150,000 steps, 40 digits.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
@@ -664,6 +665,8 @@ def toeplitz():
         lines({
             'percent right without p_i / without random vectors, before layers 1 to 4, seed 0, 64 '
             'tokens': without_p('toeplitz_64', distance_64),
+            '64 tokens, embeddings with a standard deviation of 1':
+                without_p('toeplitz_64', distance_64, ', std 1'),
             '16 tokens': without_p('toeplitz', distance)}),
         'Not seen: with RoPE and without, p_i costs more than another vector before layers 2 and '
         '3 among 64 tokens, and next to nothing more from layer 3 on among 16. Before layer 1 '

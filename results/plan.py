@@ -188,6 +188,11 @@ ROWS_64 = TOEPLITZ_ROWS | {
     f'rope on {k} of 8 heads': f'--pe=rope --rope_heads={k}' for k in (1, 2, 4)}
 ROWS_64 |= {pe + cause: f'--pe={pe} {flags}'
             for cause, flags in CAUSES.items() for pe in ('rope', 'nope')}
+ROWS_64 |= {f'{pe}, std 1': f'--pe={pe} --embedding_std=1'
+            for pe in ('rope', 'nope', 'ape', 'ape+rope')}
+ROWS_64 |= {f'{pe}, std 1, recipe, 13,600 steps at 1e-4':
+            f'--pe={pe} --embedding_std=1 {CAUSES[", recipe, 13,600 steps at 1e-4"]}'
+            for pe in ('rope', 'nope')}
 ROWS_64 |= {'rope, 4 heads': '--pe=rope --n_head=4', 'rope, 8 layers': '--pe=rope --n_layer=8'}
 DISTANCE_64 = {'distance:span=64': (
     f'{SIZE}--task=distance:span=64 {TO_64} --n_layer=4 --n_head=8 --lr=1e-3', [128])}
@@ -265,7 +270,8 @@ GRIDS = PAPER | {
         'Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3, and '
         "the study's own settings: dropout of 0.1; betas of 0.98 and 0.9; recipe: both, with 8,000 "
         'fixed problems, cosine decay, a weight decay of 1e-5 and no clipping (the study mentions '
-        'none); the same with 13,600 steps, as in the study, and 70,000 problems, seed 0',
+        'none); the same with 13,600 steps, as in the study, and 70,000 problems, seed 0; '
+        'embeddings that start with a standard deviation of 1',
         ROWS_64, DISTANCE_64),
     'counting_64': Grid(
         'Counting among 64 tokens, 2 layers, 4 heads, 2,500 steps at a learning rate of 1e-3; '
@@ -343,11 +349,12 @@ GRIDS = PAPER | {
     'prism_stack_noise': Grid(
         'The stack with noise on the state of the GRU, and the average of the weights; with these '
         'two and 4 cursors a head, or a layer between the PRISM layers, or a warm-up of shorter '
-        'stages',
+        'stages, or none',
         {'prism, noise': f'--pe=prism {NOISE}',
          'prism, 4 cursors': f'--pe=prism {NOISE} --prism_cursors=4',
          'prism, 3 layers': f'--pe=prism {NOISE} --n_layer=3 --prism_layers=1,3',
-         'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]'},
+         'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]',
+         'prism, no warm-up': f'--pe=prism {NOISE} --length_schedule=[]'},
         {'stack': OF_PRISM['stack']}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
