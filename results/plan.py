@@ -266,6 +266,12 @@ GRIDS = PAPER | {
         "start with a standard deviation of 0.1 (as elsewhere) or 1 (PyTorch's default). Attention "
         'has a causal mask or none',
         some('rope', 'nope', 'ape', 'random', 'alibi', 't5'), SCALE_AND_MASK),
+    'embedding': Grid(
+        'The same scales on other tasks; 1,500 steps (indirect indexing: 2,500) at a learning rate '
+        'of 1e-3',
+        {f'{pe}, {std}': f'--pe={pe} --embedding_std={std} --lr=1e-3'
+         for pe in ('rope', 'nope', 'ape') for std in ('0.1', '1')},
+        {name: COLUMNS[name] for name in ('iterative', 'algorithmic', 'indirect indexing')}),
     'toeplitz_64': Grid(
         'Distance among 64 tokens, 4 layers, 8 heads, 2,500 steps at a learning rate of 1e-3, and '
         "the study's own settings: dropout of 0.1; betas of 0.98 and 0.9; recipe: both, with 8,000 "
