@@ -631,8 +631,8 @@ def toeplitz():
         'Without the causal mask, which the study says it has, NoPE is at chance, as there, and T5 '
         'learns in part. With both as elsewhere here NoPE learns distance from the mask alone, and '
         "no part of the study's recipe keeps it at chance. ALiBi does not struggle. All learn to "
-        'count; on a fixed set of problems the order is that of Figure 3, by less than the seeds '
-        'differ. Not tried: batches of 512, its width, 128 tokens.')
+        'count, with either scale and mask; on a fixed set of problems the order is that of Figure '
+        '3, by less than the seeds differ. Not tried: batches of 512, its width, 128 tokens.')
     yield (
         'Figures 4, 5, 7, 9-11: one head of RoPE in layer 1 does nearly all (the deposit); with '
         'APE added it is in a deeper layer; NoPE, T5, ALiBi, MLA, and RoPE at counting have no '
