@@ -398,10 +398,11 @@ def positions(cfg, tokens, training, total_len=None):
     """pos [T], or [B, T], of tokens [B, T], as cfg.positions says.
 
     randomized (Ruoss et al. 2023): T of 0..positions_max-1, the same for the whole batch; in
-    evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): in training
-    plus an offset, the same for the whole batch, uniform on 0..abacus_offset; it is meant for
-    numbers written lowest digit first, where digits of one significance then share a position, as
-    in position coupling (Cho et al. 2024). Seeds that train together draw otherwise than alone.
+    evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): a digit's
+    place in its number, from 1, and 0 for other tokens; in training an offset is added to digits,
+    the same for the whole batch, uniform on 0..abacus_offset. It is meant for numbers written
+    lowest digit first, where digits of one significance then share a position, as in position
+    coupling (Cho et al. 2024). Seeds that train together draw otherwise than alone.
     """
     T = tokens.shape[1]
     index = torch.arange(T, device=tokens.device)
@@ -834,17 +835,19 @@ class CoPE(Encoding):
 
     def adjust(self, logits, q, k, at):
         gates = torch.sigmoid(logits + self.mask(logits))  # 0 at later tokens
+        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))      # not in bfloat16
         p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)  # (B, H, Tq, T)
-        each = q @ self.e.T  # (B, H, Tq, N)
+        each = (q @ self.e.T).to(p.dtype)  # (B, H, Tq, N)
         low, high = p.floor().long(), p.ceil().long()
-        return logits + torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
+        between = torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
+        return logits + between.to(logits.dtype)
 
 
 class PaTH(Encoding):
     """PaTH (Yang et al. 2025): logit_ts = k_s^T H_(s+1) ... H_t q_t / sqrt(d),
     H_j = I - beta_j w_j w_j^T, between the identity and a reflection, as token j decides.
 
-    w = conv(W_2 W_1 x) of length 1 per head, conv over the last 3 tokens, each feature alone;
+    w = conv(W_2 W_1 x), of unit norm in each head, conv over the last 3 tokens, each feature alone;
     beta = 2 sigmoid(W_beta x). The product unrolls into paths s < j_1 < ... < j_m <= t (its UT
     transform): logits = QK^T - tril(QW^T) (1 + beta strict(WW^T))^-1 beta strict(WK^T).
     """
@@ -1290,6 +1293,10 @@ class Sum(Encoding):
             raise ValueError(f'{" and ".join(type(p).__name__ for p in changing)} cannot be added: '
                              'both change the product of q and k')
         turning = [p for p in parts if changed(p, 'qk')]
+        if any(isinstance(p, PoPE) for p in turning[:-1]) and isinstance(
+                turning[-1], (SelectiveRoPE, PoPE)):
+            raise ValueError('pope doubles the width of q and k: write it once, and last, as in '
+                             'selective_rope+pope')
         mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
         self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
         self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()

@@ -433,12 +433,14 @@ class StringCopy(Characters):
 
 
 class CopyRepeated(StringCopy):
-    """Copy a digit as often as it stands there (Kazemnejad et al. 2023).
+    """Copy a digit or letter as often as it stands there (Kazemnejad et al. 2023).
     >>> example('copy_repeated', 7)
     '4444444=4444444.'
     """
     def inputs(self, n, length, draw):
-        return [draw.integers(10, n, 1).expand(-1, length)]
+        x = draw.integers(35, n, 1)
+        x = torch.where(x < 10, x, x - 10 + CHARACTERS.index('a') - 1)
+        return [x.expand(-1, length)]
 
 
 class StringReverse(StringCopy):
@@ -550,16 +552,17 @@ class ModularArithmetic(EvenPairs):
 
 
 class MissingDuplicate(EvenPairs):
-    """A string of bits twice, one bit of the second missing: which? `length`: of the string.
+    """A string of bits twice, one bit missing: which? `length`: of the string.
     >>> example('missing_duplicate', 5)
     '011010110x=1.'
     """
     def inputs(self, n, length, draw):
-        return *super().inputs(n, length, draw), draw.integers(length, n, 1)
+        return *super().inputs(n, length, draw), draw.integers(2 * length, n, 1)
 
     def write(self, x, place):
+        twice = torch.cat([x, x], dim=1)
         blank = torch.full_like(place, CHARACTERS.index('x') - 1)
-        return [x, x.scatter(1, place, blank), '=', x.gather(1, place), '.']
+        return [twice.scatter(1, place, blank), '=', twice.gather(1, place), '.']
 
 
 class DynStrCpy(Characters):
@@ -899,8 +902,10 @@ class Recall(Task):
     least = 1       # slots for each key
 
     def __init__(self, keys=4, words=64):
-        if not 1 <= keys <= words <= 10000:
-            raise ValueError(f'keys must be 1 to {words}, the words, not {keys}; words up to 10000')
+        if not 1 <= words <= 10000:
+            raise ValueError(f'words must be 1 to 10000, not {words}')
+        if not 1 <= keys <= words:
+            raise ValueError(f'keys must be 1 to {words}, the words, not {keys}')
         self.keys, self.words = keys, words
         self.min_length = self.least * keys
         self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')

@@ -1091,10 +1091,22 @@ def test_nope_every():
 
 @pytest.mark.parametrize('names, says', [
     ('path+rope', 'PaTH and RoPE cannot be added'), ('path+path', 'PaTH and PaTH'),
-    ('ssmax+path', 'both change the product'), ('stickbreaking+vipe', 'weights that sum to 1')])
+    ('ssmax+path', 'both change the product'), ('stickbreaking+vipe', 'weights that sum to 1'),
+    ('pope+selective_rope', 'write it once, and last')])
 def test_sums_that_would_be_neither_encoding(names, says):
     with pytest.raises(ValueError, match=says):
         encoding(names)
+
+
+@pytest.mark.parametrize('first', pe.ENCODINGS)
+def test_any_two_encodings_add_or_say_why_not(first):
+    for second in pe.ENCODINGS:
+        try:
+            model = make(pe=f'{first}+{second}', n_layer=1)
+        except ValueError:
+            continue
+        logits, _ = model(torch.ones(1, 5, dtype=torch.int64))
+        assert logits.isfinite().all()
 
 
 def positions_of(training, length=9, **kw):
@@ -1586,9 +1598,10 @@ def string_answer(name, x):
         return str(eval(x) % 5)
     if name == 'missing_duplicate':
         half = len(x) // 2
-        place = x.index('x') - half
-        assert x[half:].replace('x', x[place]) == x[:half]
-        return x[place]
+        answer = x[x.index('x') - half]                    # from either half: -1 is the last
+        whole = x.replace('x', answer)
+        assert whole[half:] == whole[:half]
+        return answer
     if name == 'string_reverse':
         return x[::-1]
     if name == 'odds_first':

@@ -98,7 +98,9 @@ class Config(ModelConfig):
                              f'batch_size={self.batch_size}')
         task = self.the_task
         self.vocab_size = len(task.vocab)
-        self.digits = [i for i, word in enumerate(task.vocab) if word in set('0123456789')]
+        numbers = [i for i, word in enumerate(task.vocab) if word.isdecimal()]
+        is_written_in_digits = all(len(task.vocab[i]) == 1 for i in numbers)
+        self.digits = numbers if is_written_in_digits else []
         self.train_len = task.width(self.train_lengths)
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = self.out_dir or runs.default_out_dir(vars(self))
