@@ -440,6 +440,18 @@ def learning_figure(plt, name, rows=None):
     return ax.figure
 
 
+def held_figure(plt, name):
+    """The length up to which a run holds, in the course of training."""
+    for ax, cell, style in panels(plt, name):
+        points = list(zip(*cell['curves']))       # as above
+        steps = [point[0][0] for point in points]
+        draw_seeds(ax, steps, [[held for _, _, _, held, _ in point] for point in points], style)
+        ax.set(xlabel='step', ylim=(0, max(cell['config']['eval_lengths'])))
+        ax.axhline(max(cell['config']['train_lengths']), color='crimson', lw=1)
+        ax.figure.axes[0].set_ylabel('longest length held')
+    return ax.figure
+
+
 def heads_figure(plt, name):
     """RoPE and NoPE, trained with dropout, without each of their heads; seed 0."""
     found = {pe: claims.probed('ablate', 'toeplitz_64', f'{pe}, dropout', 'distance:span=64')
@@ -466,6 +478,7 @@ FIGURES = {
     'toeplitz': learning_figure,
     'toeplitz_64': functools.partial(learning_figure, rows=plan.TOEPLITZ_ROWS),
     'heads': heads_figure,
+    'vipe_long': held_figure,
 } | dict.fromkeys(('indirect', 'vipe', 'vipe_seeds', 'vipe_steps', 'prism'), lengths_figure)
 
 

@@ -299,6 +299,14 @@ GRIDS = PAPER | {
     'vipe_steps': Grid(
         'Copy and parity as above, but with 10,000 steps instead of 2,000', some('vipe', 'nope'),
         {f'{task}, 3 layers': iterative(task, 3, steps=10000) for task in ('copy', 'parity')}),
+    'vipe_long': Grid(
+        "ViPE's tasks with its paper's recipe (2,048 problems for each length to 16, the same "
+        'learning rate throughout), d=64, batches of 32 instead of 256, 40,000 steps instead of '
+        '256,000',
+        some('vipe', 'nope', 'rope'),
+        {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task} --d_model=64 '
+                '--batch_size=32 --max_steps=40000 --eval_interval=2500 --n_eval=64 --n_test=512 '
+                '--seeds=0-2', [32]) for task in THREE}),
     'vipe_causes': Grid(
         'ViPE without one or two of its parts, on tasks where it is behind others; 3 layers, '
         'otherwise as above',
