@@ -410,7 +410,7 @@ def vipe():
         lines({
             REACH: trained_to_8(('copy', 'parity')),
             '10,000 steps': in_rows('vipe_steps', 'reach'),
-            '40,000 steps, trained to 16': in_rows('vipe_long', 'reach'),
+            '20,000 steps, trained to 16': in_rows('vipe_long', 'reach'),
         } | at_paper_size('paper_vipe', 'reach', ['copy', 'parity'])),
         'Agrees on copy with 3 layers, in lengths and in tokens. On parity it leads in tokens with '
         '2 layers, and does not lead with 3. With 2 layers ViPE learns neither task on one seed. '

@@ -301,11 +301,11 @@ GRIDS = PAPER | {
         {f'{task}, 3 layers': iterative(task, 3, steps=10000) for task in ('copy', 'parity')}),
     'vipe_long': Grid(
         "ViPE's tasks with its paper's recipe (2,048 problems for each length to 16, the same "
-        'learning rate throughout), d=64, batches of 32 instead of 256, 40,000 steps instead of '
+        'learning rate throughout), d=64, batches of 32 instead of 256, 20,000 steps instead of '
         '256,000',
         some('vipe', 'nope', 'rope'),
         {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task} --d_model=64 '
-                '--batch_size=32 --max_steps=40000 --eval_interval=2500 --n_eval=64 --n_test=512 '
+                '--batch_size=32 --max_steps=20000 --eval_interval=2000 --n_eval=64 --n_test=512 '
                 '--seeds=0-2', [32]) for task in THREE}),
     'vipe_causes': Grid(
         'ViPE without one or two of its parts, on tasks where it is behind others; 3 layers, '
