@@ -363,12 +363,11 @@ GRIDS = PAPER | {
     'prism_stack_noise': Grid(
         'The stack with noise on the state of the GRU, and the average of the weights; with these '
         'two and 4 cursors a head, or a layer between the PRISM layers, or a warm-up of shorter '
-        'stages, or none',
+        'stages',
         {'prism, noise': f'--pe=prism {NOISE}',
          'prism, 4 cursors': f'--pe=prism {NOISE} --prism_cursors=4',
          'prism, 3 layers': f'--pe=prism {NOISE} --n_layer=3 --prism_layers=1,3',
-         'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]',
-         'prism, no warm-up': f'--pe=prism {NOISE} --length_schedule=[]'},
+         'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]'},
         {'stack': OF_PRISM['stack']}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
