@@ -643,14 +643,16 @@ def toeplitz():
             'share of what all heads are worth (one by one in the table of heads below), layer by '
             'layer': head_layers('toeplitz_64', distance_64, (
                 'rope', 'rope, dropout', 'rope, 8 layers', 'nope', 'nope, dropout', 'ape', 'random',
-                'alibi', 't5', 'ape+rope', 'mla')),
+                'alibi', 't5', 'ape+rope', 'mla', 'rope, std 1', 'nope, std 1', 'ape, std 1',
+                'ape+rope, std 1')),
             '16 tokens': head_layers('toeplitz', distance, (
                 'rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')),
             'counting': head_layers('toeplitz', counting, ('rope',))}),
         "In part: RoPE's work is mostly in layer 1, NoPE's and T5's in deeper layers. But several "
         "heads share RoPE's; with the study's dropout one head stands out more, and the work is "
-        'spread over layers. APE+RoPE has most in layer 1, not deeper. Among 64 tokens MLA has no '
-        'such head, as there; nor has RoPE at counting.')
+        'spread over layers. APE+RoPE has most in layer 1, not deeper. Where embeddings start with '
+        'a standard deviation of 1, both have most in layer 2. Among 64 tokens MLA has no such '
+        'head, as there; nor has RoPE at counting.')
     yield (
         'Figures 6, 12, D.4: one or two heads with RoPE are enough, and they carry it',
         'curves',
@@ -669,10 +671,11 @@ def toeplitz():
             '64 tokens, embeddings with a standard deviation of 1':
                 without_p('toeplitz_64', distance_64, ', std 1'),
             '16 tokens': without_p('toeplitz', distance)}),
-        'Not seen: with RoPE and without, p_i costs more than another vector before layers 2 and '
-        '3 among 64 tokens, and next to nothing more from layer 3 on among 16. Before layer 1 '
-        'p_i is nearly all of the residual stream, because embeddings start small here: any '
-        'vector of that length destroys it.')
+        'In part, on one seed. Where embeddings start with a standard deviation of 1, APE without '
+        'p_i before layer 1 has nothing right, APE with RoPE 36 %, more than without another '
+        'vector. With RoPE and without, p_i costs more than another vector before layer 2, little '
+        'before layer 3, and nothing before layer 4. Where embeddings start small, p_i is nearly '
+        'all of the residual stream before layer 1, and any vector of that length destroys it.')
     yield (
         'section 3.2, eq. 1, 2, B.1, B.3: logits are Gram matrices times or plus a Toeplitz '
         'matrix; RoPE, with a single Toeplitz factor, narrows the spectrum',
