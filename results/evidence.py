@@ -448,7 +448,7 @@ def held_figure(plt, name):
         draw_seeds(ax, steps, [[held for _, _, _, held, _ in point] for point in points], style)
         ax.set(xlabel='step', ylim=(0, max(cell['config']['eval_lengths'])))
         ax.axhline(max(cell['config']['train_lengths']), color='crimson', lw=1)
-        ax.figure.axes[0].set_ylabel('longest length held')
+    ax.figure.axes[0].set_ylabel('longest length held')
     return ax.figure
 
 
