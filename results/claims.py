@@ -671,8 +671,8 @@ def toeplitz():
             '64 tokens, embeddings with a standard deviation of 1':
                 without_p('toeplitz_64', distance_64, ', std 1'),
             '16 tokens': without_p('toeplitz', distance)}),
-        'In part, on one seed. Where embeddings start with a standard deviation of 1, APE without '
-        'p_i before layer 1 has nothing right, APE with RoPE 36 %, more than without another '
+        'In part, on one seed, where embeddings start with a standard deviation of 1. Without p_i '
+        'before layer 1 APE has nothing right. APE with RoPE has 36 %, and 16 % without another '
         'vector. With RoPE and without, p_i costs more than another vector before layer 2, little '
         'before layer 3, and nothing before layer 4. Where embeddings start small, p_i is nearly '
         'all of the residual stream before layer 1, and any vector of that length destroys it.')
