@@ -205,6 +205,12 @@ WORDS = (SIZE + '--task=group:name={} --train_lengths=1-{} --eval_lengths={} --m
 TO_8_AT_1E3 = SIZE + '--task={} ' + TO_8.format(3000) + ' --lr=1e-3'
 
 
+def ape_and_rope(variants):
+    """APE and RoPE at the index, then with each of {name: flags}, as rows."""
+    return {f'{pe}{name}': f'--pe={pe}{flags}'
+            for pe in ('ape', 'rope') for name, flags in {'': '', **variants}.items()}
+
+
 class Grid(NamedTuple):
     """A table of runs: every row with every column."""
     title: str
@@ -429,16 +435,14 @@ GRIDS = PAPER | {
     'positions': Grid(
         'Other positions than the index: addition with digits of one significance at one position '
         '(abacus, with offsets to 99 in training, or to 20); 3,000 steps at a rate of 1e-3',
-        {f'{pe}{name}': f'--pe={pe}{flags}' for pe in ('ape', 'rope') for name, flags in {
-            '': '', ', abacus': ' --positions=abacus',
-            ', abacus to 20': ' --positions=abacus --abacus_offset=20'}.items()},
+        ape_and_rope({', abacus': ' --positions=abacus',
+                      ', abacus to 20': ' --positions=abacus --abacus_offset=20'}),
         {'addition, lowest digit first': (TO_8_AT_1E3.format('addition:reversed=1'), [16])}),
     'randomized': Grid(
         'Copying and reversing at positions drawn at random in order, from 2,048 or from 128; '
         '3,000 steps at a learning rate of 1e-3',
-        {f'{pe}{name}': f'--pe={pe}{flags}' for pe in ('ape', 'rope') for name, flags in {
-            '': '', ', randomized': ' --positions=randomized',
-            ', of 128': ' --positions=randomized --positions_max=128'}.items()},
+        ape_and_rope({', randomized': ' --positions=randomized',
+                      ', of 128': ' --positions=randomized --positions_max=128'}),
         {task: (TO_8_AT_1E3.format(task), [16]) for task in ('string_copy', 'string_reverse')}),
     'mqar': Grid(
         'Recall of 4 values among noise, trained with 16 pairs of tokens, 2,000 steps at a '
