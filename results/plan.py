@@ -434,8 +434,10 @@ GRIDS = PAPER | {
         {'S5': (WORDS.format('s5', 4, '1-6,8'), [8])}),
     'positions': Grid(
         'Other positions than the index: addition with digits of one significance at one position '
-        '(abacus, with offsets to 99 in training, or to 20); 3,000 steps at a rate of 1e-3',
+        '(abacus, with offsets to 99 in training, or to 20); 3,000 steps, where no others are '
+        'named, at a rate of 1e-3',
         ape_and_rope({', abacus': ' --positions=abacus',
+                      ', abacus, 10,000 steps': ' --positions=abacus --max_steps=10000',
                       ', abacus to 20': ' --positions=abacus --abacus_offset=20'}),
         {'addition, lowest digit first': (TO_8_AT_1E3.format('addition:reversed=1'), [16])}),
     'randomized': Grid(
@@ -452,11 +454,15 @@ GRIDS = PAPER | {
         {'mqar': (f'{SIZE}--task=mqar {TO_16.format(2000, 512)} --lr=1e-3', [32])}),
     'to_20': Grid(
         'Trained to 20 digits, 2,000 steps at a learning rate of 1e-3; the longer lengths are 21 '
-        'to 40. Copying a repeated digit, copying, reversing',
+        'to 40. Copying a repeated digit, copying, reversing; the commands of SCAN with at most 25 '
+        'actions, tested to 48',
         some('nope', 't5', 'alibi', 'rope', 'ape'),
-        {task: (f'{SIZE}--task={task} --train_lengths=1-20 --eval_lengths=1-40 --max_steps=2000 '
-                '--batch_size=32 --n_eval=16 --n_test=128 --lr=1e-3', range(21, 41))
-         for task in ('copy_repeated', 'string_copy', 'string_reverse')}),
+        {task: (f'{SIZE}--task={task} --train_lengths=1-{trained} --eval_lengths=1-{longest} '
+                '--max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --lr=1e-3',
+                range(trained + 1, longest + 1))
+         for task, trained, longest in (
+             ('copy_repeated', 20, 40), ('string_copy', 20, 40), ('string_reverse', 20, 40),
+             ('scan_simple', 25, 48))}),
     'ablation_vipe': Grid(
         'ViPE, every combination of its four parts (without all of them it is NoPE); the longer '
         'length here is 10 after 8, and 8 after 6', VIPE,
