@@ -170,6 +170,8 @@ class Transformer(nn.Module):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
         the likeliest at temperature 0; rows past their end are padded. total_len: by default T + n.
         """
+        if not self.cfg.causal:
+            raise ValueError('causal=False hides the last token from all others: no next one')
         total_len = total_len or tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         for _ in range(n):

@@ -689,7 +689,7 @@ class ALiBi(Encoding):
     slopes m_h = 2^(-8h/H), h = 1..H.
 
     Where H is no power of two: the slopes of the power of two below it, then the first, third, ..
-    of the next power. No parameters.
+    of the next power. No parameters. A single head has the slope 1/256: nearly NoPE.
     """
     shift_invariant = True
     gains = True
@@ -953,6 +953,7 @@ class ViPE(Encoding):
     """
     fp32 = True
     gains = True
+    needs_causal = True         # log n and the code count the keys before t
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -125,7 +125,7 @@ class Iterative(Task):
     end = EOS
     symbols = range(2)
 
-    def __init__(self, steps=1):
+    def __init__(self, steps=True):
         self.steps = steps
         self.vocab = ['<pad>', 'BoS', 'EoI', 'EoS', *map(str, self.symbols)]
 
@@ -164,7 +164,7 @@ class Polynomial(Iterative):
     >>> example('polynomial', 5)
     'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
     """
-    def __init__(self, p=5, steps=1):
+    def __init__(self, p=5, steps=True):
         if p < 2:
             raise ValueError(f'polynomial needs a modulus p >= 2, not {p}')
         self.p = p
@@ -190,7 +190,7 @@ class Product(Iterative):
     max_length = 1000
     symbols = range(1, 5)
 
-    def __init__(self, own=0, steps=1):
+    def __init__(self, own=False, steps=True):
         g = torch.Generator().manual_seed(0)
         beta = torch.randint(1, 5, (self.max_length,), generator=g)
         self.beta = beta if own else torch.ones_like(beta)
@@ -622,9 +622,7 @@ class Addition(AdditionCoT):
     >>> example('addition:reversed=1:hints=1', 3)
     'k9l3m8+k7l7=k6l1m9.'
     """
-    def __init__(self, reversed=0, hints=0, pad=0):
-        if not {reversed, hints, pad} <= {0, 1}:
-            raise ValueError('addition: reversed, hints and pad are 0 or 1')
+    def __init__(self, reversed=False, hints=False, pad=False):
         self.reversed, self.hints, self.pad = reversed, hints, pad
         self.max_length = 24 if hints else math.inf
 
@@ -796,7 +794,7 @@ class SCAN(Pairs):
     >>> example('scan', 4)
     'BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS'
     """
-    def __init__(self, simple=0):
+    def __init__(self, simple=False):
         self.split = 'simple' if simple else 'length'
 
     def texts(self, part):
@@ -969,7 +967,7 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
          'cycle_navigation': CycleNavigation(),
          'modular_arithmetic': ModularArithmetic(), 'missing_duplicate': MissingDuplicate(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
-         'scan': SCAN(), 'scan_simple': SCAN(simple=1), 'scan_cot': SCANCoT()}
+         'scan': SCAN(), 'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT()}
 
 
 def known():
@@ -991,16 +989,26 @@ def make(name, data=''):
     if data and not task.needs:
         raise DataError(f'{base} reads no files: leave --data={data} out')
     if options or data:
-        takes = inspect.signature(type(task)).parameters
-        given = dict(re.findall(r'(\w+)=(\w+)', name))
-        known_to_it = all(k in takes and (type(takes[k].default) is str or v.isdecimal())
-                          for k, v in given.items())
-        if [f'{k}={v}' for k, v in given.items()] != options or not known_to_it:
+        takes = options_of(task)
+        given = dict(re.findall(r'(\w+)=([^:]+)', name))
+        if [f'{k}={v}' for k, v in given.items()] != options or given.keys() - takes.keys():
             raise ValueError(f'{name!r} has options that {base} does not know: it has '
                              f'{", ".join(takes) or "none"}, written as in polynomial:p=7')
-        task = type(task)(**{k: type(takes[k].default)(v) for k, v in given.items()})
+        for key, value in given.items():
+            kind = type(takes[key])
+            if not (kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))):
+                wants = '0 or 1' if kind is bool else 'a whole number'
+                raise ValueError(f'{base}:{key} must be {wants}, not {value}')
+            given[key] = value if kind is str else kind(int(value))
+        task = type(task)(**given)
     task.name, task.data = name, data
     return task
+
+
+def options_of(task):
+    """{option: its default} of what may follow a task's name; True and False are switches."""
+    takes = inspect.signature(type(task)).parameters
+    return {name: parameter.default for name, parameter in takes.items()}
 
 
 def example(name, length):
@@ -1034,6 +1042,10 @@ def main(argv):
     length = int(rest[0]) if rest else default
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
+    options = [f'{key}={value:d}' if type(value) is bool else f'{key}={value}'
+               for key, value in options_of(make(name.partition(':')[0], **flags)).items()]
+    if options:
+        print('options, here with their defaults: ' + ':'.join([name.partition(':')[0], *options]))
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
         answer = 'all but the first' if task.corpus else task.decode(target[target != -100])

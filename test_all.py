@@ -2038,7 +2038,9 @@ def test_trigger_counts_up_to_most():
     ('group:name=q3', 5, 'group:name is s2 to s5'),
     ('group:name=s²', 5, 'group:name is s2 to s5'),
     ('addition:pad=2', 5, '0 or 1'),
-    ('polynomial:p=x', 5, 'options'),
+    ('polynomial:p=x', 5, 'p must be a whole number, not x'),
+    ('parity:steps=2', 5, 'steps must be 0 or 1, not 2'),
+    ('parity:steps=-1', 5, 'steps must be 0 or 1, not -1'),
     ('mqar:keys=65', 5, 'keys must be 1 to 64'),
     ('mqar', 7, 'from 8'),
     ('needle', 3, 'from 4')])

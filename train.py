@@ -143,8 +143,9 @@ class Config(ModelConfig):
                 task.of_part(part)                         # says now what is missing
         if not self.causal and not (isinstance(task, tasks.Classification)
                                     and len(self.train_lengths) == 1):
-            raise ValueError('causal=False needs an answer of one class (distance, trigger_count) '
-                             'and one length in train_lengths, for padding would be seen')
+            raise ValueError('causal=False needs an answer of one class (distance, distance_sum, '
+                             'trigger_count) and one length in train_lengths, for padding would '
+                             'be seen')
         if task.fixed and self.n_train:
             raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
 
@@ -531,6 +532,9 @@ def continue_prompt(cfg):
         raise UserError(f'--prompt={cfg.prompt!r} has no token of this task in it')
     if task.labels:
         raise UserError(f'{cfg.task} labels tokens, so the model continues no prompt')
+    if not cfg.causal:
+        raise UserError('a model without causal mask answers at the query token alone and '
+                        'continues no prompt: leave --prompt out')
     if cfg.positions == 'randomized' and prompt.shape[1] + cfg.new_tokens > cfg.positions_max:
         raise UserError(f'there are {cfg.positions_max} positions: lower --new_tokens')
     torch.manual_seed(cfg.seeds[0])

@@ -612,6 +612,10 @@ def test_eval_only_with_other_options_of_the_task(tmp_path):
         train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=group:name=z6'])
     with pytest.raises(UserError, match='continues no prompt'):
         train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=012'])
+    train.main(flags(task='distance:span=4', train_lengths='4', eval_lengths='4', causal=False,
+                     out_dir=tmp_path))
+    with pytest.raises(UserError, match='without causal mask'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=w1 ?'])
 
 
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
