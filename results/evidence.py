@@ -398,7 +398,9 @@ def panels(plt, name, rows=None):
         for row in rows or GRIDS[name].rows:
             if (name, row, column) in cells:
                 grey = dict(color='0.4', ls=('-', '--', ':')[len(styles) % 3])
-                style = styles.setdefault(row, report.style_of(row) or grey)
+                known = report.style_of(row.removesuffix(', std 1'))
+                style = styles.setdefault(row, (known or grey) | (
+                    dict(ls=':') if row.endswith(', std 1') else {}))
                 yield ax, cells[name, row, column], style
     for ax in axes[:, 0]:
         ax.set_ylabel('exact match (%)')
@@ -476,7 +478,9 @@ def heads_figure(plt, name):
 FIGURES = {
     'cross': cross_figure,
     'toeplitz': learning_figure,
-    'toeplitz_64': functools.partial(learning_figure, rows=plan.TOEPLITZ_ROWS),
+    'toeplitz_64': functools.partial(learning_figure, rows=[
+        'rope', 'nope', 'ape', 'ape+rope', 'rope, std 1', 'nope, std 1', 'ape, std 1',
+        'ape+rope, std 1']),
     'heads': heads_figure,
     'vipe_long': held_figure,
 } | dict.fromkeys(('indirect', 'vipe', 'vipe_seeds', 'vipe_steps', 'prism'), lengths_figure)

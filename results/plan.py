@@ -231,6 +231,14 @@ def prism_figure(name, twice, lengths='', flags=''):
     return f'{configs} {flags}'.strip(), twice
 
 
+def paper_toeplitz(distance, counting):
+    """The columns of the Toeplitz study at its size, with more flags for each task."""
+    return {
+        'distance': (f'configs/distance_rope.py configs/paper_toeplitz.py{distance}', [256]),
+        'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 '
+                     f'--n_test=15000 {counting}', [256])}
+
+
 PAPER = {                           # the papers' own sizes: these need a GPU
     'paper_pope': Grid(
         "Indirect indexing at PoPE's size", some('rope', 'pope'),
@@ -240,11 +248,13 @@ PAPER = {                           # the papers' own sizes: these need a GPU
         {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task}', [32])
          for task in THREE}, has_seeds=True),
     'paper_toeplitz': Grid(
-        "The Toeplitz study's tasks at its size", TOEPLITZ_ROWS,
-        {'distance': ('configs/distance_rope.py configs/paper_toeplitz.py', [256]),
-         'counting': ('configs/trigger_count_nope.py configs/paper_toeplitz.py --n_train=35000 '
-                      '--n_test=15000 --max_steps=10200 --warmup_steps=612', [256])},
-        has_seeds=True),
+        "The Toeplitz study's tasks at its size",
+        {name: flags for name, flags in TOEPLITZ_ROWS.items() if name != 'mla'},
+        paper_toeplitz('', '--max_steps=10200 --warmup_steps=612'), has_seeds=True),
+    'paper_toeplitz_mla': Grid(
+        'The same with MLA, in batches of 1,024 (its Table 4)', some('mla'),
+        paper_toeplitz(' --batch_size=1024 --max_steps=6800 --warmup_steps=408',
+                       '--batch_size=1024 --max_steps=5100 --warmup_steps=306'), has_seeds=True),
     'paper_prism': Grid(
         "PRISM's tasks (its Figures 1 to 10) at its paper's size",
         {'prism': '--pe=prism', 'shifted_ape': 'configs/paper_prism_baseline.py'},
@@ -307,8 +317,8 @@ GRIDS = PAPER | {
         {f'{task}, 3 layers': iterative(task, 3, steps=10000) for task in ('copy', 'parity')}),
     'vipe_long': Grid(
         "ViPE's tasks with its paper's recipe (2,048 problems for each length to 16, the same "
-        'learning rate throughout), d=64, batches of 32 instead of 256, 20,000 steps instead of '
-        '256,000',
+        'learning rate throughout), d=64, 20,000 steps in batches of 32 instead of 256,000 in '
+        "batches of 256: 1 % of the paper's sequences",
         some('vipe', 'nope', 'rope'),
         {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task} --d_model=64 '
                 '--batch_size=32 --max_steps=20000 --eval_interval=2000 --n_eval=64 --n_test=512 '
@@ -322,7 +332,7 @@ GRIDS = PAPER | {
         {f'{task}, 3 layers': iterative(task, 3) for task in ('reverse', 'mode', 'sort')}),
     'vipe_scale': Grid(
         'ViPE with the other reading of s in eq. 7: longest test length / longest training length, '
-        'here 4, in every test beyond the trained lengths; otherwise as above',
+        'here 67 / 19 tokens, in every test beyond the trained lengths; otherwise as above',
         {'vipe, global s': '--pe=vipe --vipe_s=global'},
         {'polynomial, 3 layers': iterative('polynomial', 3)}),
     'prism': Grid(
@@ -484,6 +494,8 @@ GRIDS = PAPER | {
 HEADS = [('toeplitz_64', row, 'distance:span=64') for row in ROWS_64 if 'recipe' not in row]
 HEADS += [('toeplitz', row, 'distance:span=16')
           for row in ('rope', 'nope', 'ape', 'alibi', 't5', 'ape+rope', 'mla')]
+HEADS += [('toeplitz_scale', row, f'distance, 1{mask}')
+          for mask in ('', ', no mask') for row in ('rope', 'ape', 'alibi')]
 HEADS += [('toeplitz', 'rope', 'trigger_count:most=16')]
 
 # What runs first: pieces whose out_dir begins so, in this order; the rest in the order of GRIDS
