@@ -113,7 +113,7 @@ def grid_lines(name):
         yield (f'\nIn {sum(at_highest)} of these {len(at_highest)} cells the learning rate is the '
                'highest of the three that were tried.')
     if name in FIGURES and name != 'cross':
-        yield f'\n![{grid.title.partition(",")[0]}](../assets/{name}.png)'
+        yield f'\n![{grid.title.partition(", ")[0]}](../assets/{name}.png)'
     if name.startswith('ablation'):
         yield from effects(name)
 

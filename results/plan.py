@@ -316,9 +316,9 @@ GRIDS = PAPER | {
         'Copy and parity as above, but with 10,000 steps instead of 2,000', some('vipe', 'nope'),
         {f'{task}, 3 layers': iterative(task, 3, steps=10000) for task in ('copy', 'parity')}),
     'vipe_long': Grid(
-        "ViPE's tasks with its paper's recipe (2,048 problems for each length to 16, the same "
-        'learning rate throughout), d=64, 20,000 steps in batches of 32 instead of 256,000 in '
-        "batches of 256: 1 % of the paper's sequences",
+        "ViPE's tasks with its paper's recipe, which has 2,048 problems for each length to 16 and "
+        'the same learning rate throughout; d=64, 20,000 steps in batches of 32 instead of 256,000 '
+        "in batches of 256: 1 % of the paper's sequences",
         some('vipe', 'nope', 'rope'),
         {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task} --d_model=64 '
                 '--batch_size=32 --max_steps=20000 --eval_interval=2000 --n_eval=64 --n_test=512 '
