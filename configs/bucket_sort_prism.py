@@ -1,6 +1,6 @@
 # PRISM sorts digits from 0 to 4 (41203=01234.). A cursor could count each digit, up where it is
 # read and down where it is written, so every cursor has a head of its own. Positions are not
-# needed: NoPE goes as far. Compare: --prism_noise=0.0,0.3 and --pe=prism,nope
+# needed: NoPE sorts as well to twice the length. Compare: --prism_noise=0.0,0.3 and --pe=prism,nope
 task = 'bucket_sort'
 pe = 'prism'
 n_head = 8
