@@ -686,7 +686,8 @@ def toeplitz():
         'With a standard deviation of 1 RoPE and APE+RoPE have most in layer 2, APE in layers 2 '
         'and 3; on one seed of three a single head of RoPE is worth about what the paper says, but '
         'in layer 2. Without a mask, at 16 tokens, no head stands alone either: the second costs '
-        'nearly as much on two seeds of three. Among 64 tokens MLA has no such head, as there; nor has RoPE at counting.')
+        'nearly as much on two seeds of three. Among 64 tokens MLA has no such head, as there; nor '
+        'has RoPE at counting.')
     yield (
         'Figures 6, 12, D.4: one or two heads with RoPE are enough, and they carry it',
         'curves',
