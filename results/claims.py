@@ -525,7 +525,7 @@ def prism():
         'Figure 15, or more cursors; the weight on whole steps, which the paper does not have, may '
         'help. Stack goes on in part. The baseline learns the trained lengths of none of these '
         "tasks. Its steps are at most a fiftieth of the paper's. Three or more rates were tried on "
-        'the three string tasks, one on the stack.')
+        'the three string tasks, one on all others.')
     yield (
         'Figure 8: odds first: the same',
         'a curve, trained to 40',
