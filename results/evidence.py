@@ -473,9 +473,12 @@ def held_figure(plt, name):
     for ax, cell, style in panels(plt, name):
         points = list(zip(*cell['curves']))       # as above
         steps = [point[0][0] for point in points]
-        draw_seeds(ax, steps, [[held for _, _, _, held, _ in point] for point in points], style)
-        ax.set(xlabel='step', ylim=(0, max(cell['config']['eval_lengths'])))
-        ax.axhline(max(cell['config']['train_lengths']), color='crimson', lw=1)
+        held = [[length for _, _, _, length, _ in point] for point in points]
+        draw_seeds(ax, steps, held, style)
+        longest = max(cell['config']['train_lengths'])
+        furthest = max(max(line.get_ydata()) for each in ax.figure.axes for line in each.lines)
+        ax.set(xlabel='step', ylim=(0, max(1.1 * furthest, 1.5 * longest)))
+        ax.axhline(longest, color='crimson', lw=1)
     ax.figure.axes[0].set_ylabel('longest length held')
     return ax.figure
 
