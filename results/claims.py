@@ -664,7 +664,7 @@ def toeplitz():
         'RoPE is then the fastest. NoPE and T5 are slower than with 0.1. Among 64 tokens APE leads '
         'NoPE at first and is level with it in the end. ALiBi and, at 16 tokens, random vectors '
         'are level with RoPE, unlike there. Heads of 16 features instead of 8 make RoPE faster, '
-        "too. With 1 and the study's recipe of 13,600 steps RoPE comes to the study's number, and "
+        "too. With 1 and the study's recipe of 13,600 steps RoPE comes near the study's number and "
         'NoPE to less than half of it; with 0.1 they are level (one seed each). In 2,500 steps of '
         'the recipe neither learns. NoPE at chance takes more: no causal mask. By the text the '
         'study has one, so this is a guess about its code. All learn to count, with either scale '
