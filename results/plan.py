@@ -355,7 +355,8 @@ GRIDS = PAPER | {
         'recurrent matrix of the paper, which cannot start with units that flip',
         {'prism, more whole': '--pe=prism --prism_whole=1',
          'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0',
-         'prism, orthogonal': '--pe=prism --prism_recurrent=orthogonal --prism_start=fading'},
+         'prism, orthogonal': '--pe=prism --prism_recurrent=orthogonal --prism_start=fading',
+         'prism, 84': '--pe=prism --prism_d_pe=84'},
         {'odds_first': OF_PRISM['odds_first']}),
     'prism_odds': Grid(
         'Odds first trained to 10 digits (20 above): with ten times the weight on whole steps; '
@@ -385,11 +386,22 @@ GRIDS = PAPER | {
          'prism, 3 layers': f'--pe=prism {NOISE} --n_layer=3 --prism_layers=1,3',
          'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]'},
         {'stack': OF_PRISM['stack']}),
+    'prism_width': Grid(
+        "Cursors as wide as in the paper, --prism_d_pe=84 instead of 32: eq. 7's kernel has hardly "
+        "any side lobes then, as with --rope_base=100 instead of 10,000. With alpha's learning rate "
+        'as in the config, 0.003, or ten times it',
+        {'prism, alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03',
+         'prism, 84, alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03 --prism_d_pe=84',
+         'prism, 84': '--pe=prism --prism_d_pe=84',
+         'prism, base 100': '--pe=prism --rope_base=100'},
+        {task: OF_PRISM[task] for task in ('stack', 'addition_cot', 'scan_cot',
+                                           'multiplication_cot')}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
-        'and the average of the weights',
+        'and the average of the weights; with noise and cursors as wide as in the paper',
         {'prism, no noise': '--pe=prism --prism_noise=0',
-         'prism, information': '--pe=prism --prism_info=0.1 --ema=0.99'},
+         'prism, information': '--pe=prism --prism_info=0.1 --ema=0.99',
+         'prism, 84': '--pe=prism --prism_d_pe=84'},
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
