@@ -388,8 +388,8 @@ GRIDS = PAPER | {
         {'stack': OF_PRISM['stack']}),
     'prism_width': Grid(
         "Cursors as wide as in the paper, --prism_d_pe=84 instead of 32: eq. 7's kernel has hardly "
-        "any side lobes then, as with --rope_base=100 instead of 10,000. With alpha's learning rate "
-        'as in the config, 0.003, or ten times it',
+        'any side lobes then, as with --rope_base=100 instead of 10,000. The learning rate of '
+        'alpha is as in the config, 0.003, or ten times that',
         {'prism, alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03',
          'prism, 84, alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03 --prism_d_pe=84',
          'prism, 84': '--pe=prism --prism_d_pe=84',
