@@ -398,10 +398,12 @@ GRIDS = PAPER | {
                                            'multiplication_cot')}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
-        'and the average of the weights; with noise and cursors as wide as in the paper',
+        'and the average of the weights; with noise and the wider cursors, or the base, of '
+        '`prism_width`',
         {'prism, no noise': '--pe=prism --prism_noise=0',
          'prism, information': '--pe=prism --prism_info=0.1 --ema=0.99',
-         'prism, 84': '--pe=prism --prism_d_pe=84'},
+         'prism, 84': '--pe=prism --prism_d_pe=84',
+         'prism, base 100': '--pe=prism --rope_base=100'},
         {'bucket_sort': OF_PRISM['bucket_sort']}),
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
