@@ -191,7 +191,8 @@ def at_steps(name, column, steps, rows):
         cell = cells.get((name, row, column))
         at = [[exact for curve in cell['curves'] for step, exact, *_ in curve if step == n]
               for n in steps] if cell else []
-        found[f'`{row}`'] = ', '.join(f'{100 * statistics.mean(each):.0f}' for each in at) or None
+        found[f'`{row}`'] = ', '.join(f'{100 * statistics.mean(each):.0f}' if each else '-'
+                                      for each in at) or None
     return listed(found)
 
 

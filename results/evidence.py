@@ -460,8 +460,9 @@ def scale_figure(plt, name):
     for ax, std, more in zip(axes, ('0.1', '1'), ('', ', std 1')):
         ax.set(title=f'embeddings start with a std of {std}', ylim=(-3, 103))
         for pe in encodings:
-            style = report.style_of(pe) or dict(color='0.4')
-            draw_learning(ax, cells[name, pe + more, 'distance:span=64'], style)
+            cell = cells.get((name, pe + more, 'distance:span=64'))
+            if cell:
+                draw_learning(ax, cell, report.style_of(pe) or dict(color='0.4'))
     axes[0].set_ylabel('exact match (%)')
     lines = [line for line in axes[0].lines if line.get_marker() == 'o']
     fig.legend(lines, encodings, loc='outside right upper', fontsize=8)
