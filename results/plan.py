@@ -458,10 +458,8 @@ GRIDS = PAPER | {
         {'S5': (WORDS.format('s5', 4, '1-6,8'), [8])}),
     'positions': Grid(
         'Other positions than the index: addition with digits of one significance at one position '
-        '(abacus, with offsets to 99 in training, or to 20); 3,000 steps, where no others are '
-        'named, at a rate of 1e-3',
+        '(abacus, with offsets to 99 in training, or to 20); 3,000 steps at a rate of 1e-3',
         ape_and_rope({', abacus': ' --positions=abacus',
-                      ', abacus, 10,000 steps': ' --positions=abacus --max_steps=10000',
                       ', abacus to 20': ' --positions=abacus --abacus_offset=20'}),
         {'addition, lowest digit first': (TO_8_AT_1E3.format('addition:reversed=1'), [16])}),
     'randomized': Grid(
