@@ -67,11 +67,13 @@ class PEConfig:
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
     # what pos is: index, 0..T-1 | randomized, T different ones of positions_max, in order |
-    # abacus, a digit's place in its number, from 1, and 0 of other tokens
-    positions: Literal['index', 'randomized', 'abacus'] = 'index'
+    # abacus, a digit's place in its number, from 1, and 0 of other tokens | coupled, the same, but
+    # the random offset of training is added to other tokens, too
+    positions: Literal['index', 'randomized', 'abacus', 'coupled'] = 'index'
     positions_max: int = 2048      # randomized: positions to draw from
-    abacus_offset: int = 99        # abacus: the largest random offset of digits in training
-    digits: list = ()              # abacus: the digits' token ids (train.py sets it from the task)
+    abacus_offset: int = 99        # abacus, coupled: the largest random offset in training
+    # abacus, coupled: the digits' token ids (train.py sets it from the task)
+    digits: list = ()
     n_layer: int = 2               # blocks
     nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     causal: bool = True            # False: a token sees every token but the last, the answer
@@ -260,7 +262,7 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)
-        ascending = self.cfg.causal and self.cfg.positions != 'abacus'
+        ascending = self.cfg.causal and self.cfg.positions in ('index', 'randomized')
         return At(s[..., s.shape[-1] - q_len:], s, state, x, ascending)
 
     def scaled_qk(self, q, k, at):
@@ -401,8 +403,9 @@ def positions(cfg, tokens, training, total_len=None):
     evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): a digit's
     place in its number, from 1, and 0 for other tokens; in training an offset is added to digits,
     the same for the whole batch, uniform on 0..abacus_offset. It is meant for numbers written
-    lowest digit first, where digits of one significance then share a position, as in position
-    coupling (Cho et al. 2024). Seeds that train together draw otherwise than alone.
+    lowest digit first, where digits of one significance then share a position. coupled (Cho et al.
+    2024): the offset is added to other tokens as well, which keeps them just before a number's
+    first place. Seeds that train together draw otherwise than alone.
     """
     T = tokens.shape[1]
     index = torch.arange(T, device=tokens.device)
@@ -416,11 +419,12 @@ def positions(cfg, tokens, training, total_len=None):
             drawn = np.random.RandomState(total).permutation(high)[:total]
             drawn = torch.from_numpy(drawn).to(tokens.device)
         return drawn.sort().values[:T]
-    if cfg.positions == 'abacus':
+    if cfg.positions in ('abacus', 'coupled'):
         digit = torch.stack([tokens == digit for digit in cfg.digits]).any(dim=0)
         before = torch.where(digit, -1, index).cummax(dim=1).values    # the latest other token
         offset = torch.randint(cfg.abacus_offset + 1, (), device=tokens.device) if training else 0
-        return torch.where(digit, index - before + offset, 0)
+        place = index - before + offset    # of other tokens: the offset
+        return place if cfg.positions == 'coupled' else torch.where(digit, place, 0)
     return index
 
 
@@ -1449,8 +1453,8 @@ def build(cfg):
     longest = max(cfg.train_len, cfg.eval_len)
     if cfg.positions == 'randomized' and longest > cfg.positions_max:
         raise ValueError(f'{longest} tokens want positions_max={longest} or more')
-    if cfg.positions == 'abacus' and not cfg.digits:
-        raise ValueError('positions=abacus wants digits, and the task has none')
+    if cfg.positions in ('abacus', 'coupled') and not cfg.digits:
+        raise ValueError(f'positions={cfg.positions} wants digits, and the task has none')
     names = cfg.pe.split('+')
     rows = {'learned', 'random'} & set(names)
     if cfg.positions == 'randomized' and rows and cfg.max_len < cfg.positions_max:

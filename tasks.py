@@ -43,6 +43,7 @@ class Task:
     needs = ''             # what --data should be, for a task that reads files
     data = ''              # the path that --data gave
     own_vocab = False      # the vocabulary comes from the data
+    couples = False        # digits at the same place of their numbers have the same significance
 
     def sample(self, n, length, generator=None):
         """n problems of a length: (tokens, targets), both [n, T]. DataError if it has none."""
@@ -392,14 +393,17 @@ class TriggerCount(Classification):
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
+LETTERS = CHARACTERS.index('a') - 1     # of the numbers that stand for characters; digits: 0 to 9
 
 
 class Characters(Task):
     """prompt=answer. with everything right of "=" supervised. A subclass draws inputs(), by default
-    a string of digits, and write()s a list of texts and digits [n, k], where -1 is no digit."""
+    a string of so many `symbols`, digits and then letters, and write()s a list of texts and of
+    numbers [n, k] that stand for characters, -1 for none."""
     vocab = CHARACTERS
     end = CHARACTERS.index('.')
     separator = ''
+    symbols = 10
 
     def problems(self, n, length, draw):
         columns = []
@@ -409,7 +413,7 @@ class Characters(Task):
                 text = torch.tensor(text, dtype=torch.int64, device=draw.device)
                 columns.append(text.expand(n, -1))
             else:
-                columns.append(torch.where(part < 0, -1, part + 1))  # digit 0 is token 1
+                columns.append(torch.where(part < 0, -1, part + 1))  # number 0 is token 1
         tokens = torch.cat(columns, dim=1)
         gaps_last = (tokens < 0).byte().argsort(dim=1, stable=True)
         tokens = tokens.gather(1, gaps_last).clamp(min=PAD)
@@ -417,7 +421,10 @@ class Characters(Task):
         return tokens, supervise(tokens, equals + 1)
 
     def inputs(self, n, length, draw):
-        return [draw.integers(10, n, length)]
+        return [self.characters(draw.integers(self.symbols, n, length))]
+
+    def characters(self, x):
+        return torch.where(x < 10, x, x - 10 + LETTERS)
 
 
 class StringCopy(Characters):
@@ -437,10 +444,19 @@ class CopyRepeated(StringCopy):
     >>> example('copy_repeated', 7)
     '4444444=4444444.'
     """
+    symbols = 35
+
     def inputs(self, n, length, draw):
-        x = draw.integers(35, n, 1)
-        x = torch.where(x < 10, x, x - 10 + CHARACTERS.index('a') - 1)
-        return [x.expand(-1, length)]
+        x = draw.integers(self.symbols, n, 1)
+        return [self.characters(x).expand(-1, length)]
+
+
+class CopyVaried(StringCopy):
+    """Copy a string of digits and letters (Kazemnejad et al. 2023; words there).
+    >>> example('copy_varied', 7)
+    '4osu89r=4osu89r.'
+    """
+    symbols = 35
 
 
 class StringReverse(StringCopy):
@@ -456,13 +472,20 @@ class StringReverse(StringCopy):
         return x.flip(1)
 
 
+class ReverseWords(StringReverse):
+    """Reverse a string of digits and letters (Kazemnejad et al. 2023; words there).
+    >>> example('reverse_words', 7)
+    '^4osu89r=r98uso4.'
+    """
+    symbols = 35
+
+
 class BucketSort(StringCopy):
     """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023).
     >>> example('bucket_sort', 7)
     '4430342=0233444.'
     """
-    def inputs(self, n, length, draw):
-        return [draw.integers(5, n, length)]
+    symbols = 5
 
     def answer(self, x):
         return x.sort(dim=1).values
@@ -512,9 +535,6 @@ class EvenPairs(StringCopy):
     '0110111=0.'
     """
     symbols = 2
-
-    def inputs(self, n, length, draw):
-        return [draw.integers(self.symbols, n, length)]
 
     def answer(self, x):
         return (x[:, :1] == x[:, -1:]).long()
@@ -625,6 +645,7 @@ class Addition(AdditionCoT):
     def __init__(self, reversed=False, hints=False, pad=False):
         self.reversed, self.hints, self.pad = reversed, hints, pad
         self.max_length = 24 if hints else math.inf
+        self.couples = reversed and not hints
 
     def inputs(self, n, length, draw):
         first = draw.integers(25 - length, n, 1) if self.hints else None
@@ -641,7 +662,7 @@ class Addition(AdditionCoT):
     def number(self, x, first):
         """Digits [n, k], lowest first, as the options want them."""
         if self.hints:
-            letter = CHARACTERS.index('a') - 1 + first + torch.arange(x.shape[1], device=x.device)
+            letter = LETTERS + first + torch.arange(x.shape[1], device=x.device)
             x = torch.stack([torch.where(x < 0, -1, letter), x], dim=2)     # (n, k, 2)
         x = x if self.reversed else x.flip(1)
         return x.flatten(1)
@@ -963,9 +984,10 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
          'bucket_sort': BucketSort(),
          'stack': Stack(), 'dyn_str_cpy': DynStrCpy(), 'flip_flop': FlipFlop(), 'group': Group(),
          'mqar': MQAR(), 'needle': Needle(), 'addition': Addition(),
-         'copy_repeated': CopyRepeated(), 'even_pairs': EvenPairs(),
-         'cycle_navigation': CycleNavigation(),
-         'modular_arithmetic': ModularArithmetic(), 'missing_duplicate': MissingDuplicate(),
+         'copy_repeated': CopyRepeated(), 'copy_varied': CopyVaried(),
+         'reverse_words': ReverseWords(), 'even_pairs': EvenPairs(),
+         'cycle_navigation': CycleNavigation(), 'modular_arithmetic': ModularArithmetic(),
+         'missing_duplicate': MissingDuplicate(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
          'scan': SCAN(), 'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT()}
 

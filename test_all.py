@@ -1139,22 +1139,29 @@ def test_abacus_positions():
     first = [positions_of(True, positions='abacus', abacus_offset=3) for _ in range(200)]
     assert {tuple(row[0]) for row in first} == {(0, 0, 0, 0, a, a + 1, 0, a, a + 1)
                                                 for a in (1, 2, 3, 4)}
-    with pytest.raises(ValueError, match='wants digits'):
-        make(positions='abacus')
+    first = [positions_of(True, positions='coupled', abacus_offset=3) for _ in range(200)]
+    assert {tuple(row[0]) for row in first} == {(a, a, a, a, a + 1, a + 2, a, a + 1, a + 2)
+                                                for a in range(4)}
+    for positions in ('abacus', 'coupled'):
+        with pytest.raises(ValueError, match=f'positions={positions} wants digits'):
+            make(positions=positions)
     pos = torch.arange(10)      # an earlier key at a higher place is still that far
     pos[5:] = 0
     enc = encoding('alibi', positions='abacus', digits=[1])
     close(enc.bias(enc.at(10, pos))[0, 5], -2.0 ** -4 * pos)
 
 
-@pytest.mark.parametrize('positions', ['randomized', 'abacus'])
+@pytest.mark.parametrize('positions', ['randomized', 'abacus', 'coupled'])
 def test_positions_in_a_run(positions, tmp_path):
-    """Two seeds in one pass train; a task without digits is refused in one line."""
-    assert not train.main(flags(task='string_copy', pe='learned', positions=positions,
+    """Two seeds in one pass train; a task whose numbers do not fit is refused in one line."""
+    assert not train.main(flags(task='addition:reversed=1', pe='learned', positions=positions,
                                 positions_max=1000, seeds='0-1', out_dir=tmp_path))
-    if positions == 'abacus':
-        with pytest.raises(UserError, match='the task has none'):
-            train.main(flags(task='scan', positions=positions, out_dir=tmp_path))
+    refused = {'abacus': ('scan', 'the task has none'),
+               'coupled': ('addition:reversed=1:hints=1', 'written lowest digit first')}
+    if positions in refused:
+        task, says = refused[positions]
+        with pytest.raises(UserError, match=says):
+            train.main(flags(task=task, positions=positions, out_dir=tmp_path))
 
 
 @variants
@@ -1587,8 +1594,8 @@ def indexing_oracle(name, length, prompt, answer):
 
 def string_answer(name, x):
     """What the string tasks ask for."""
-    if name in ('string_copy', 'copy_repeated'):
-        assert name == 'string_copy' or len(set(x)) == 1
+    if name in ('string_copy', 'copy_varied', 'copy_repeated'):
+        assert name != 'copy_repeated' or len(set(x)) == 1
         return x
     if name == 'even_pairs':
         return str((x.count('01') + x.count('10') + 1) % 2)
@@ -1602,7 +1609,7 @@ def string_answer(name, x):
         whole = x.replace('x', answer)
         assert whole[half:] == whole[:half]
         return answer
-    if name == 'string_reverse':
+    if name in ('string_reverse', 'reverse_words'):
         return x[::-1]
     if name == 'odds_first':
         return x[1::2] + x[::2]
@@ -1622,7 +1629,7 @@ def string_answer(name, x):
 def string_oracle(name, length, prompt, answer):
     """digits=digits."""
     x = ''.join(prompt).removesuffix('=')
-    if name == 'string_reverse':
+    if name in ('string_reverse', 'reverse_words'):
         assert x[0] == '^'
         x = x[1:]
     symbols = {'modular_arithmetic': 2 * length - 1, 'missing_duplicate': 2 * length}
@@ -1797,7 +1804,10 @@ def test_group(name, size):
 
 # task: its oracle, and the lengths to try; for other tasks 5 and 20, without an oracle
 TEXT_LENGTHS = (1, 2, 7, 23)
-ORACLES = {
+STRINGS = ('string_copy string_reverse odds_first bucket_sort stack copy_repeated copy_varied '
+           'reverse_words even_pairs cycle_navigation modular_arithmetic missing_duplicate').split()
+ORACLES = {name: (string_oracle, TEXT_LENGTHS) for name in STRINGS}
+ORACLES |= {
     'copy': (iterative_oracle, (1, 5, 48)),
     'reverse': (iterative_oracle, (1, 5, 48)),
     'sort': (iterative_oracle, (1, 5, 48, 100)),
@@ -1810,16 +1820,6 @@ ORACLES = {
     'distance': (classification_oracle, (2, 9, 128, 200)),
     'trigger_count': (classification_oracle, (1, 9, 128, 200)),
     'distance_sum': (classification_oracle, (4, 9, 128, 200)),
-    'string_copy': (string_oracle, TEXT_LENGTHS),
-    'string_reverse': (string_oracle, TEXT_LENGTHS),
-    'odds_first': (string_oracle, TEXT_LENGTHS),
-    'bucket_sort': (string_oracle, TEXT_LENGTHS),
-    'stack': (string_oracle, TEXT_LENGTHS),
-    'copy_repeated': (string_oracle, TEXT_LENGTHS),
-    'even_pairs': (string_oracle, TEXT_LENGTHS),
-    'cycle_navigation': (string_oracle, TEXT_LENGTHS),
-    'modular_arithmetic': (string_oracle, TEXT_LENGTHS),
-    'missing_duplicate': (string_oracle, TEXT_LENGTHS),
     'addition': (plain_addition_oracle, TEXT_LENGTHS),
     'dyn_str_cpy': (dyn_str_cpy_oracle, TEXT_LENGTHS),
     'addition_cot': (addition_oracle, TEXT_LENGTHS),

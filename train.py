@@ -101,6 +101,9 @@ class Config(ModelConfig):
         numbers = [i for i, word in enumerate(task.vocab) if word.isdecimal()]
         is_written_in_digits = all(len(task.vocab[i]) == 1 for i in numbers)
         self.digits = numbers if is_written_in_digits else []
+        if self.positions == 'coupled' and not task.couples:
+            raise ValueError('positions=coupled wants numbers written lowest digit first, as in '
+                             f'--task=addition:reversed=1, not {self.task}')
         self.train_len = task.width(self.train_lengths)
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = self.out_dir or runs.default_out_dir(vars(self))

@@ -458,9 +458,12 @@ GRIDS = PAPER | {
         {'S5': (WORDS.format('s5', 4, '1-6,8'), [8])}),
     'positions': Grid(
         'Other positions than the index: addition with digits of one significance at one position '
-        '(abacus, with offsets to 99 in training, or to 20); 3,000 steps at a rate of 1e-3',
+        '(abacus, with offsets to 99 in training, or to 20; coupled, where signs share the '
+        'offset); 3,000 steps at a rate of 1e-3',
         ape_and_rope({', abacus': ' --positions=abacus',
-                      ', abacus to 20': ' --positions=abacus --abacus_offset=20'}),
+                      ', abacus to 20': ' --positions=abacus --abacus_offset=20',
+                      ', coupled': ' --positions=coupled',
+                      ', coupled to 20': ' --positions=coupled --abacus_offset=20'}),
         {'addition, lowest digit first': (TO_8_AT_1E3.format('addition:reversed=1'), [16])}),
     'randomized': Grid(
         'Copying and reversing at positions drawn at random in order, from 2,048 or from 128; '
