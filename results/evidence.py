@@ -585,8 +585,8 @@ def run(minutes, jobs, ask=ask):
     for path in sorted(set(filter(None, map(lacks, plan.missing)))):
         print(f'left out what needs {path}: put it there')
     failed = [argv for argv in ended if argv in plan.missing]
-    print(f'{len(ended) - len(failed)} done, {len(failed)} failed, '
-          f'{len(plan.missing)} or more to run')
+    left = f'{len(plan.missing)} or more to run' if plan.missing else 'nothing left to run'
+    print(f'{len(ended) - len(failed)} done, {len(failed)} failed, {left}')
     return bool(failed)
 
 
