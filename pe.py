@@ -67,8 +67,8 @@ class PEConfig:
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
     # what pos is: index, 0..T-1 | randomized, T different ones of positions_max, in order |
-    # abacus, a digit's place in its number, from 1, and 0 of other tokens | coupled, the same, but
-    # the random offset of training is added to other tokens, too
+    # abacus, a digit's place in its number, from 1, plus a random offset in training; 0 for other
+    # tokens | coupled, the same, but other tokens stand at the offset
     positions: Literal['index', 'randomized', 'abacus', 'coupled'] = 'index'
     positions_max: int = 2048      # randomized: positions to draw from
     abacus_offset: int = 99        # abacus, coupled: the largest random offset in training
@@ -1453,13 +1453,15 @@ def build(cfg):
     longest = max(cfg.train_len, cfg.eval_len)
     if cfg.positions == 'randomized' and longest > cfg.positions_max:
         raise ValueError(f'{longest} tokens want positions_max={longest} or more')
-    if cfg.positions in ('abacus', 'coupled') and not cfg.digits:
-        raise ValueError(f'positions={cfg.positions} wants digits, and the task has none')
     names = cfg.pe.split('+')
-    rows = {'learned', 'random'} & set(names)
-    if cfg.positions == 'randomized' and rows and cfg.max_len < cfg.positions_max:
-        raise ValueError(f'{min(rows)} has max_len={cfg.max_len} rows: randomized positions want '
-                         f'positions_max={cfg.positions_max} of them')
+    rows, in_numbers = {'learned', 'random'} & set(names), cfg.positions in ('abacus', 'coupled')
+    needed = cfg.positions_max if cfg.positions == 'randomized' else cfg.abacus_offset + longest
+    if cfg.positions != 'index' and rows and cfg.max_len < needed:
+        raise ValueError(f'{min(rows)} has max_len={cfg.max_len} rows: {cfg.positions} positions '
+                         f'want {needed} of them')
+    if in_numbers and not cfg.digits:
+        raise ValueError(f'positions={cfg.positions} reads digits, and the task has none (in a '
+                         'model of your own: digits, their token ids)')
     if cfg.rope_fraction < 1 and 'rope' not in names:
         raise ValueError(f'rope_fraction is for rope, not for pe={cfg.pe}')
     if cfg.nope_every and 'prism' in names:

@@ -43,7 +43,7 @@ class Task:
     needs = ''             # what --data should be, for a task that reads files
     data = ''              # the path that --data gave
     own_vocab = False      # the vocabulary comes from the data
-    couples = False        # digits at the same place of their numbers have the same significance
+    couples = False        # numbers are written lowest digit first, for positions=coupled
 
     def sample(self, n, length, generator=None):
         """n problems of a length: (tokens, targets), both [n, T]. DataError if it has none."""
@@ -393,13 +393,14 @@ class TriggerCount(Classification):
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
-LETTERS = CHARACTERS.index('a') - 1     # of the numbers that stand for characters; digits: 0 to 9
+LETTERS = CHARACTERS.index('a') - 1     # the number that stands for a; digits: 0 to 9
 
 
 class Characters(Task):
     """prompt=answer. with everything right of "=" supervised. A subclass draws inputs(), by default
-    a string of so many `symbols`, digits and then letters, and write()s a list of texts and of
-    numbers [n, k] that stand for characters, -1 for none."""
+    a string of `symbols` different characters, digits before letters. write() returns a list of
+    parts: texts, or numbers [n, k], of which 0 to 9 are digits, LETTERS + i is a letter, -1 is
+    nothing."""
     vocab = CHARACTERS
     end = CHARACTERS.index('.')
     separator = ''
@@ -452,7 +453,8 @@ class CopyRepeated(StringCopy):
 
 
 class CopyVaried(StringCopy):
-    """Copy a string of digits and letters (Kazemnejad et al. 2023; words there).
+    """Copy a string of digits and letters (Kazemnejad et al. 2023, who copy words). `length`: of
+    the string.
     >>> example('copy_varied', 7)
     '4osu89r=4osu89r.'
     """
@@ -473,7 +475,8 @@ class StringReverse(StringCopy):
 
 
 class ReverseWords(StringReverse):
-    """Reverse a string of digits and letters (Kazemnejad et al. 2023; words there).
+    """Reverse a string of digits and letters, as string_reverse does one of digits (Kazemnejad et
+    al. 2023, who reverse words).
     >>> example('reverse_words', 7)
     '^4osu89r=r98uso4.'
     """

@@ -1142,9 +1142,14 @@ def test_abacus_positions():
     first = [positions_of(True, positions='coupled', abacus_offset=3) for _ in range(200)]
     assert {tuple(row[0]) for row in first} == {(a, a, a, a, a + 1, a + 2, a, a + 1, a + 2)
                                                 for a in range(4)}
-    for positions in ('abacus', 'coupled'):
-        with pytest.raises(ValueError, match=f'positions={positions} wants digits'):
+    assert positions_of(False, positions='coupled') == positions_of(False, positions='abacus')
+    for positions in ('abacus', 'coupled'):     # the first tokens stand where they do in all
+        whole = positions_of(False, positions=positions)
+        assert positions_of(False, 5, positions=positions) == [row[:5] for row in whole]
+        with pytest.raises(ValueError, match=f'positions={positions} reads digits'):
             make(positions=positions)
+        with pytest.raises(ValueError, match='learned has max_len=64 rows: '):
+            make(pe='learned', positions=positions, digits=[1])
     pos = torch.arange(10)      # an earlier key at a higher place is still that far
     pos[5:] = 0
     enc = encoding('alibi', positions='abacus', digits=[1])

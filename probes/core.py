@@ -102,9 +102,16 @@ def recording(model, change=None):
         yield layers
 
 
+def check_positions(cfg):
+    """UserError if the run has other positions than 0, 1, 2, ..., which a probe would move."""
+    if cfg.positions != 'index':
+        raise UserError('this probe moves the positions 0, 1, 2, ...: take a run with '
+                        f'positions=index, not {cfg.positions}')
+
+
 @torch.no_grad()
 def trace(model, tokens, pos=None):
-    """[Layer] of a forward pass over tokens [B, T] at pos [T], by default 0..T-1."""
+    """[Layer] of a forward pass over tokens [B, T] at pos [T], by default as cfg.positions says."""
     with recording(model) as layers:
         model(tokens, pos=pos)
     return layers

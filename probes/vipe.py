@@ -53,6 +53,8 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
     by how many inputs the largest weight lies right of x_t; 0 if the head counts no places. The
     summary is about the head that has most weight on x_t without an offset.
     """
+    if offset:
+        core.check_positions(cfg)
     trained = max(cfg.train_lengths)
     longest = min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else torch.inf)
     length = length or (trained if offset else longest)
@@ -225,6 +227,7 @@ def squeeze(model, task, cfg, length=0, n=256):
     interpolation, Chen et al. 2023), so distances are shorter; hidden: keys T_0 or more tokens back
     are hidden. Control: NoPE reads no positions: no change.
     """
+    core.check_positions(cfg)
     longest, rows = length or max(cfg.eval_lengths), []
     known = {*cfg.train_lengths, *cfg.eval_lengths}
     lengths = sorted({L for L in known if L < longest} | {longest})

@@ -480,9 +480,9 @@ GRIDS = PAPER | {
                                            'stickbreaking', 'cope')},
         {'mqar': (f'{SIZE}--task=mqar {TO_16.format(2000, 512)} --lr=1e-3', [32])}),
     'to_20': Grid(
-        'Trained to 20 digits, 2,000 steps at a learning rate of 1e-3; the longer lengths are 21 '
-        'to 40. Copying a repeated digit, copying, reversing; the commands of SCAN with at most 25 '
-        'actions, tested to 48',
+        'Trained to 20 characters, 2,000 steps at a learning rate of 1e-3; the longer lengths are '
+        '21 to 40. Copying a repeated digit or letter, copying digits, reversing them; and SCAN, '
+        'trained to 25 actions and tested to 48',
         some('nope', 't5', 'alibi', 'rope', 'ape'),
         {task: (f'{SIZE}--task={task} --train_lengths=1-{trained} --eval_lengths=1-{longest} '
                 '--max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --lr=1e-3',
