@@ -141,7 +141,7 @@ TO_10 = ('--train_lengths=1-10 --length_schedule=[(0,5),(400,10)] --batch_size=6
          '--max_steps=4000 --eval_lengths=1-15,20,30,40,60,80,100,150')
 LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
 NOISE = '--prism_noise=0.3 --ema=0.99'
-WIDE = '--pe=prism --prism_d_pe=84 --rope_base=100 --prism_alpha_lr'
+WIDE = '--prism_alpha_lr=0.03 --prism_d_pe=84'
 NO_WEIGHTS = ('--prism_input=0.5 --prism_info=0 --prism_whole=0 --prism_whole_at=0 '
               '--prism_alpha_lr=0.03 --ema=0')
 
@@ -390,17 +390,19 @@ GRIDS = PAPER | {
     'prism_width': Grid(
         'The stack with --prism_d_pe=84 instead of 32, as in the paper, or with --rope_base=100 '
         "instead of 10,000, or with both: eq. 7's kernel then has lower side lobes, or falls "
-        'faster. Alpha has the learning rate of the config, 0.003, or more',
+        'faster. Alpha has the learning rate of the config, 0.003, or 0.03; average: of the '
+        'weights, --ema=0.99',
         {'prism, base 100': '--pe=prism --rope_base=100',
-         'prism, 84, alpha at 0.03': '--pe=prism --prism_alpha_lr=0.03 --prism_d_pe=84',
-         'prism, 84, base 100, alpha at 0.03': f'{WIDE}=0.03',
-         'prism, 84, base 100, alpha at 0.1': f'{WIDE}=0.1'},
+         'prism, 84, alpha at 0.03': f'--pe=prism {WIDE}',
+         'prism, 84, base 100, alpha at 0.03': f'--pe=prism {WIDE} --rope_base=100',
+         'prism, 84, base 100, alpha at 0.03, average':
+             f'--pe=prism {WIDE} --rope_base=100 --ema=0.99'},
         {'stack': OF_PRISM['stack']}),
     'prism_wide': Grid(
-        "Cursors of 84 features with a base of 100, alpha's rate 0.03, on other tasks; for sorting "
-        "that is the config's rate",
-        {'prism, 84, base 100': f'{WIDE}=0.03'},
-        {task: OF_PRISM[task] for task in ('bucket_sort', 'addition_cot', 'scan_cot')}),
+        "Cursors of 84 features, alpha's rate 0.03, on other tasks; for sorting that is the "
+        "config's rate",
+        {'prism, 84': f'--pe=prism {WIDE}'},
+        {task: OF_PRISM[task] for task in ('bucket_sort', 'addition_cot')}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
         'and the average of the weights',
