@@ -1,5 +1,5 @@
 """PRISM's probes: where cursors go, what scores see of it, where answers go wrong."""
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 
 import numpy as np
@@ -199,6 +199,42 @@ def whole(model, task, cfg, length=0, n=64):
     return [plain, everything, *rows], summary, core.Figure(core.titled(cfg), [figure])
 
 
+def kinds_of_stack(prompt, answer):
+    """What each token of the answer is. Of symbols pushed at one height the latest is asked for."""
+    stack, pushed = [], defaultdict(set)
+    for symbol in prompt:
+        if symbol == '2':
+            stack = stack[:-1]
+        else:
+            stack = [*stack, symbol]
+            pushed[len(stack)].add(symbol in '14')
+    heights = range(len(stack), 0, -1)
+    kinds = ['height that saw 0 and 1' if len(pushed[h]) > 1 else 'other height' for h in heights]
+    zeros = len(answer) - len(kinds) - 2
+    return [*kinds, '2 below the stack', *['zeros'] * zeros, 'end']
+
+
+def kinds_of_addition(prompt, answer):
+    """What each token of the answer is."""
+    chain, total = answer.split('→')
+    column = ('digit of a', 'digit of b', 'carry', 'digit of a + b', 'separator')
+    kinds = [column[i % 5] for i in range(len(chain) + 1)]
+    return [*kinds, *['sum'] * (len(total) - 1), 'end']
+
+
+KINDS = {'stack': kinds_of_stack, 'addition_cot': kinds_of_addition}
+
+
+def right_by_kind(task, kinds_of, tokens, wrong, asked):
+    """{kind of token: share right}; kinds_of: of KINDS."""
+    found = defaultdict(list)
+    for row, is_wrong, is_asked in zip(tokens, wrong, asked):
+        prompt, _, answer = ''.join(task.vocab[i] for i in row.tolist() if i).partition('=')
+        for kind, x in zip(kinds_of(prompt, answer), is_wrong[is_asked].tolist(), strict=True):
+            found[kind].append(not x)
+    return {kind: number(np.mean(found[kind])) for kind in sorted(found)}
+
+
 def errors(model, task, cfg, length=0, n=256):
     """Where does an answer first go wrong? The token, what stood before it, what came instead.
 
@@ -208,7 +244,8 @@ def errors(model, task, cfg, length=0, n=256):
     wrong first, the commonest first; of these the commonest case: `before` it, `wanted`, and `got`
     in its stead.
     Summary: exact match; `share`, the mean of first wrong place / answer's length; `even`, that
-    mean if every token were wrong equally often.
+    mean if every token were wrong equally often; of the stack and addition_cot also the share of
+    tokens right, for each kind of token.
     """
     length, tokens, targets = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
     with torch.no_grad():
@@ -236,6 +273,8 @@ def errors(model, task, cfg, length=0, n=256):
     summary = dict(length=length, exact=number(1 - failed.double().mean()),
                    share=number((place * first).sum(dim=1)[failed].div(total[failed]).mean()),
                    even=number(even[failed].mean()))
+    if cfg.task in KINDS:
+        summary |= right_by_kind(task, KINDS[cfg.task], tokens, wrong, asked)
     places = range(1, total.max() + 1)
     right = [1 - wrong[asked & (place == p)].double().mean().item() for p in places]
     failed_by = [(failed & ((place * first).sum(dim=1) <= p)).double().mean().item()

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import pe as encodings
+import tasks
 from probes import core, prism
 from probes.conftest import nano, untouched
 
@@ -103,6 +104,25 @@ def test_the_first_wrong_token_is_found():
     plant = False
     rows, summary, _ = prism.errors(answers, task, cfg, length=4, n=8)
     assert (rows, summary) == ([], dict(length=4, exact=1.0, share=None, even=None))
+
+
+def test_tokens_are_right_by_kind():
+    """The stack 01: 1 is popped and 0 pushed, so height 2 saw both. Addition: a digit of b."""
+    task = tasks.make('stack')
+    text = '0123=00200.'
+    assert prism.kinds_of_stack(*text.split('=')) == [
+        'height that saw 0 and 1', 'other height', '2 below the stack', 'zeros', 'zeros', 'end']
+    tokens = task.encode(text)[None]
+    asked = torch.arange(len(text))[None] >= 4
+    asked[:, -1] = False                        # targets are one place ahead
+    wrong = torch.arange(len(text))[None] == 4
+    found = prism.right_by_kind(task, prism.kinds_of_stack, tokens, wrong, asked)
+    assert found == {'height that saw 0 and 1': 0, 'other height': 1, '2 below the stack': 1,
+                     'zeros': 1, 'end': 1}
+    kinds = prism.kinds_of_addition('33+497', '3407,3912,0708→728.')
+    assert kinds[:6] == ['digit of a', 'digit of b', 'carry', 'digit of a + b', 'separator',
+                         'digit of a']
+    assert kinds[14:] == ['separator', *3 * ['sum'], 'end']
 
 
 def test_the_cursor_that_needs_fractions_is_found(monkeypatch):

@@ -287,7 +287,7 @@ STOPS = (
     ('odds_first', ('prism', 'prism', 'odds_first'),
      'Half a place a token, by key cursors in the prompt and on in the answer, whose second half '
      'reads its own first half. No symbol tells odd places from even ones.'),
-    ('stack, noise', ('prism_stack_noise', 'prism, noise', 'stack'),
+    ('stack, 84 features, alpha at 0.03', ('prism_width', 'prism, 84, alpha at 0.03', 'stack'),
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
      'the prompt.'),
@@ -322,13 +322,16 @@ def stops_table():
 
 def first_error(line):
     """An `errors` probe as text: how many are right, where others first go wrong, and the
-    commonest case."""
-    summary, rows = line['summary'], line['rows']
-    text = f'length {summary["length"]}, {100 * summary["exact"]:.0f} % right'
+    commonest case; and the kinds of token of which not all are right."""
+    summary, rows = dict(line['summary']), line['rows']
+    length, exact, share, even = map(summary.pop, ('length', 'exact', 'share', 'even'))
+    text = f'length {length}, {100 * exact:.0f} % right'
     if not rows:
         return text
-    return (f'{text}; at {summary["share"]:.2f} of the answer (even: {summary["even"]:.2f}), '
-            'most often after `{before}`: `{got}` for `{wanted}`'.format(**rows[0]))
+    text += (f'; at {share:.2f} of the answer (even: {even:.2f}), '
+             'most often after `{before}`: `{got}` for `{wanted}`'.format(**rows[0]))
+    kinds = [f'{kind} {100 * right:.1f}' for kind, right in summary.items() if right < 1]
+    return text + ('; tokens right, percent: ' + ', '.join(kinds)) * bool(kinds)
 
 
 def needs_fractions(line):
