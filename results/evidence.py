@@ -4,7 +4,7 @@
     python results/evidence.py run 30           run missing pieces for 30 minutes, the most valuable
                                                 first; the same command goes on
     python results/evidence.py run 30 2         two at a time
-    python results/evidence.py board --minutes=4    the board of results/board.py
+    python results/evidence.py board --minutes=1    the board of results/board.py
     python results/evidence.py readme           write the tables of results/README.md and README.md
                                                 and their figures anew from results/*.jsonl
 
