@@ -5,9 +5,9 @@
 
 --minutes is the dial. It sets the number of steps of each task, so that RoPE's cell takes one to
 two times that long on one core of a CPU. All encodings of a task get these steps: slow ones take
-longer. A cell has two commands. In the first, seed 5 tries three learning rates. In the second, seeds 0 to 4
-train at the one that ends best on validation problems of the trained lengths. A cut run goes on
-where it was.
+longer. A cell has two commands. In the first, seed 5 tries three learning rates. In the second,
+seeds 0 to 4 train at the one that ends best on validation problems of the trained lengths. A cut
+run goes on where it was.
 A cell is known by its command: after a change of your class give it another name.
 """
 import itertools
