@@ -390,13 +390,10 @@ GRIDS = PAPER | {
     'prism_width': Grid(
         'The stack with --prism_d_pe=84 instead of 32, as in the paper, or with --rope_base=100 '
         "instead of 10,000, or with both: eq. 7's kernel then has lower side lobes, or falls "
-        'faster. Alpha has the learning rate of the config, 0.003, or 0.03; average: of the '
-        'weights, --ema=0.99',
+        'faster. Alpha has the learning rate of the config, 0.003, or 0.03',
         {'prism, base 100': '--pe=prism --rope_base=100',
          'prism, 84, alpha at 0.03': f'--pe=prism {WIDE}',
-         'prism, 84, base 100, alpha at 0.03': f'--pe=prism {WIDE} --rope_base=100',
-         'prism, 84, base 100, alpha at 0.03, average':
-             f'--pe=prism {WIDE} --rope_base=100 --ema=0.99'},
+         'prism, 84, base 100, alpha at 0.03': f'--pe=prism {WIDE} --rope_base=100'},
         {'stack': OF_PRISM['stack']}),
     'prism_wide': Grid(
         "Cursors of 84 features, alpha's rate 0.03, on other tasks; for sorting that is the "
