@@ -287,7 +287,7 @@ STOPS = (
     ('odds_first', ('prism', 'prism', 'odds_first'),
      'Half a place a token, by key cursors in the prompt and on in the answer, whose second half '
      'reads its own first half. No symbol tells odd places from even ones.'),
-    ('stack, 84 features, alpha at 0.03', ('prism_width', 'prism, 84, alpha at 0.03', 'stack'),
+    ('stack', ('prism', 'prism', 'stack'),
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
      'the prompt.'),

@@ -142,6 +142,8 @@ TO_10 = ('--train_lengths=1-10 --length_schedule=[(0,5),(400,10)] --batch_size=6
 LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
 NOISE = '--prism_noise=0.3 --ema=0.99'
 WIDE = '--prism_alpha_lr=0.03 --prism_d_pe=84'
+NARROW = '--prism_alpha_lr=0.003 --prism_d_pe=32'
+OLD_STACK = f'configs/stack_prism.py {NARROW}', [20]
 NO_WEIGHTS = ('--prism_input=0.5 --prism_info=0 --prism_whole=0 --prism_whole_at=0 '
               '--prism_alpha_lr=0.03 --ema=0')
 
@@ -374,9 +376,9 @@ GRIDS = PAPER | {
         'batches of half the size',
         {'prism, information': '--pe=prism --prism_info=0.1 --prism_whole=1 --prism_whole_at=0.1 '
                                '--ema=0.99'},
-        {'stack': OF_PRISM['stack'],
+        {'stack': OLD_STACK,
          'stack, to 20': (
-             'configs/stack_prism.py --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
+             f'{OLD_STACK[0]} --train_lengths=2-20 --length_schedule=[(0,5),(400,10),'
              '(1000,20)] --eval_lengths=2-20,25,30,40,60,80,100 --batch_size=32', [40])}),
     'prism_stack_noise': Grid(
         'The stack with noise on the state of the GRU, and the average of the weights; with these '
@@ -386,14 +388,13 @@ GRIDS = PAPER | {
          'prism, 4 cursors': f'--pe=prism {NOISE} --prism_cursors=4',
          'prism, 3 layers': f'--pe=prism {NOISE} --n_layer=3 --prism_layers=1,3',
          'prism, warm-up': f'--pe=prism {NOISE} --length_schedule=[(0,3),(300,5),(800,10)]'},
-        {'stack': OF_PRISM['stack']}),
+        {'stack': OLD_STACK}),
     'prism_width': Grid(
-        'The stack with --prism_d_pe=84 instead of 32, as in the paper, or with --rope_base=100 '
-        "instead of 10,000, or with both: eq. 7's kernel then has lower side lobes, or falls "
-        'faster. Alpha has the learning rate of the config, 0.003, or 0.03',
+        "The stack with 84 features, as in the config, or with 32 and a tenth of alpha's rate, "
+        '0.003; with --rope_base=100 instead of 10,000 each time',
         {'prism, base 100': '--pe=prism --rope_base=100',
-         'prism, 84, alpha at 0.03': f'--pe=prism {WIDE}',
-         'prism, 84, base 100, alpha at 0.03': f'--pe=prism {WIDE} --rope_base=100'},
+         'prism, 32, alpha at 0.003': f'--pe=prism {NARROW}',
+         'prism, 32, alpha at 0.003, base 100': f'--pe=prism {NARROW} --rope_base=100'},
         {'stack': OF_PRISM['stack']}),
     'prism_wide': Grid(
         "Cursors of 84 features, alpha's rate 0.03, on other tasks; for sorting that is the "
