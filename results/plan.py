@@ -397,10 +397,9 @@ GRIDS = PAPER | {
          'prism, 32, alpha at 0.003, base 100': f'--pe=prism {NARROW} --rope_base=100'},
         {'stack': OF_PRISM['stack']}),
     'prism_wide': Grid(
-        "Cursors of 84 features, alpha's rate 0.03, on other tasks; for sorting that is the "
-        "config's rate",
+        "Addition with cursors of 84 features and alpha's rate at 0.03, as for the stack",
         {'prism, 84': f'--pe=prism {WIDE}'},
-        {task: OF_PRISM[task] for task in ('bucket_sort', 'addition_cot')}),
+        {'addition_cot': OF_PRISM['addition_cot']}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
         'and the average of the weights',
