@@ -409,11 +409,12 @@ def vipe():
         'eight seeds spread widely, and the lowest is level with T5. Whole answers hold a length '
         'or two beyond the trained ones, not to twice these. So they do after training to 16 with '
         "the paper's recipe. There ViPE holds one to three lengths more than 16 after some 10,000 "
-        'steps, and no more after 20,000. NoPE holds one at most, and at 32 it has half of '
-        "ViPE's tokens. Without clipping and decay, runs of both break down now and then. One of "
-        'each did so at the last step. The paper does not say whether its curves are tokens or '
-        'answers. With 2 layers ViPE has not learned the task on every seed. One s for all lengths '
-        "beyond leaves fewer tokens right. With one head ALiBi's slope is 1/256: nearly NoPE.")
+        'steps, and no more after 20,000. NoPE holds one at most, RoPE none, and at 32 both have '
+        "half of ViPE's tokens. Without clipping and decay, runs of all three break down now and "
+        'then. One of each did so at the last step. The paper does not say whether its curves are '
+        'tokens or answers. With 2 layers ViPE has not learned the task on every seed. One s for '
+        "all lengths beyond leaves fewer tokens right. With one head ALiBi's slope is 1/256: "
+        'nearly NoPE.')
     yield (
         'Figure 6, left: each state looks at the input that the next one needs, at longer lengths '
         'too',
@@ -444,7 +445,7 @@ def vipe():
         'tokens with 2 layers; with 3 its lead is smaller than seeds differ. With 2 layers ViPE '
         'learns neither task on one seed. Five times the steps carry whole answers further on '
         "copy, but not tokens. Trained to 16 with the paper's recipe, ViPE holds a length or two "
-        'more than NoPE on parity, and about as far on copy.')
+        'more than NoPE on parity, and about as far on copy. RoPE holds 16 on both and no more.')
     yield (
         'Figure 13: the same with more layers and heads',
         'a figure, means over 4 to 6 layers',
