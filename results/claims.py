@@ -291,7 +291,7 @@ STOPS = (
      'The height of the stack: a step up at 0, 1, 3, 4, a step down at 2 and in the answer; of '
      'several symbols at one height the latest. And the length of the answer, which "=" ends in '
      'the prompt.'),
-    ('addition_cot', ('prism', 'prism', 'addition_cot'),
+    ('addition_cot, 84 features', ('prism_wide', 'prism, 84', 'addition_cot'),
      'The column in each number: "+" starts the second number, "," the next column; and the place '
      'within a column of five tokens.'),
     ('multiplication_cot', ('prism', 'prism', 'multiplication_cot'),
