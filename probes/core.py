@@ -102,7 +102,7 @@ def recording(model, change=None):
         yield layers
 
 
-def check_positions(cfg):
+def check_index_positions(cfg):
     """UserError if the run has other positions than 0, 1, 2, ..., which a probe would move."""
     if cfg.positions != 'index':
         raise UserError('this probe moves the positions 0, 1, 2, ...: take a run with '

@@ -54,7 +54,7 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
     summary is about the head that has most weight on x_t without an offset.
     """
     if offset:
-        core.check_positions(cfg)
+        core.check_index_positions(cfg)
     trained = max(cfg.train_lengths)
     longest = min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else torch.inf)
     length = length or (trained if offset else longest)
@@ -227,7 +227,7 @@ def squeeze(model, task, cfg, length=0, n=256):
     interpolation, Chen et al. 2023), so distances are shorter; hidden: keys T_0 or more tokens back
     are hidden. Control: NoPE reads no positions: no change.
     """
-    core.check_positions(cfg)
+    core.check_index_positions(cfg)
     longest, rows = length or max(cfg.eval_lengths), []
     known = {*cfg.train_lengths, *cfg.eval_lengths}
     lengths = sorted({L for L in known if L < longest} | {longest})
