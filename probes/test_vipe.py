@@ -222,12 +222,12 @@ def test_squeeze():
     model, task, cfg = nano('parity', pe='nope', longest=5, n_layer=1)
     rows, _, _ = vipe.squeeze(model, task, cfg, n=20)
     assert all(row['tokens'] == row['tokens, squeezed'] > 0 for row in rows[5:])
-    cfg.positions = 'abacus'
-    with pytest.raises(UserError, match='take a run with positions=index, not abacus'):
-        vipe.squeeze(model, task, cfg)
     windows = [model(tokens[:, max(0, t - 12):t + 1])[0][:, -1].argmax(dim=-1) for t in range(21)]
     right = (torch.stack(windows, dim=1) == targets).sum() / share
     assert rows[8]['tokens, hidden'] == pytest.approx(right.item(), abs=6e-5)
+    cfg.positions = 'abacus'
+    with pytest.raises(UserError, match='take a run with positions=index, not abacus'):
+        vipe.squeeze(model, task, cfg)
 
 
 def test_proposition_1():
