@@ -200,22 +200,26 @@ def whole(model, task, cfg, length=0, n=64):
 
 
 def kinds_of_stack(prompt, answer):
-    """What each token of the answer is. Of symbols pushed at one height the latest is asked for."""
+    """What each token of the answer is: of '0123', '00200.', a height that saw 0 and 1 (1 was
+    popped there, and 0 pushed), one that saw one symbol, the 2 below the stack, two zeros, the end.
+    """
     stack, pushed = [], defaultdict(set)
     for symbol in prompt:
         if symbol == '2':
             stack = stack[:-1]
         else:
             stack = [*stack, symbol]
-            pushed[len(stack)].add(symbol in '14')
+            pushed[len(stack)].add(symbol in '14')     # 1 pushes 1, and so does 4
     heights = range(len(stack), 0, -1)
-    kinds = ['height that saw 0 and 1' if len(pushed[h]) > 1 else 'other height' for h in heights]
+    kinds = ['height that saw 0 and 1' if len(pushed[h]) > 1 else 'height that saw one symbol'
+             for h in heights]
     zeros = len(answer) - len(kinds) - 2
     return [*kinds, '2 below the stack', *['zeros'] * zeros, 'end']
 
 
 def kinds_of_addition(prompt, answer):
-    """What each token of the answer is."""
+    """What each token of the answer is: of '3407,3912→24.', twice a digit of a, a digit of b, the
+    carry, their digit and a separator; then two digits of the sum, and the end."""
     chain, total = answer.split('→')
     column = ('digit of a', 'digit of b', 'carry', 'digit of a + b', 'separator')
     kinds = [column[i % 5] for i in range(len(chain) + 1)]
@@ -226,7 +230,8 @@ KINDS = {'stack': kinds_of_stack, 'addition_cot': kinds_of_addition}
 
 
 def right_by_kind(task, kinds_of, tokens, wrong, asked):
-    """{kind of token: share right}; kinds_of: of KINDS."""
+    """{kind of token: share right, given all tokens before it}, by kinds_of(prompt, answer); wrong,
+    asked [B, T]: which answers are, and which tokens are predicted."""
     found = defaultdict(list)
     for row, is_wrong, is_asked in zip(tokens, wrong, asked):
         prompt, _, answer = ''.join(task.vocab[i] for i in row.tolist() if i).partition('=')

@@ -111,14 +111,15 @@ def test_tokens_are_right_by_kind():
     task = tasks.make('stack')
     text = '0123=00200.'
     assert prism.kinds_of_stack(*text.split('=')) == [
-        'height that saw 0 and 1', 'other height', '2 below the stack', 'zeros', 'zeros', 'end']
+        'height that saw 0 and 1', 'height that saw one symbol', '2 below the stack', 'zeros',
+        'zeros', 'end']
     tokens = task.encode(text)[None]
     asked = torch.arange(len(text))[None] >= 4
     asked[:, -1] = False                        # targets are one place ahead
     wrong = torch.arange(len(text))[None] == 4
     found = prism.right_by_kind(task, prism.kinds_of_stack, tokens, wrong, asked)
-    assert found == {'height that saw 0 and 1': 0, 'other height': 1, '2 below the stack': 1,
-                     'zeros': 1, 'end': 1}
+    assert found == {'height that saw 0 and 1': 0, 'height that saw one symbol': 1,
+                     '2 below the stack': 1, 'zeros': 1, 'end': 1}
     kinds = prism.kinds_of_addition('33+497', '3407,3912,0708→728.')
     assert kinds[:6] == ['digit of a', 'digit of b', 'carry', 'digit of a + b', 'separator',
                          'digit of a']

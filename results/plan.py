@@ -326,6 +326,11 @@ GRIDS = PAPER | {
         {task: (f'configs/polynomial_vipe.py configs/paper_vipe.py --task={task} --d_model=64 '
                 '--batch_size=32 --max_steps=20000 --eval_interval=2000 --n_eval=64 --n_test=512 '
                 '--seeds=0-2', [32]) for task in THREE}),
+    'vipe_options': Grid(
+        'Parity without a chain of thought, its last state alone; a running product; the same '
+        'where each place has a factor of its own. 3 layers, otherwise as above',
+        some('vipe', 'nope', 'rope'),
+        {task: iterative(task, 3) for task in ('parity:steps=0', 'product', 'product:own=1')}),
     'vipe_causes': Grid(
         'ViPE without one or two of its parts, on tasks where it is behind others; 3 layers, '
         'otherwise as above',
@@ -355,7 +360,8 @@ GRIDS = PAPER | {
         {'string_copy': OF_PRISM['string_copy']}),
     'prism_parts': Grid(
         'Odds first with ten times the weight on whole steps, or none; with the orthogonal '
-        'recurrent matrix of the paper, which cannot start with units that flip',
+        'recurrent matrix of the paper, which cannot start with units that flip; with cursors of '
+        '84 features',
         {'prism, more whole': '--pe=prism --prism_whole=1',
          'prism, nothing whole': '--pe=prism --prism_whole=0 --prism_whole_at=0',
          'prism, orthogonal': '--pe=prism --prism_recurrent=orthogonal --prism_start=fading',
