@@ -292,17 +292,26 @@ def cell_text(line):
     return f'{median}{spread}<br>{100 * trained(line):.0f} %{lost}'
 
 
+def whole_columns(cells):
+    """The cells of those columns in which no row is missing."""
+    whole = [column for column in COLUMNS if all((row, column) in cells for row in ROWS)]
+    return {(row, column): line for (row, column), line in cells.items() if column in whole}
+
+
 def block():
-    """The board in results/README.md: picture, sentences, table."""
-    cells = find(DIAL)
+    """The board in results/README.md: picture, sentences, table of the columns that are whole."""
+    found = find(DIAL)
+    cells = whole_columns(found)
+    planned = len(ROWS) * len(COLUMNS)
     if not cells:
-        yield f'Not run yet: `python results/evidence.py board --minutes={DIAL}`.'
+        yield (f'{len(found)} of {planned} cells are run, and no column is whole yet: '
+               f'`python results/evidence.py board --minutes={DIAL}`.')
         return
     columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
     yield '![the board](../assets/board.png)\n'
     yield from (f'- {sentence}' for sentence in sentences(cells, find(QUARTER)))
-    yield f'\n{len(ROWS) * len(COLUMNS) - len(cells)} cells are not run yet. One run: ' + (
-        steps_and_tokens(DIAL, cells, columns) + '.\n')
+    yield (f'\n{len(found)} of {planned} cells are run; only whole columns are shown. One run: '
+           f'{steps_and_tokens(DIAL, cells, columns)}.\n')
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
     for row in order(cells):

@@ -524,7 +524,7 @@ def draw_figures():
         fig = FIGURES[name](plt, name)
         if fig:
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
-    on_board = board.find(board.DIAL)
+    on_board = board.whole_columns(board.find(board.DIAL))
     if on_board:
         board.figure(plt, on_board).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=90)
     for name in filter(plan.runs, ('parity', 'stdlib')):

@@ -149,7 +149,10 @@ def test_board(tmp_path, monkeypatch, capsys):
     if importlib.util.find_spec('matplotlib'):
         assert (tmp_path / 'out/board_0.01.png').exists()
     monkeypatch.setattr(board, 'DIAL', '0.01')
-    monkeypatch.setattr(board, 'ROWS', dict(nope='--pe=nope', alibi='--pe=alibi'))
+    monkeypatch.setattr(board, 'ROWS', {name: f'--pe={name}' for name in ('nope', 'alibi', 'rope')})
+    text, = board.block()
+    assert text.startswith('4 of 6 cells are run, and no column is whole yet')
+    board.ROWS.pop('rope')
     *_, first, second = board.block()
     assert first.count('<br>') == second.count('<br>') == 3 and 'nope' in first + second
 
