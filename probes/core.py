@@ -112,6 +112,8 @@ def check_index_positions(cfg):
 @torch.no_grad()
 def trace(model, tokens, pos=None):
     """[Layer] of a forward pass over tokens [B, T] at pos [T], by default as cfg.positions says."""
+    if pos is not None:
+        check_index_positions(model.cfg)
     with recording(model) as layers:
         model(tokens, pos=pos)
     return layers

@@ -200,8 +200,9 @@ def whole(model, task, cfg, length=0, n=64):
 
 
 def kinds_of_stack(prompt, answer):
-    """What each token of the answer is: of '0123', '00200.', a height that saw 0 and 1 (1 was
-    popped there, and 0 pushed), one that saw one symbol, the 2 below the stack, two zeros, the end.
+    """What each token of the answer is. '0123' pushes 0 and 1, pops the 1 and pushes a 0 there. So
+    in its answer '00200.' the first 0 is of a height that saw 0 and 1, the second of a height that
+    saw one symbol. Then come the 2 below the stack, two zeros and the end.
     """
     stack, pushed = [], defaultdict(set)
     for symbol in prompt:

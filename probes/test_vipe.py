@@ -228,6 +228,8 @@ def test_squeeze():
     cfg.positions = 'abacus'
     with pytest.raises(UserError, match='take a run with positions=index, not abacus'):
         vipe.squeeze(model, task, cfg)
+    with pytest.raises(UserError, match='positions=index'):
+        vipe.attention(*nano('parity', pe='ape', positions='randomized'), offset=2)
 
 
 def test_proposition_1():

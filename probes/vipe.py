@@ -53,8 +53,6 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
     by how many inputs the largest weight lies right of x_t; 0 if the head counts no places. The
     summary is about the head that has most weight on x_t without an offset.
     """
-    if offset:
-        core.check_index_positions(cfg)
     trained = max(cfg.train_lengths)
     longest = min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else torch.inf)
     length = length or (trained if offset else longest)
