@@ -5,9 +5,10 @@
 
 --minutes is the dial. It sets the number of steps of each task, so that RoPE's cell takes one to
 two times that long on one core of a CPU. All encodings of a task get these steps: slow ones take
-longer. A cell has two commands. In the first, seed 5 tries three learning rates. In the second,
-seeds 0 to 4 train at the one that ends best on validation problems of the trained lengths. A cut
-run goes on where it was.
+longer. A cell has two or three commands. In the first, seed 5 tries three learning rates, and in
+the second half the lowest or twice the highest, if that was the best. Then seeds 0 to 4 train at
+the rate that ended best on validation problems of the trained lengths. A cut run goes on where it
+was.
 A cell is known by its command: after a change of your class give it another name.
 """
 import itertools
@@ -25,7 +26,8 @@ from pe import ENCODINGS
 from results import plan
 
 DIAL, QUARTER = '1', '0.25'         # the settings of the picture and of its comparison
-SEEDS, RATE_SEED, RATES = '0-4', '5', '1e-3,2e-3,4e-3'
+SEEDS, RATE_SEED = '0-4', '5'
+RATES, LOWER, HIGHER = '1e-3,2e-3,4e-3', '5e-4', '8e-3'
 SHAPE = '--d_model=64 --n_layer=2 --n_head=2 --batch_size=32 --n_eval=64 --n_test=256'
 # lengths trained and evaluated: dense behind the trained ones, then to ten times these. They are
 # short, and the tasks small, so that RoPE learns most tasks in a minute
@@ -39,37 +41,41 @@ class Column(NamedTuple):
     flags: str
     trained: str                    # lengths
     evaluated: str
+    tokens: int                     # of the longest problem evaluated
     steps: int                      # for each minute of the dial
 
 
 COLUMNS = {
-    'parity': Column('step by step', '--task=parity', *TO_6, 640),
-    'polynomial': Column('step by step', '--task=polynomial', *TO_6, 640),
-    'copy': Column('strings', '--task=string_copy', *TO_6, 640),
-    'reverse': Column('strings', '--task=string_reverse', *TO_6, 640),
-    'addition': Column('strings', '--task=addition:reversed=1', '1-2', '1-6,8,12,16,20', 960),
-    'flip-flop': Column('state', '--task=flip_flop', *TO_16, 320),
+    'parity': Column('step by step', '--task=parity', *TO_6, 123, 640),
+    'polynomial': Column('step by step', '--task=polynomial', *TO_6, 123, 640),
+    'copy': Column('strings', '--task=string_copy', *TO_6, 122, 640),
+    'reverse': Column('strings', '--task=string_reverse', *TO_6, 123, 640),
+    'addition': Column('strings', '--task=addition:reversed=1', '1-2', '1-6,8,12,16,20', 64, 960),
+    'flip-flop': Column('state', '--task=flip_flop', *TO_16, 320, 320),
     # S5 has 14,400 products: in 1,280 steps six encodings learn none. Of S3 to 4 elements all 25
     # rows learn at most 93 % in 960
-    'S3': Column('state', '--task=group:name=s3', '1-3', '1-6,8,10,12,18,24,30', 960),
-    'recall': Column('look up', '--task=mqar:keys=2:words=8', *TO_16, 400),
-    'indirect': Column('look up', '--task=indirect_indexing:letters=8:shift=1', '3-4', '3-8',
+    'S3': Column('state', '--task=group:name=s3', '1-3', '1-6,8,10,12,18,24,30', 32, 960),
+    'recall': Column('look up', '--task=mqar:keys=2:words=8', *TO_16, 320, 400),
+    'indirect': Column('look up', '--task=indirect_indexing:letters=8:shift=1', '3-4', '3-8', 16,
                        640),
     'distance': Column('look up', '--task=distance:span=8', '8',
-                       '8-10,11,12,14,16,20,24,32,48,64,80', 640),
-    'SCAN': Column('look up', '--task=scan', '1-22', '1-48', 200),
+                       '8-10,11,12,14,16,20,24,32,48,64,80', 82, 640),
+    'SCAN': Column('look up', '--task=scan', '1-22', '1-48', 60, 200),
     'Python': Column('perplexity', '--task=stdlib --batch_size=16 --n_test=16', '64',
-                     '64,72,80,96,128,256,512,640', 160),
+                     '64,128,512', 512, 160),
     'chorales': Column('perplexity', '--task=jsb --data=data/Jsb16thSeparated.json '
-                       '--batch_size=8 --n_eval=32', '128', '128,144,160,192,256,512,1024', 120),
+                       '--batch_size=8 --n_eval=32', '128', '128,256,1024', 1024, 120),
 }
 ROWS = {name: f'--pe={name}' for name in (
-    'nope', 'ape', 'learned', 'shifted_ape', 'rope')}
+    'nope', 'ape', 'learned')}
 ROWS |= {
+    # positions, or shifts, as far as the column is evaluated
+    'shifted_ape': '--pe=shifted_ape --max_shift={tokens}',
+    'rope': '--pe=rope',
     'rope_d80': '--pe=rope --d_model=80',                  # about as many parameters as prism
     'rope_half': '--pe=rope --rope_fraction=0.5',
     'rope_every_2nd': '--pe=rope --nope_every=2',
-    'rope_randomized': '--pe=rope --positions=randomized',
+    'rope_randomized': '--pe=rope --positions=randomized --positions_max={tokens}',
     'mla': '--pe=rope --attention=mla'}
 ROWS |= {name: f'--pe={name}' for name in (
     'rope+ssmax', 'yarn', 'alibi', 't5', 'fire', 'kerple', 'vrope', 'vipe', 'pope', 'pope+vipe',
@@ -85,30 +91,49 @@ def argv(dial, row, column, rate, seeds, lengths):
     """The command of seeds of a cell, evaluated at `lengths`. The search for a rate reads
     validation problems alone, the others test problems alone: --n_eval and --n_test."""
     task, n = COLUMNS[column], steps(dial, column)
+    own = ROWS.get(row, f'--pe={row}').format(tokens=task.tokens)
     flags = (f'{SHAPE} {task.flags} --train_lengths={task.trained} --eval_lengths={lengths} '
-             f'{ROWS.get(row, f"--pe={row}")} --max_steps={n} --eval_interval={n} '
+             f'{own} --max_steps={n} --eval_interval={n} '
              f'--warmup_steps={max(1, n // 10)} --lr={rate} --seeds={seeds} '
              f'{"--n_test=1" if seeds == RATE_SEED else "--n_eval=1"}')
-    return plan.train_argv(f'board_{dial}', f'{slug(column)}/{slug(row)},seeds={seeds}', flags)
+    folder = f'{slug(column)}/{slug(row)},seeds={seeds}'
+    if rate in (LOWER, HIGHER) and seeds == RATE_SEED:
+        folder += f',lr={rate}'
+    return plan.train_argv(f'board_{dial}', folder, flags)
+
+
+def search(dial, row, column):
+    """The learning rate of a cell; None, and what comes next in plan.missing, while unknown."""
+    def merit(rate):
+        """Exact match on validation problems; between equals, the tokens right."""
+        curve = found[rate]['curves'].get(RATE_SEED)       # none if it diverged
+        return plan.validation(found[rate], RATE_SEED), curve[-1][4:] if curve else []
+
+    found, name = {}, f'board_{dial}'
+    command = argv(dial, row, column, RATES, RATE_SEED, COLUMNS[column].trained)
+    found = {line['config']['lr']: line for line in plan.lines_of(name, command)}
+    if len(found) < len(RATES.split(',')):
+        plan.missing.append(command)
+        return None
+    best = max(found, key=merit)                           # of equals the first, the lowest
+    beyond = {min(found): LOWER, max(found): HIGHER}.get(best)
+    if beyond and merit(best) > max(merit(rate) for rate in found if rate != best):
+        command = argv(dial, row, column, beyond, RATE_SEED, COLUMNS[column].trained)
+        line = plan.look_up(name, command)
+        if line is None:
+            plan.missing.append(command)
+            return None
+        found[float(beyond)] = line
+    return max(found, key=merit)
 
 
 def cell(dial, row, column):
     """The line of a cell's five seeds; None, and what comes next in plan.missing, without it."""
-    name, task = f'board_{dial}', COLUMNS[column]
-    search = argv(dial, row, column, RATES, RATE_SEED, task.trained)
-    tried = plan.lines_of(name, search)
-    if len(tried) < len(RATES.split(',')):
-        plan.missing.append(search)
+    rate = search(dial, row, column)
+    if rate is None:
         return None
-
-    def merit(line):
-        """Exact match on validation problems; between equals, the tokens right."""
-        curve = line['curves'].get(RATE_SEED)              # none if it diverged
-        return plan.validation(line, RATE_SEED), curve[-1][4:] if curve else []
-
-    rate = max(tried, key=merit)['config']['lr']
-    command = argv(dial, row, column, rate, SEEDS, task.evaluated)
-    line = plan.look_up(name, command)
+    command = argv(dial, row, column, rate, SEEDS, COLUMNS[column].evaluated)
+    line = plan.look_up(f'board_{dial}', command)
     if line is None:
         plan.missing.append(command)
     return line
@@ -168,23 +193,25 @@ def lacks_data(column):
 def play(dial, rows, columns, run):
     """Run what is missing of these rows and columns; then print these columns with all rows that
     there are, and draw them in out/board_M.png."""
-    began, at_first = time.time(), []
-    planned = len(rows) * len(columns)
+    began, runs_at_first = time.time(), None
 
     def progress():
+        nonlocal runs_at_first
         cells = find(dial, rows, columns)
-        # runs: of what waits for a rate, and the last one of each cell
-        waiting = sum(f'--seeds={RATE_SEED}' in command for command in plan.missing)
-        left = waiting + planned - len(cells)
-        at_first.append(left)
-        done = at_first[0] - left
+        # five runs for each cell to come, and three where the rate is not known
+        searches = sum(f'--seeds={RATE_SEED}' in command for command in plan.missing)
+        left = 5 * (len(rows) * len(columns) - len(cells)) + 3 * searches
+        runs_at_first = runs_at_first or left
+        done = runs_at_first - left
         minutes = (time.time() - began) / 60 * left / done if done > 0 else math.nan
-        return (f'{len(cells)} of {planned} cells'
-                + f', about {minutes:.0f} min left' * (done > 0))
+        return (f'{len(cells)} of {len(rows) * len(columns)} cells'
+                + f', about {minutes:.1f} min left' * (done > 0))
 
     failed = run(ask=progress)
     cells = find(dial, dict.fromkeys([*ROWS, *rows]), columns)
-    print(f'\n{steps_and_tokens(dial, cells, columns)}\n\nlongest length held / longest trained, '
+    if not cells:
+        return failed
+    print(f'\n{cost(dial, cells)}\n\nlongest length held / longest trained, '
           'median of 5 seeds (least to most), and exact match on trained lengths;\nof a corpus '
           'its perplexity at the trained length and, over that, at 2 and 8 times the length\n')
     for column in columns:
@@ -192,7 +219,7 @@ def play(dial, rows, columns, run):
             text = cell_text(cells[row, column]).replace('<br>', '   ')
             print(f'{column:12}{row:18}{parameters(row):>9,}  {text}')
     plt = report.pyplot()
-    if plt and cells:
+    if plt:
         path = os.path.join(plan.ROOT, f'out/board_{dial}.png')
         figure(plt, cells).savefig(path, dpi=100)
         print(f'drew {path}')
@@ -202,19 +229,20 @@ def play(dial, rows, columns, run):
 # --------------------------------------------------------------------------------------------------
 # the measure
 
-def is_corpus(line):
-    """Whether a line's scores are losses."""
-    return any('loss' in x for scores in line['lengths'].values() for x in scores.values())
+def is_corpus(column):
+    """Whether a column's scores are perplexities."""
+    return COLUMNS[column].group == 'perplexity'
 
 
 def reach(line):
-    """Longest length held over the longest trained one, a number for each seed; a seed that
-    diverged has 0, and so has one that fails the shortest length."""
+    """Longest length held over the longest trained one, a number for each seed: 0 where it has not
+    learned all trained lengths, or diverged."""
     longest = max(line['config']['train_lengths'])
     ratios = []
     for scores in plan.by_seed(line).values():
         held = plan.holds(scores, longest).removeprefix('≥ ')
-        ratios.append(int(held) / longest if held.isdigit() else 0.0)
+        learned = held.isdigit() and int(held) >= longest
+        ratios.append(int(held) / longest if learned else 0.0)
     return ratios + [0.0] * (len(line['config']['seeds']) - len(ratios))
 
 
@@ -223,7 +251,7 @@ def trained(line):
     did not diverge."""
     values = [plan.score(scores, line['config']['train_lengths'])
               for scores in plan.by_seed(line).values()]
-    return statistics.mean([math.exp(-x) for x in values] if is_corpus(line) else values)
+    return statistics.mean(math.exp(-x) if x < 0 else x for x in values)
 
 
 def ratios_of_perplexity(line):
@@ -233,17 +261,23 @@ def ratios_of_perplexity(line):
                             for scores in plan.by_seed(line).values()) for n in (2, 8)]
 
 
+def standing(cells):
+    """{row: mean of log2(1 + median reach) over its tasks}, without corpora."""
+    by_row = {row: [] for row, _ in cells}
+    for (row, column), line in cells.items():
+        if not is_corpus(column):
+            by_row[row].append(math.log2(1 + statistics.median(reach(line))))
+    return {row: statistics.mean(values or [0]) for row, values in by_row.items()}
+
+
 def order(cells):
-    """Rows of {(row, column): line}, the furthest first, by the mean of log2(1 + median reach) over
-    the columns that all rows have; corpora do not count, unless there is nothing else."""
-    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells)) if cells else ([], [])
-    whole = [column for column in columns if all((row, column) in cells for row in rows)]
-    counted = [c for c in whole if COLUMNS[c].group != 'perplexity'] or whole
-
-    def mean(row):
-        return sum(math.log2(1 + statistics.median(reach(cells[row, c]))) for c in counted)
-
-    return sorted(rows, key=mean, reverse=True)
+    """Rows of {(row, column): line}: the furthest first, of equals that of the least perplexity."""
+    furthest = standing(cells)
+    perplexity = dict.fromkeys(furthest, 0)
+    for (row, column), line in cells.items():
+        if is_corpus(column):
+            perplexity[row] += trained(line) if line['lengths'] else math.inf
+    return sorted(furthest, key=lambda row: (-furthest[row], perplexity[row]))
 
 
 def parameters(row):
@@ -253,27 +287,32 @@ def parameters(row):
     return sum(p.numel() for p in model.parameters())
 
 
-def times(ratio, line=None):
-    """A reach as text: '1.5', '12', '2+' where no longer length was tested; '<1' where not all
-    trained lengths hold, '0' where none does."""
-    if ratio < 1:
-        return '<1' if ratio else '0'
+def times(ratio, line):
+    """A reach as text: '1.5', '12', '<1' where not all trained lengths hold; '2+' where no longer
+    length was evaluated."""
+    if not ratio:
+        return '<1'
     text = f'{ratio:.2f}'.rstrip('0').rstrip('.') if ratio < 10 else f'{ratio:.0f}'
-    lengths = line['config']['eval_lengths'] if line else [math.inf]
-    return text + '+' * (line is not None and ratio * max(line['config']['train_lengths'])
-                         >= max(lengths))
+    furthest = max(line['config']['eval_lengths']) / max(line['config']['train_lengths'])
+    return text + '+' * (ratio >= furthest)
+
+
+def median_and_range(line):
+    """The median reach of a cell, and 'least to most' or, if they are equal, nothing."""
+    ratios = reach(line)
+    median, least, most = (times(f(ratios), line) for f in (statistics.median, min, max))
+    return median, f'{least} to {most}' if least != most else ''
 
 
 # --------------------------------------------------------------------------------------------------
 # the table, the picture, the sentences
 
-def steps_and_tokens(dial, cells, columns):
+def cost(dial, cells):
     """What a run of each column costs, as text."""
     texts = []
-    for column in columns:
-        n = steps(dial, column)
-        configs = [line['config'] for (_, of), line in cells.items() if of == column]
-        tokens = n * configs[0]['batch_size'] * configs[0]['train_len'] / 1e6 if configs else 0
+    for column, line in {column: line for (_, column), line in cells.items()}.items():
+        n, cfg = steps(dial, column), line['config']
+        tokens = n * cfg['batch_size'] * cfg['train_len'] / 1e6
         texts.append(f'{column} {n} steps, {tokens:.1f} M tokens')
     return '; '.join(texts)
 
@@ -284,13 +323,13 @@ def cell_text(line):
         return 'all diverged'
     lost = len(line['config']['seeds']) - len(line['lengths'])
     lost = f' ({lost} diverged)' if lost else ''
-    if is_corpus(line):
+    mean = trained(line)
+    if mean > 1:                                           # a perplexity
         twice, eight = ratios_of_perplexity(line)
-        return f'{trained(line):.2f}{lost}<br>x {twice:.2f}, x {eight:.2f}'
-    ratios = reach(line)
-    median, least, most = (times(f(ratios), line) for f in (statistics.median, min, max))
-    spread = f' ({least} to {most})' if least != most else ''
-    return f'{median}{spread}<br>{100 * trained(line):.0f} %{lost}'
+        return f'{mean:.2f}{lost}<br>x {twice:.2f}, x {eight:.2f}'
+    median, spread = median_and_range(line)
+    spread = f' ({spread})' if spread else ''
+    return f'{median}{spread}<br>{100 * mean:.0f} %{lost}'
 
 
 def whole_columns(cells):
@@ -299,52 +338,55 @@ def whole_columns(cells):
     return {(row, column): line for (row, column), line in cells.items() if column in whole}
 
 
+def front():
+    """The sentences under the picture in README.md."""
+    yield from (f'- {text}' for text in sentences(whole_columns(find(DIAL)), find(QUARTER)))
+
+
 def block():
-    """The board in results/README.md: picture, sentences, table of the columns that are whole."""
-    found = find(DIAL)
-    cells = whole_columns(found)
-    planned = len(ROWS) * len(COLUMNS)
+    """The board in results/README.md: what it cost, and a table of the columns that are whole."""
+    cells = whole_columns(find(DIAL))
     if not cells:
-        yield (f'{len(found)} of {planned} cells are run, and no column is whole yet: '
-               f'`python results/evidence.py board --minutes={DIAL}`.')
+        yield f'No column is whole yet: `python results/evidence.py board --minutes={DIAL}`.'
         return
     columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
-    yield '![the board](../assets/board.png)\n'
-    yield from (f'- {sentence}' for sentence in sentences(cells, find(QUARTER)))
-    yield (f'\n{len(found)} of {planned} cells are run; only whole columns are shown. One run: '
-           f'{steps_and_tokens(DIAL, cells, columns)}.\n')
+    rates = [line['config']['lr'] for line in cells.values()]
+    edges = ' and '.join(f'{rates.count(float(rate))} at {rate}' for rate in (LOWER, HIGHER))
+    yield (f'One run: {cost(DIAL, cells)}. Of these {len(cells)} cells, {edges} have a rate beyond '
+           'the three.\n')
     yield '| | ' + ' | '.join(columns) + ' |'
     yield '|---' * (len(columns) + 1) + '|'
     for row in order(cells):
-        texts = [cell_text(cells[row, c]) if (row, c) in cells else '' for c in columns]
+        texts = [cell_text(cells[row, column]) for column in columns]
         yield f'| {row}<br>{parameters(row):,} | ' + ' | '.join(texts) + ' |'
 
 
-LEVELS = 0, 1e-9, 1, 1.05, 1.25, 1.5, 2, 4, 10             # where a colour begins
-NAMES = '0', '<1', '1', '1.05', '1.25', '1.5', '2', '4', '10 and more'
+LEVELS = 1, 1.25, 1.5, 2, 4, 10                            # of reach, where a colour begins
 
 
 def figure(plt, cells):
-    """The median reach of every cell as a colour and a number, least and most below it; beside a
-    row its parameters. Of a corpus the perplexity, and below it that at twice the length over it.
-    """
+    """The median reach of every cell as a colour and a number; where not all trained lengths are
+    learned, the exact match on them. Below it least to most. Of a corpus the perplexity, and what
+    it is multiplied by at twice the length."""
     rows = order(cells)
     columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
-    fig, ax = plt.subplots(figsize=(9, 1.8 + 0.3 * len(rows)), layout='constrained')
+    fig, ax = plt.subplots(figsize=(9, 2 + 0.3 * len(rows)), layout='constrained')
     shades = [plt.cm.cividis(i / (len(LEVELS) - 1)) for i in range(len(LEVELS))]
     for (j, column), (i, row) in itertools.product(enumerate(columns), enumerate(rows)):
         line = cells.get((row, column))
-        if line is None or not line['lengths']:
+        if line is None:
             continue
-        if is_corpus(line):
+        colour, ink, text, below = '1', '0.3', 'diverged', ''
+        if line['lengths'] and is_corpus(column):
             colour, ink = '0.93', 'black'
             text, below = f'{trained(line):.2f}', f'x {ratios_of_perplexity(line)[0]:.2f}'
-        else:
-            ratios = reach(line)
-            level = sum(statistics.median(ratios) >= low for low in LEVELS) - 1
-            colour, ink = shades[level], 'white' if level < len(LEVELS) / 2 else 'black'
-            text, least, most = (times(f(ratios), line) for f in (statistics.median, min, max))
-            below = f'{least}-{most}' if least != most else ''
+        elif line['lengths']:
+            text, below = median_and_range(line)
+            level = sum(statistics.median(reach(line)) >= low for low in LEVELS)
+            if level:
+                colour, ink = shades[level - 1], 'white' if level <= len(LEVELS) / 2 else 'black'
+            else:
+                text = f'{100 * trained(line):.0f} %'
         ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, color=colour))
         ax.text(j, i - 0.12, text, ha='center', va='center', color=ink, fontsize=9)
         ax.text(j, i + 0.28, below, ha='center', va='center', color=ink, fontsize=6.5)
@@ -360,36 +402,54 @@ def figure(plt, cells):
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     key = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in shades]
-    fig.legend(key, NAMES, loc='outside lower center', ncols=len(NAMES), fontsize=8, frameon=False,
-               title='longest length held / longest trained, median of five seeds; right of a '
-               'name: parameters', title_fontsize=8)
+    names = [f'{low:g} and more' if low == LEVELS[-1] else f'from {low:g}' for low in LEVELS]
+    fig.legend(key, names, loc='outside lower center', ncols=len(names), fontsize=8, frameon=False,
+               title='longest length held / longest trained: median of five seeds, below it worst '
+               'to best seed\nwhite: percent right on the trained lengths, which are not all '
+               'learned; right of a name: parameters', title_fontsize=8)
     return fig
 
 
 def sentences(cells, less):
     """What the board shows, every number computed; `less`: the board with a smaller dial."""
-    cells = {key: line for key, line in cells.items() if not is_corpus(line)}
-    if len({row for row, _ in cells}) < 3:
+    cells = {key: line for key, line in cells.items() if not is_corpus(key[1])}
+    scores, columns = standing(cells), list(dict.fromkeys(column for _, column in cells))
+    if len(scores) < 3:
         return
-    rows, columns = order(cells), list(dict.fromkeys(column for _, column in cells))
     medians = {key: statistics.median(reach(line)) for key, line in cells.items()}
-    far = {row: sum(medians.get((row, c), 0) >= 2 for c in columns) for row in rows}
-    first = ', '.join(f'`{row}` ({far[row]})' for row in rows[:3])
-    yield (f'Furthest over the {len(columns)} tasks go {first}; in parentheses: on how many of '
-           'them the median seed holds to twice the trained length.')
-    nobody = [c for c in columns if all(medians.get((row, c), 0) < 2 for row in rows)]
-    yield f'Tasks on which no encoding holds to twice the length: {", ".join(nobody) or "none"}.'
-    for row in (row for row in ('rope', 'nope') if row in rows):
-        beyond = sum(medians.get((row, column), 0) > 1 for column in columns)
-        yield (f'`{row}` is number {rows.index(row) + 1} of {len(rows)}: it holds beyond the '
-               f'trained lengths on {beyond} of {len(columns)} tasks.')
+
+    def count(row, least):
+        return sum(medians[row, column] >= least for column in columns)
+
+    third = sorted(scores.values())[-3]
+    first = ', '.join(f'`{row}` ({count(row, 2)})' for row in order(cells) if scores[row] >= third)
+    yield (f'Furthest over {len(columns)} tasks go {first}; in parentheses: on how many of '
+           'them the median seed holds to twice the trained length or more.')
+    nobody = [c for c in columns if all(medians[row, c] < 2 for row in scores)]
+    yield f'Tasks on which no encoding does: {", ".join(nobody) or "none"}.'
+    for row in (row for row in ('rope', 'nope') if row in scores):
+        above = sum(x > scores[row] for x in scores.values())
+        equal = sum(x == scores[row] for x in scores.values())
+        place = f'{above + 1}' if equal == 1 else f'{above + 1} to {above + equal}'
+        yield (f'`{row}` is number {place} of {len(scores)}: it learns {count(row, 1)} of these '
+               f'tasks, and holds to 1.25 times the trained length or more on {count(row, 1.25)}.')
     unlearned = sum(x < 1 for x in medians.values())
     diverged = sum(len(line['config']['seeds']) - len(line['lengths']) for line in cells.values())
     text = (f'In {unlearned} of {len(cells)} cells the median seed has not learned all trained '
             f'lengths in these steps, and {diverged} seeds diverged')
     if cells.keys() <= less.keys():
-        rank, n = order({key: less[key] for key in cells}), len(rows)
-        gap = sum((rows.index(row) - rank.index(row)) ** 2 for row in rows)
+        others = standing({key: less[key] for key in cells})
+        correlation = rank_correlation([(scores[row], others[row]) for row in scores])
         text += ('; with a quarter of the steps the order of rows has a rank correlation of '
-                 f'{1 - 6 * gap / (n * (n * n - 1)):.2f} with this one')
+                 f'{correlation:.2f} with this one')
     yield text + '.'
+
+
+def rank_correlation(pairs):
+    """Spearman's rank correlation; equal values share the mean of their ranks. nan if one side is
+    all equal."""
+    ranks = [[sum((y > x) + (y == x) / 2 for y in side) for x in side] for side in zip(*pairs)]
+    try:
+        return statistics.correlation(*ranks)
+    except statistics.StatisticsError:
+        return math.nan
