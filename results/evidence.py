@@ -585,6 +585,9 @@ def run(minutes, jobs, ask=ask):
     for path in sorted(set(filter(None, map(lacks, plan.missing)))):
         print(f'left out what needs {path}: put it there')
     failed = [argv for argv in ended if argv in plan.missing]
+    for argv in failed:
+        print(f'left no line in results/: {plan.out_dir(argv)}; if nothing above says why, delete '
+              'that folder')
     left = f'{len(plan.missing)} or more to run' if plan.missing else 'nothing left to run'
     print(f'{len(ended) - len(failed)} done, {len(failed)} failed, {left}')
     return bool(failed)
@@ -682,7 +685,8 @@ def blocks():
         flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table(),
-        stops=claims.stops_table(), goal=claims.goal_table(), board=board.block())
+        stops=claims.stops_table(), goal=claims.goal_table(), board=board.block(),
+        board_front=board.front())
 
 
 def readme():

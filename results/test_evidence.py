@@ -1,6 +1,7 @@
 """The evidence's machinery: what is missing is run, and tables are what results/*.jsonl says."""
 import importlib.util
 import itertools
+import math
 import os
 import re
 import shlex
@@ -109,6 +110,7 @@ def test_every_cell_of_the_board_can_be_run():
         flags = board.argv('0.1', row, column, '1e-3', '0-4', board.COLUMNS[column].evaluated)[1:]
         cfg = train.make_config(config.read(train.Config, flags))
         assert len(cfg.seeds) == 5 and max(cfg.eval_lengths) > max(cfg.train_lengths)
+        assert cfg.eval_len == board.COLUMNS[column].tokens
 
 
 def test_board(tmp_path, monkeypatch, capsys):
@@ -141,7 +143,8 @@ def test_board(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert '2 of 4 cells; next out/board_0.01/parity/nope,seeds=5' in told
     both = path.read_text()
-    assert both.startswith(first) and len(both.splitlines()) == 2 * 2 * (3 + 1)
+    assert both.startswith(first) and both.count('--seeds=0-4') == 2 * 2
+    assert 2 * 2 * 3 <= both.count('--seeds=5') <= 2 * 2 * 4
     assert not evidence.main(command)
     assert path.read_text() == both and '0 done' in capsys.readouterr().out
     cells = board.find('0.01', ['nope', 'alibi'])
@@ -151,26 +154,68 @@ def test_board(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(board, 'DIAL', '0.01')
     monkeypatch.setattr(board, 'ROWS', {name: f'--pe={name}' for name in ('nope', 'alibi', 'rope')})
     text, = board.block()
-    assert text.startswith('4 of 6 cells are run, and no column is whole yet')
+    assert text.startswith('No column is whole yet') and not list(board.front())
     board.ROWS.pop('rope')
     *_, first, second = board.block()
     assert first.count('<br>') == second.count('<br>') == 3 and 'nope' in first + second
+
+
+def test_a_board_rate_beyond_the_three_is_tried_where_the_best_is_at_their_edge(monkeypatch):
+    def line(rate, exact):
+        return dict(config=dict(lr=float(rate)), lengths={'5': {1: dict(exact=1)}},
+                    curves={'5': [[10, exact, None, 1, exact]]})
+
+    def search(*exact, beyond=None):
+        lines = [line(rate, x) for rate, x in zip(board.RATES.split(','), exact)]
+        monkeypatch.setattr(plan, 'lines_of', lambda *_: lines)
+        monkeypatch.setattr(plan, 'look_up', lambda *_: beyond and line('5e-4', beyond))
+        plan.missing.clear()
+        return board.search('1', 'rope', 'parity')
+
+    assert search(0.1, 0.3, 0.2) == 2e-3 and search(0.3, 0.3, 0.2) == 1e-3
+    assert search(0.3, 0.2, 0.1) is None and '--lr=5e-4' in plan.missing[0]
+    assert search(0.1, 0.2, 0.3) is None and '--lr=8e-3' in plan.missing[0]
+    assert search(0.3, 0.2, 0.1, beyond=0.4) == 5e-4
+    assert search(0.3, 0.2, 0.1, beyond=0.3) == 1e-3
+    assert search(0.3, 0.2) is None and f'--lr={board.RATES}' in plan.missing[0]
 
 
 def test_reach_counts_all_seeds():
     def seed(*exact):
         return {n: dict(exact=x, n=64) for n, x in enumerate(exact, 1)}
 
-    line = dict(config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 3, 4], seeds=[0, 1, 2, 3]),
-                lengths={0: seed(1, 1, 1, 0), 1: seed(1, 1, 1, 1), 2: seed(0, 1, 1, 1)})
-    assert board.reach(line) == [1.5, 2, 0, 0]            # seed 3 diverged
-    assert list(map(board.times, (0, 0.5, 1, 1.125, 10))) == ['0', '<1', '1', '1.12', '10']
-    assert board.times(2, line) == '2+' and board.times(1.5, line) == '1.5'
-    assert board.cell_text(line) == '0.75 (0 to 2+)<br>83 % (1 diverged)'.replace('0.75', '<1')
+    line = dict(config=dict(train_lengths=[1, 2], eval_lengths=[1, 2, 3, 4], seeds=[0, 1, 2, 3, 4]),
+                lengths={0: seed(1, 1, 1, 0), 1: seed(1, 1, 1, 1), 2: seed(0, 1, 1, 1),
+                         3: seed(1, 0, 1, 1)})
+    assert board.reach(line) == [1.5, 2, 0, 0, 0]         # two have not learned, seed 4 diverged
+    assert [board.times(x, line) for x in (0, 1, 1.125, 2)] == ['<1', '1', '1.12', '2+']
+    assert board.cell_text(line) == '<1 (<1 to 2+)<br>75 % (1 diverged)'
     far, near = ('a', 'copy'), ('b', 'copy')
     lost = line | dict(lengths={})
-    assert board.order({near: lost, far: line}) == ['a', 'b']
+    all_seeds = line | dict(lengths=dict.fromkeys('01234', seed(1, 1)))
+    assert board.order({near: lost, far: all_seeds}) == ['a', 'b']
     assert board.cell_text(lost) == 'all diverged'
+
+
+def test_sentences_count_ties():
+    def line(exact):
+        return dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0]),
+                    lengths={0: {1: dict(exact=1, n=64), 2: dict(exact=exact, n=64)}})
+
+    far = dict(rope=0, nope=1, alibi=0, t5=1)
+    cells = {(row, 'copy'): line(exact) for row, exact in far.items()}
+    first, nobody, rope, nope, _ = board.sentences(cells, {})
+    assert '`rope` (0)' in first and '`nope` (1)' in first       # rope shares the third place
+    assert nobody.endswith('none.')
+    assert rope.startswith('`rope` is number 3 to 4 of 4: it learns 1 of these tasks')
+    assert nope.startswith('`nope` is number 1 to 2 of 4')
+
+
+def test_rank_correlation():
+    assert board.rank_correlation([(1, 10), (2, 20), (3, 90)]) == pytest.approx(1)
+    assert board.rank_correlation([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
+    assert board.rank_correlation([(1, 1), (1, 2), (2, 1), (2, 2)]) == pytest.approx(0)
+    assert math.isnan(board.rank_correlation([(1, 1), (1, 2)]))
 
 
 @pytest.mark.parametrize('flags,message', [
