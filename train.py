@@ -305,7 +305,8 @@ class Trainer:
         """One optimizer step on a batch: forward, backward, clip, AdamW. Returns the loss."""
         total = self.supervised(targets)
         loss = 0
-        for x, y in self.micro_batches(tokens, targets):
+        pieces = self.cfg.accumulate
+        for x, y in zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2)):
             fraction = self.supervised(y) / total          # 1 if the batch is in one piece
             with self.autocast:
                 part = fraction * self.model(x, y)[1]      # the model gives (logits, mean loss)
@@ -334,11 +335,6 @@ class Trainer:
     def supervised(self, targets):
         """How many targets of a batch are supervised."""
         return (targets != -100).sum(dim=(-2, -1), dtype=DTYPES[self.cfg.dtype])
-
-    def micro_batches(self, tokens, targets):
-        """A batch in `accumulate` pieces: [(tokens, targets)]."""
-        pieces = self.cfg.accumulate
-        return zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2))
 
 
 def make_group(cfg, device):

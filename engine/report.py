@@ -138,16 +138,9 @@ def strips(cfg, rows):
            'on; holds to: the last length before one below 95 %')
 
 
-def evenly(items, count):
-    """At most `count` of the items, evenly spaced, the first and the last among them."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
 def perplexities(cfg, rows):
     """Lines of a corpus's table: exp(mean loss) by context length for each row."""
-    shown = evenly(sorted(rows[0][1]), 12)
+    shown = sorted(rows[0][1])
     width = max(len(label) for label, *_ in rows) + 2
     longest = max(cfg.train_lengths)
 

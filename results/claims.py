@@ -86,26 +86,14 @@ def of_runs(name, twice):
                    for encoding, runs in found.items()}, between=', ')
 
 
-def percent(x):
-    """A share as a percentage."""
-    return 100 * x
-
-
-def perplexity(x):
-    """Perplexity from minus the loss, which is a corpus's score."""
-    return math.exp(-x)
-
-
-def loss(x):
-    """The loss from minus the loss, which is a corpus's score."""
-    return -x
-
-
-def alone(name, lengths, unit, digits, metric='exact'):
-    """The score over these lengths of each configuration in results/NAME.jsonl, over its seeds."""
-    found = {}
+def alone(name, lengths, metric):
+    """The score over these lengths of each configuration in results/NAME.jsonl, over its seeds:
+    exact or token in percent; of a corpus loss or perplexity."""
+    found, digits = {}, dict(exact=1, token=1, loss=3, perplexity=2)[metric]
     for label, scores, _ in by_length(name)[1]:
-        found.setdefault(label, []).append(unit(score(scores, lengths, metric)))
+        x = score(scores, lengths, metric)                 # of a corpus minus the loss
+        value = dict(loss=-x, perplexity=math.exp(-x)).get(metric, 100 * x)
+        found.setdefault(label, []).append(value)
     return ', '.join(f'{label} {spread(values, digits)}' for label, values in found.items()) or None
 
 
@@ -341,23 +329,14 @@ def needs_fractions(line):
     return '{plain} → {all} % ({cursor} alone: {worst})'.format(**line['summary'] | scores)
 
 
-def of_library(what, key):
-    """A number of a probe of RoPE and of PoPE trained on Python's library, from probes.jsonl."""
-    commands = plan.by_command('probes')
-    found = {pe: commands.get(f'python probe.py {what} out/stdlib/pe={pe}')
-             for pe in ('rope', 'pope')}
-    return listed({pe: line and f'{line["summary"][key]:.2f}' for pe, line in found.items()},
-                  between=', ')
-
-
-def massive_values():
-    """The largest norm of rows of W_Q and W_K over the median, on Python's library."""
-    commands, found = plan.by_command('probes'), {}
-    for pe in ('rope', 'pope', 'nope'):
-        line = commands.get(f'python probe.py norms out/stdlib/pe={pe} --of=weights')
-        found[pe] = line and '{ratio_q:.2f}, {ratio_k:.2f}'.format(**line['summary'])
-    return listed({'the library, one seed, largest row of W_Q, W_K over the median:':
-                   listed(found)})
+def of_library(what, text, encodings=('rope', 'pope'), between=', '):
+    """Numbers of a probe of encodings trained on Python's library, from probes.jsonl."""
+    name, *flags = what.split()
+    found = {}
+    for pe in encodings:
+        line = plan.look_up('probes', ['probe.py', name, f'out/stdlib/pe={pe}', *flags])
+        found[pe] = line and text.format(**line['summary'])
+    return listed(found, between=between)
 
 
 def perturb_table():
@@ -513,8 +492,8 @@ def vipe():
     yield (
         'Table 2: SCAN (which split is not said; here the length split)',
         'ViPE 15.0, NoPE 13.2, RoPE 2.1, APE 0.0',
-        lines({'reduced, one seed': alone('scan', range(24, 49), percent, 1),
-               'tokens': alone('scan', range(24, 49), percent, 1, 'token')}),
+        lines({'reduced, one seed': alone('scan', range(24, 49), 'exact'),
+               'tokens': alone('scan', range(24, 49), 'token')}),
         'Agrees but for the first two, which one seed cannot tell apart. Half the layers, a '
         'quarter of the width.')
 
@@ -588,7 +567,7 @@ def pope():
         'Table 2: chorales, loss a token',
         'RoPE 0.5081, PoPE 0.4889',
         lines({
-            'contexts of 512': alone('jsb', [512], loss, 3),
+            'contexts of 512': alone('jsb', [512], 'loss'),
             'contexts of 128, here as perplexity':
                 in_row('cross', 'chorales', 'trained', ('rope', 'pope'))}),
         'Not seen: with phases from anywhere, as in the paper, PoPE is level with RoPE, with '
@@ -603,8 +582,8 @@ def pope():
         'Figure 2: perplexity at 10 times the trained context: PoPE holds up, RoPE does not',
         'curves',
         listed({
-            'on the library, within': alone('stdlib', [128], perplexity, 2),
-            'at 10 times': alone('stdlib', [1280], perplexity, 2)}),
+            'on the library, within': alone('stdlib', [128], 'perplexity'),
+            'at 10 times': alone('stdlib', [1280], 'perplexity')}),
         'Agrees in part: PoPE rises much less, but is not flat. 180,000 parameters and contexts of '
         '128 instead of 124 to 774 million and 1,024; more of the trained text instead of books; '
         'phases from 0.')
@@ -613,15 +592,15 @@ def pope():
         'fast ones too',
         'maps',
         listed({
-            f'{library}: share of the frequencies used': of_library('norms', 'used'),
-            'of the norm in the fast half': of_library('norms', 'fast_after_first')}),
+            f'{library}: share of the frequencies used': of_library('norms', '{used:.2f}'),
+            'of the norm in the fast half': of_library('norms', '{fast_after_first:.2f}')}),
         'Agrees on the fast half. In contexts of 128 RoPE leaves few frequencies unused.')
     yield (
         "sections 2, 3: the distance that RoPE's logits prefer moves with the content, that of "
         "PoPE's does not",
         '',
         listed({f'{library}, interquartile range over contents, of 256 tokens:':
-                of_library('tuning', 'shift')}),
+                of_library('tuning', '{shift:.2f}')}),
         "Agrees: all of PoPE's logits prefer the distance 0, where its phases start.")
     yield (
         'Table 8: OpenWebText: softplus and delta both contribute; without softplus the gain on '
@@ -638,7 +617,7 @@ def pope():
         'slightly better within',
         '',
         lines({'chorales, perplexity': listed({
-            f'in contexts of {n}': alone('jsb', [n], perplexity, 2) for n in (512, 1024, 2048)})}),
+            f'in contexts of {n}': alone('jsb', [n], 'perplexity') for n in (512, 1024, 2048)})}),
         'Agrees within. Beyond, phases from anywhere are far worse on two seeds of three, not on '
         'all.')
 
@@ -746,7 +725,9 @@ def toeplitz():
         'appendix B.2: RoPE needs one significant angle only, which makes massive values of '
         'queries and keys',
         'words, after Jin et al. 2025',
-        massive_values(),
+        listed({'the library, one seed, largest row of W_Q, W_K over the median:': of_library(
+            'norms --of=weights', '{ratio_q:.2f}, {ratio_k:.2f}', ('rope', 'pope', 'nope'),
+            between='; ')}),
         "Not seen at this size: RoPE's largest is no larger than NoPE's.")
     yield (
         'section 6: A1, singular values of each Jacobian within 0 and 2; A2, a positive signal; '

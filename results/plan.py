@@ -553,19 +553,21 @@ def runs(name):
 
 @functools.cache
 def by_command(name):
-    """The same by command; of two lines with one command the later."""
-    return {run['command'].replace(' --resume', ''): run for run in runs(name)}
-
-
-def look_up(name, argv):
-    """The line in results/NAME.jsonl that this command left, or None."""
-    return by_command(name).get('python ' + shlex.join(argv))
+    """{command: lines}: of a sweep one for each point."""
+    lines = {}
+    for run in runs(name):
+        lines.setdefault(run['command'].replace(' --resume', ''), []).append(run)
+    return lines
 
 
 def lines_of(name, argv):
-    """The lines in results/NAME.jsonl that this command left: of a sweep one for each point."""
-    command = 'python ' + shlex.join(argv)
-    return [run for run in runs(name) if run['command'].replace(' --resume', '') == command]
+    """The lines in results/NAME.jsonl that this command left."""
+    return by_command(name).get('python ' + shlex.join(argv), [])
+
+
+def look_up(name, argv):
+    """The last of them, or None."""
+    return (lines_of(name, argv) or [None])[-1]
 
 
 def train_argv(name, folder, flags):
@@ -598,20 +600,15 @@ def rates(column):
     return RATES.get(column, ('1e-3', '2e-3', '4e-3'))
 
 
-def tried(name, row, column):
-    """{learning rate: run of seed 0, or None} of a cell whose rate is chosen."""
-    folder, flags, _ = piece(name, row, column)
-    return {rate: run_of(name, f'{folder},lr={rate}', f'{flags} --lr={rate}')
-            for rate in rates(column)}
-
-
 def runs_of_cell(name, row, column):
     """The runs of a cell; None if one is missing."""
     folder, flags, has_rate = piece(name, row, column)
     if has_rate:
         run = run_of(name, folder, flags)
         return run and [run]
-    first = tried(name, row, column)
+    # of seed 0, which tries the rates
+    first = {rate: run_of(name, f'{folder},lr={rate}', f'{flags} --lr={rate}')
+             for rate in rates(column)}
     if None in first.values():
         return None
     rate = max(first, key=lambda rate: validation(first[rate]))
