@@ -493,7 +493,8 @@ def fits(device):
 
 # M, N, warps and stages where q and k are up to 64, 128 and 256 wide (PoPE's are twice as wide as
 # v), and up to 256 in SMALL shared memory: the largest with the fewest spilled registers, of those
-# compiled for sm_80, sm_89 and sm_90 (results/README.md, "Kernels, as compiled")
+# compiled for sm_80, sm_89 and sm_90 (results/README.md, "Kernels, as compiled"). N divides M,
+# and in keys_kernel M divides N, or the loops would miss pairs
 BLOCKS = {
     'forward_kernel': [(128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)],
     'queries_kernel': [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
@@ -519,7 +520,6 @@ def tuned(kernel, default, adds_to):
     """The kernel with the fastest blocks, timed at the first call of a width, cached on disk."""
     configs = []
     for M, N, warps, stages in dict.fromkeys([default, *CHOICES[kernel.__name__]]):
-        check_blocks(kernel, M, N)
         configs.append(triton.Config(dict(M=M, N=N), num_warps=warps, num_stages=stages))
     return triton.autotune(configs, key=['D', 'D_V'], reset_to_zero=adds_to,
                            cache_results=True)(kernel)
@@ -553,16 +553,7 @@ def launch(kernel, inputs, outputs, scale, bias, dbias=None):
             return
         M, N, warps, stages = blocks
         M, N = min(M, power_of_2(T)), min(N, power_of_2(T))
-        check_blocks(kernel, M, N)
         kernel[grid](*arguments, **constants, M=M, N=N, num_warps=warps, num_stages=stages)
-
-
-def check_blocks(kernel, M, N):
-    """ValueError if a kernel's loops would miss some of the pairs of M queries and N keys."""
-    if kernel is keys_kernel and N % M:
-        raise ValueError(f'keys_kernel: M must divide N, not {M} queries and {N} keys')
-    if kernel is not keys_kernel and M % N:
-        raise ValueError(f'{kernel.__name__}: N must divide M, not {M} queries and {N} keys')
 
 
 def power_of_2(n):

@@ -96,17 +96,18 @@ def run(label, cfg, command, make_group):
 # --------------------------------------------------------------------------------------------------
 # the kernels: python kernels.py
 
-def kernel_inputs(name, B, H, T, D, dtype, device):
+def kernel_inputs(name, B, H, T, D, dtype, device, P=None):
     """Inputs of the kernel `name`, the same on every device; all want gradients.
 
-    For cursor_scan, H is the number of cursors and D the width of a position.
+    For cursor_scan, H is the number of cursors, D the width of a position, and the table has the
+    offsets -P to P; P is T by default.
     """
     if name == 'cursor_scan':
         jumps = torch.randn(B, H, T, T) + pe.causal(torch.zeros(T, T))
         copy = torch.cat([jumps, torch.ones(B, H, T, 1)], dim=-1).softmax(dim=-1)
         reset = 0.3 * torch.rand(B, H, T)
         step = (2 * torch.randn(B, H, T, 3)).softmax(dim=-1)
-        inputs = [reset, step, 1.2 + torch.rand(H), torch.randn(2 * T + 1, D), copy]
+        inputs = [reset, step, 1.2 + torch.rand(H), torch.randn(2 * (P or T) + 1, D), copy]
     else:
         inputs = [torch.randn(B, H, T, D).to(dtype) for _ in range(3)]
         if name == 'pope_attention':
@@ -129,10 +130,12 @@ def outputs_and_gradients(function, inputs):
 
 
 def largest_error(function, reference, inputs):
-    """The largest ||a - b|| / ||b|| of outputs and gradients; b: the reference in float64."""
+    """The largest ||a - b|| / max(1, ||b||) of outputs and gradients; b: the reference in float64.
+    nan if one is nan."""
     double = [x.detach().double().requires_grad_() for x in inputs]
     pairs = zip(outputs_and_gradients(function, inputs), outputs_and_gradients(reference, double))
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    found = [(a.double() - b).norm() / b.norm().clamp(min=1) for a, b in pairs]
+    return torch.stack(found).max().item()                 # Python's max may pass over a nan
 
 
 def check_kernels(device):

@@ -639,27 +639,6 @@ def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
     train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--vipe_s=one'])
 
 
-def test_exact_match_is_greedy_decoding(tmp_path):
-    """Teacher forcing agrees with generation of a known final length; ViPE needs that length."""
-    train.main(flags(out_dir=tmp_path, pe='vipe', max_steps=600, eval_interval=600, task='copy',
-                     lr=3e-3, n_layer=2, d_model=32, batch_size=32))
-    model, _ = train.load(tmp_path)
-    task = tasks.make('copy')
-    total = 0
-    for length in (2, 3, 4):
-        tokens, targets = task.sample(60, length, torch.Generator().manual_seed(5))
-        score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
-        row, T = tokens[:, :length + 2], tokens.shape[1]
-        while row.shape[1] < T:
-            with torch.no_grad():
-                logits, _ = model(row, total_len=T)
-            row = torch.cat([row, logits[:, -1:].argmax(dim=-1)], dim=1)
-        generated = (row == tokens).all(dim=1).double().mean().item()
-        assert abs(generated - score) < 1e-6
-        total += score
-    assert total > 0.5
-
-
 def test_evaluate_counts():
     class Fixed(torch.nn.Module):
         """A model that gives the answers that it was told."""
@@ -757,10 +736,7 @@ BAD = {
     # keys and types
     'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"),
     'wrong type': (['--lr=fast'], '--lr: lr must be a number'),
-    'not whole': (['--max_steps=1.5'], 'max_steps must be a whole number'),
     'no value': (['--lr'], '--lr needs a value'),
-    'bad choice': (['--decay=exp'], 'linear'),
-    'bad bool': (['--tie=maybe'], 'tie must be True or False'),
     # names
     'unknown task': (['--task=pairty'], "'parity'"),
     'unknown encoding': (['--pe=rop'], "'rope'"),
@@ -828,8 +804,6 @@ def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
 BAD_FILES = [('lr = 1e-3\npee = 1\n', "unknown key 'pee', did you mean 'pe'"),
              ('lr = = 2', 'line 1: invalid syntax'),
              ('lr = 1\nseeds = [x]', 'line 2: NameError'),
-             ('lr = "fast"', 'lr must be a number'),
-             ('foo = None', "unknown key 'foo'"),
              ('vocab_size = None', 'unknown key')]
 
 

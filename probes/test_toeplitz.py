@@ -226,20 +226,6 @@ def test_prop_b3_changes_no_eigenvalue_or_widens_the_spectrum():
 # --------------------------------------------------------------------------------------------------
 # gradients
 
-def test_gradients_of_the_softmax_are_lemmas_c1_and_c2():
-    S, V, dY = at_random(2, 5, 5).requires_grad_(), at_random(2, 5, 3, seed=1), at_random(2, 5, 3)
-    A = S.softmax(dim=-1)
-    Lambda = dY @ V.mT
-    expected = A * (Lambda - (Lambda * A).sum(dim=-1, keepdim=True))
-    close(torch.autograd.grad((A @ V * dY).sum(), S, retain_graph=True)[0], expected.detach())
-    for row in S.detach()[0]:
-        J = torch.autograd.functional.jacobian(lambda s: s.softmax(dim=0), row)
-        along, across = J[1, 1], J[1, [0, 2, 3, 4]].norm()
-        a = row.softmax(dim=0)[1]
-        close(along, a * (1 - a))
-        assert across <= along
-
-
 def test_gradients_at_all_edges_are_those_of_t5s_table():
     """Summed over the layers, which share the table, H(d) is the gradient by its bias."""
     model, task, cfg = nano('copy', pe='t5', n_head=2)
