@@ -96,9 +96,9 @@ class PEConfig:
     prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
     # prism: weight of the mutual information of gates and tokens in the loss: simple gates
     prism_info: float = 0.0
-    # prism: W_h, the GRU's three matrices in one, starts with orthonormal columns. Each of the
-    # three then shrinks the state: it fades. Or half of the units hold a bit for long, and half of
-    # them flip it at each token
+    # prism: how W_h, the GRU's three matrices stacked, starts. fading: with orthonormal columns, so
+    # that each of the three shrinks the state. bits: half of the units keep their sign, the others
+    # flip it at every token
     prism_start: Literal['fading', 'bits'] = 'fading'
     # prism: deviation of Gaussian noise on the GRU's state in training. It is meant to keep gates
     # from reading small differences of the state, such as how many tokens there were
@@ -303,8 +303,8 @@ class Encoding(nn.Module):
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
         pos: of k and v; state: what state() returned, made if it depends on the length alone; x:
         the normalized input of the attention layer, for encodings whose hooks read it. ValueError
-        if shapes do not fit. The kernels want positions that count up by 1, else they give NaN:
-        set kernel='reference' for others, unless they are fractions or [B, T].
+        if shapes do not fit. The kernels want positions that count up by 1, and give NaN for other
+        whole numbers: set kernel='reference' for these. Fractions and [B, T] never take a kernel.
         """
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q.shape[2], pos, state, x)
@@ -405,7 +405,7 @@ def positions(cfg, tokens, training, total_len=None):
     the same for the whole batch, uniform on 0..abacus_offset. It is meant for numbers written
     lowest digit first, where digits of one significance then share a position. coupled (Cho et al.
     2024): the offset is added to other tokens as well, which keeps them just before a number's
-    first place. Seeds that train together draw otherwise than alone.
+    first place. Seeds that train together draw other positions than each alone.
     """
     T = tokens.shape[1]
     index = torch.arange(T, device=tokens.device)
@@ -714,8 +714,8 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
-    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). d < 0 counts as -d; without a causal mask
-    such later keys have a second half of the buckets, of n each. (T5 has no 1/sqrt(d).)
+    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). Without a causal mask, n is half of the
+    buckets: one half is for earlier keys, the other, by -d, for later ones. (T5 has no 1/sqrt(d).)
     """
     shared = True
     shift_invariant = True
@@ -1102,9 +1102,9 @@ class Cursors(nn.Module):
         until the task's loss is that small: times exp(-loss / prism_whole_at). prism_info times the
         information that gates carry about which token of the latest (micro-)batch this is. A gate
         that depends on the kind of token alone costs little; one that depends on which digit it is,
-        or on how many came before, costs more. Blurred gates tell less as well, so alone it blurs
-        them. Gates that nothing reads count, too. With prism_recurrent='penalty' also
-        |W'W - 1|^2 (6.3)."""
+        or on how many came before, costs more. Without prism_whole it blurs the gates, for blurred
+        gates tell little, too. Gates that nothing reads count as well. With
+        prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()

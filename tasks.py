@@ -462,8 +462,8 @@ class CopyVaried(StringCopy):
 
 
 class StringReverse(StringCopy):
-    """Reverse a string of digits. `length` is its length. The start symbol is what tells where to
-    stop: PRISM's Figure 15 names one.
+    """Reverse a string of digits. `length` is its length. The answer ends with the digit
+    that follows the start symbol, which PRISM's Figure 15 names.
     >>> example('string_reverse', 7)
     '^4930397=7930394.'
     """
@@ -532,7 +532,7 @@ class Stack(StringCopy):
 
 
 class EvenPairs(StringCopy):
-    """Is the number of neighbours that differ even? Then 1, else 0 (Delétang et al. 2023, as the
+    """1 if an even number of neighbours differ, else 0 (Delétang et al. 2023, as the
     next three). `length`: bits.
     >>> example('even_pairs', 7)
     '0110111=0.'
@@ -919,8 +919,9 @@ def is_even(permutation):
 
 
 class Recall(Task):
-    """Base of tasks in which keys have values. Options `keys`: how many; `words`: of keys, of
-    values and of noise, each. `length`: pairs of tokens, of key and value or of noise."""
+    """Base of tasks in which keys have values. Options `keys`: how many; `words`: how many
+    different ones there are of keys, of values and of noise. `length`: pairs of tokens, of key and
+    value or of noise."""
     least = 1       # slots for each key
 
     def __init__(self, keys=4, words=64):

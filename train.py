@@ -496,8 +496,8 @@ def load_for_evaluation(cfg):
 def evaluate_run(cfg):
     """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths, added to lengths.json.
 
-    Other lengths of a corpus are other text, and other options another task: such scores go into
-    eval.json and replace what it had.
+    The text that a corpus is tested on depends on the lengths. Its scores, and those of a task with
+    other options, go into eval.json and replace what it had.
     """
     device, task = seeds.pick_device(cfg), cfg.the_task
     model, state, path = load_for_evaluation(cfg)

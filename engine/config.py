@@ -209,8 +209,8 @@ def as_typed(value):
 def print_help(doc, cls):
     """Print a program's docstring and, from the source of its dataclass, each key's comment.
 
-    A comment stands behind its field or, if long, on the lines above it; a comment on a line above
-    a field that has its own is a heading.
+    A key's help is the comment on its line, else the comment lines above it. If it has both, those
+    above are a heading.
     """
     print(doc)
     for base in cls.__mro__[:-1]:

@@ -26,7 +26,7 @@ def no_second_gradient(ctx, grads):
 
 def fold_seeds(op):
     """The vmap rule of an operator whose tensors all begin with the batch, or with groups that
-    divide it: seeds go in front of either."""
+    divide it: the axis of seeds is folded into that first axis."""
     def fold(x, dim, S):
         if not isinstance(x, torch.Tensor):
             return x

@@ -21,8 +21,7 @@ TILE = constexpr(32)
 # one program for each cursor of each sequence
 #
 # A program holds its cursor's histogram h in registers, one bin for each offset d, and walks over
-# the tokens t. Pointers to histograms point at offset 0, in the middle of a row, as does
-# that to the table, in the middle of its rows.
+# the tokens t. Pointers to a histogram or to the table start at its middle, offset 0.
 # - Before token t only the offsets -t..t have mass: other bins are neither stored nor loaded. The
 #   first launch has 128 bins and stops before mass can leave them; the next goes on with 256, etc.
 # - A step needs the bins d - 1 and d + 1, which other threads hold. So each histogram is stored in

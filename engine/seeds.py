@@ -127,8 +127,8 @@ class Group:
         return scores
 
     def state(self):
-        """The part of a checkpoint that restore() reads. Call it between two swap_ema(): the
-        models then hold the moving averages, and the moments the weights."""
+        """What restore() reads of a checkpoint. Call it while the averages are swapped in: then
+        `models` holds the averages and `moments` the weights."""
         models = {}
         for seed, model in zip(self.cfg.seeds, self.models):
             weights = model.state_dict().items()

@@ -272,7 +272,8 @@ def edges(task, tokens):
 
 def jacobians(model, tokens, targets):
     """J^(l) [L, B, C, C]: of the stream behind each block by that before it, both at the last
-    supervised token. Singular values of the whole sequence's, a triangle, reach as far at least."""
+    supervised token. The whole sequence's is block triangular; its singular values spread at least
+    as far."""
     b = torch.arange(len(tokens))
     last = ((targets != -100) * torch.arange(tokens.shape[1])).argmax(dim=1)
     with core.recording(model) as layers:
@@ -336,9 +337,9 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
 
     The Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss by a head's logits,
     over the edges() with label d of n held-out problems (length 0: the longest trained), before
-    training, in the first `steps` steps of this very run, done again (-1: 200, or all if it had
-    fewer), and in the saved model. For each layer: strongest `head` by |H|, its |H| `first`, its
-    `margin` over the next; `growth`: over the layer above's margin (Theorem 6.1: above 1);
+    training, in a repetition of the run's first `steps` steps (-1: 200, or all if it had fewer),
+    and in the saved model. For each layer: strongest `head` by |H|, its |H| `first`, its `margin`
+    over the next; `growth`: over the layer above's margin (Theorem 6.1: above 1);
     `effective`: how many heads share |H|; `least`, `most`: singular values of jacobians(); `snr`,
     control `random`: see signal_to_noise(); `gain`: over the layer above (above 1). Summary: `A1`:
     the share of J^(l) with singular values within 0 and 2; `A2`: of edges with Lambda > 0 in the

@@ -1,8 +1,8 @@
 """What each paper claims, beside what is found here: tables made of results/*.jsonl.
 
 A claim is (where and what, the paper's number, the number here, how they differ). The numbers here
-are computed; None stands for what has not run yet. How they differ is a judgement of the two, made
-by hand on the small runs; the numbers that it names are settings, never results.
+are computed; None stands for what has not run yet. How they differ is written by hand, from the
+small runs: its numbers are settings, never results.
 Asking for a number that is not there adds what would give it to plan.missing.
 """
 import math
@@ -228,8 +228,8 @@ def moved_inputs():
 
 
 def goal_table():
-    """On how many seeds PRISM is right at twice the trained length, and the median seed at the
-    first length tested from five times on: a row for each of its tasks."""
+    """A row for each of PRISM's tasks: how many seeds have 95 % at twice the trained length, and
+    what the median seed has at the first evaluated length of five times that or more."""
     yield ('| task | trained to | seeds 0 to 7: 95 % at twice | fresh seeds: the same '
            '| median seed at five times, percent |')
     yield '|---' * 5 + '|'

@@ -2,8 +2,8 @@
 
 A piece is one call of train.py or probe.py. The line that it leaves in results/*.jsonl stores its
 command, and by that command it is found again: a flag changed here asks for a new run.
-A grid is a table of pieces: rows (encodings or variants of one) by columns (tasks). What the tables
-and claims ask for by run_of(), probed() or asked(), and do not find, is what is missing.
+A grid is a table of pieces: rows (encodings or variants of one) by columns (tasks). Tables and
+claims ask for pieces by run_of(), probed() and asked(); what these do not find goes into `missing`.
 """
 import functools
 import itertools
