@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -652,14 +653,18 @@ class Piece:
 
 
 def same_piece_begun(argv):
-    """Whether the folder has a checkpoint of these very flags; from now on it belongs to them."""
+    """Whether the folder has a checkpoint of these very flags. From now on it belongs to them: what
+    other flags left there is deleted."""
     folder = os.path.join(plan.ROOT, plan.out_dir(argv))
+    path = os.path.join(folder, 'piece')
+    same = False
+    if os.path.exists(path):
+        with open(path) as f:
+            same = f.read() == shlex.join(argv)
+    if not same:
+        shutil.rmtree(folder, ignore_errors=True)
     checkpoint.make_folder(folder)
-    with open(os.path.join(folder, 'piece'), 'a+') as f:
-        f.seek(0)
-        same = f.read() == shlex.join(argv)
-        f.truncate(0)
-        f.write(shlex.join(argv))
+    checkpoint.write(path, shlex.join(argv))
     return same and os.path.exists(os.path.join(folder, 'ckpt.pt'))
 
 

@@ -147,6 +147,10 @@ def test_board(tmp_path, monkeypatch, capsys):
     assert 2 * 2 * 3 <= both.count('--seeds=5') <= 2 * 2 * 4
     assert not evidence.main(command)
     assert path.read_text() == both and '0 done' in capsys.readouterr().out
+    # other flags: what is in the folder is not theirs
+    monkeypatch.setattr(board, 'SHAPE', board.SHAPE.replace('d_model=8', 'd_model=16'))
+    assert not evidence.main(['board', '--minutes=0.01', '--pe=nope', '--task=copy'])
+    monkeypatch.setattr(board, 'SHAPE', board.SHAPE.replace('d_model=16', 'd_model=8'))
     cells = board.find('0.01', ['nope', 'alibi'])
     assert len(cells) == 4 and all(len(board.reach(line)) == 5 for line in cells.values())
     if importlib.util.find_spec('matplotlib'):
