@@ -104,21 +104,22 @@ def argv(dial, row, column, rate, seeds, lengths):
 
 def search(dial, row, column):
     """The learning rate of a cell; None, and what comes next in plan.missing, while unknown."""
+    name, lengths = f'board_{dial}', COLUMNS[column].trained
+    command = argv(dial, row, column, RATES, RATE_SEED, lengths)
+    found = {line['config']['lr']: line for line in plan.lines_of(name, command)}
+
     def merit(rate):
         """Exact match on validation problems; between equals, the tokens right."""
         curve = found[rate]['curves'].get(RATE_SEED)       # none if it diverged
         return plan.validation(found[rate], RATE_SEED), curve[-1][4:] if curve else []
 
-    found, name = {}, f'board_{dial}'
-    command = argv(dial, row, column, RATES, RATE_SEED, COLUMNS[column].trained)
-    found = {line['config']['lr']: line for line in plan.lines_of(name, command)}
     if len(found) < len(RATES.split(',')):
         plan.missing.append(command)
         return None
     best = max(found, key=merit)                           # of equals the first, the lowest
     beyond = {min(found): LOWER, max(found): HIGHER}.get(best)
     if beyond and merit(best) > max(merit(rate) for rate in found if rate != best):
-        command = argv(dial, row, column, beyond, RATE_SEED, COLUMNS[column].trained)
+        command = argv(dial, row, column, beyond, RATE_SEED, lengths)
         line = plan.look_up(name, command)
         if line is None:
             plan.missing.append(command)
