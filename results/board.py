@@ -424,16 +424,16 @@ def sentences(cells, less):
 
     third = sorted(scores.values())[-3]
     first = ', '.join(f'`{row}` ({count(row, 2)})' for row in order(cells) if scores[row] >= third)
-    yield (f'Furthest over {len(columns)} tasks go {first}; in parentheses: on how many of '
-           'them the median seed holds to twice the trained length or more.')
+    yield (f'Furthest over {len(columns)} tasks go {first}; in parentheses, on how many the median '
+           'seed holds to twice the trained length.')
     nobody = [c for c in columns if all(medians[row, c] < 2 for row in scores)]
-    yield f'Tasks on which no encoding does: {", ".join(nobody) or "none"}.'
+    yield f'No encoding does on: {", ".join(nobody) or "none"}.'
     for row in (row for row in ('rope', 'nope') if row in scores):
         above = sum(x > scores[row] for x in scores.values())
         equal = sum(x == scores[row] for x in scores.values())
         place = f'{above + 1}' if equal == 1 else f'{above + 1} to {above + equal}'
-        yield (f'`{row}` is number {place} of {len(scores)}: it learns {count(row, 1)} of these '
-               f'tasks, and holds to 1.25 times the trained length or more on {count(row, 1.25)}.')
+        yield (f'`{row}` is number {place} of {len(scores)}: it learns {count(row, 1)} tasks, and '
+               f'holds to 1.25 times the trained length on {count(row, 1.25)}.')
     unlearned = sum(x < 1 for x in medians.values())
     diverged = sum(len(line['config']['seeds']) - len(line['lengths']) for line in cells.values())
     text = (f'In {unlearned} of {len(cells)} cells the median seed has not learned all trained '
