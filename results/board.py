@@ -432,8 +432,9 @@ def sentences(cells, less):
         above = sum(x > scores[row] for x in scores.values())
         equal = sum(x == scores[row] for x in scores.values())
         place = f'{above + 1}' if equal == 1 else f'{above + 1} to {above + equal}'
-        yield (f'`{row}` is number {place} of {len(scores)}: it learns {count(row, 1)} tasks, and '
-               f'holds to 1.25 times the trained length on {count(row, 1.25)}.')
+        yield (f'`{row}` is number {place} of {len(scores)}: it learns {count(row, 1)} of '
+               f'{len(columns)} tasks, and holds to 1.25 times the trained length on '
+               f'{count(row, 1.25)}.')
     unlearned = sum(x < 1 for x in medians.values())
     diverged = sum(len(line['config']['seeds']) - len(line['lengths']) for line in cells.values())
     text = (f'In {unlearned} of {len(cells)} cells the median seed has not learned all trained '

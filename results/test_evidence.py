@@ -211,7 +211,7 @@ def test_sentences_count_ties():
     first, nobody, rope, nope, _ = board.sentences(cells, {})
     assert '`rope` (0)' in first and '`nope` (1)' in first       # rope shares the third place
     assert nobody.endswith('none.')
-    assert rope.startswith('`rope` is number 3 to 4 of 4: it learns 1 tasks')
+    assert rope.startswith('`rope` is number 3 to 4 of 4: it learns 1 of 1 tasks')
     assert nope.startswith('`nope` is number 1 to 2 of 4')
 
 
