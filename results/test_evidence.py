@@ -1,11 +1,11 @@
 """The evidence's machinery: what is missing is run, and tables are what results/*.jsonl says."""
 import importlib.util
 import itertools
+import json
 import math
 import os
 import re
 import shlex
-import types
 
 import pytest
 
@@ -115,21 +115,9 @@ def test_every_cell_of_the_board_can_be_run():
 
 def test_board(tmp_path, monkeypatch, capsys):
     """Two rows on two tasks, for ten steps: a second command goes on, a third changes nothing."""
-    class Here:
-        """A process that trains in this one, which has torch already."""
-        def __init__(self, argv, **_):
-            self.status = train.main(argv[2:])
-
-        def poll(self):
-            return self.status or 0
-
-        wait = poll
-
     (tmp_path / 'results').mkdir()
-    monkeypatch.chdir(tmp_path)
+    os.symlink(os.path.join(HERE, 'train.py'), tmp_path / 'train.py')
     monkeypatch.setattr(plan, 'ROOT', str(tmp_path))
-    here = types.SimpleNamespace(Popen=Here, DEVNULL=None)
-    monkeypatch.setattr(evidence, 'subprocess', here)
     monkeypatch.setattr(evidence.signal, 'signal', lambda *_: None)
     monkeypatch.setattr(board, 'SHAPE', '--d_model=8 --n_layer=1 --n_head=1 --n_eval=8 --n_test=64')
     monkeypatch.setattr(board, 'COLUMNS', {
@@ -234,13 +222,16 @@ def test_wrong_commands_of_the_board(flags, message):
 
 def test_resume_only_the_very_same_piece(tiny):
     argv = plan.train_argv('tiny', 'short/good', '--task=parity --pe=rope --lr=1e-3')
-    lock = evidence.take_lock()
     for given, resumed in ((argv, False), (argv, True), ([*argv, '--n_layer=3'], False)):
-        piece = evidence.Piece(given, 1, lock)
-        assert piece.process.wait() == 0
-        assert ('--resume' in piece.process.args) == resumed
-    with pytest.raises(UserError, match='another `evidence.py run` is at work'):
-        evidence.take_lock()
+        evidence.Piece(given, 1).finish()
+        *_, line = (tiny / 'results/tiny.jsonl').read_text().splitlines()
+        assert ('--resume' in json.loads(line)['command']) == resumed
+
+
+def test_one_run_at_a_time(tiny):
+    with evidence.take_lock():
+        with pytest.raises(UserError, match='another `evidence.py run` is at work'):
+            evidence.take_lock()
 
 
 def test_a_line_that_is_cut_off_is_told(tiny):
