@@ -707,13 +707,11 @@ def polar_gradient(ctx, dy):
 
 
 attention_forward.register_autograd(attention_gradient, setup_context=save_attention)
-attention_backward.register_autograd(no_second_gradient)
-attention_forward.register_vmap(fold_seeds(attention_forward))
-attention_backward.register_vmap(fold_seeds(attention_backward))
 polar.register_autograd(polar_gradient, setup_context=save_polar)
+attention_backward.register_autograd(no_second_gradient)
 polar_backward.register_autograd(no_second_gradient)
-polar.register_vmap(fold_seeds(polar))
-polar_backward.register_vmap(fold_seeds(polar_backward))
+for operator in (attention_forward, attention_backward, polar, polar_backward):
+    operator.register_vmap(fold_seeds(operator))
 
 
 # --------------------------------------------------------------------------------------------------

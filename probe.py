@@ -178,15 +178,5 @@ def main(argv):
     print(f'wrote {path}.json and drew {picture}')
 
 
-def within_memory(argv):
-    """main(), with what numpy and torch say of too little memory as one line."""
-    try:
-        main(argv)
-    except (MemoryError, RuntimeError) as error:
-        if 'allocate' not in str(error):
-            raise
-        raise UserError('not enough memory: take a smaller --length or --n') from None
-
-
 if __name__ == '__main__':
-    config.run(within_memory, tasks.DataError, encodings.InputMissing)
+    config.run(main, tasks.DataError, encodings.InputMissing)

@@ -441,7 +441,7 @@ def train(cfg, device, state, stop):
             continue
 
         # the only place where the loop waits for the device
-        run.add_losses(done, group.losses_by_seed(losses))  # {seed: loss} of each step
+        run.add_losses(done, torch.stack(losses).tolist())
         losses.clear()
         if logging:
             speed = (done - first) / (time.time() - began)

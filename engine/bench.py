@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import time
+import types
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -31,19 +32,12 @@ def print_table(rows):
 # --------------------------------------------------------------------------------------------------
 # a training step: python train.py ... --benchmark
 
-def synchronize(device):
-    """Wait for the device."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize()
-
-
-def seconds(group, steps, first, device):
+def seconds(group, steps, first):
     """How long `steps` training steps take."""
-    synchronize(device)
     start = time.perf_counter()
     for step in range(first, first + steps):
-        group.step(step)
-    synchronize(device)
+        losses = group.step(step)
+    losses.tolist()                                        # waits for the device
     return time.perf_counter() - start
 
 
@@ -63,12 +57,12 @@ def benchmark(cfg, device, make_group, rounds=5):
 
     steps, times = {}, {}
     for name, group in groups.items():
-        seconds(group, 5 if device.type == 'cuda' else 1, 0, device)       # records the graph
-        steps[name] = math.ceil(0.3 / seconds(group, 1, 5, device))
+        seconds(group, 5 if device.type == 'cuda' else 1, 0)       # records the graph
+        steps[name] = math.ceil(0.3 / seconds(group, 1, 5))
         times[name] = []
     for _ in tqdm(range(rounds), unit='round', disable=None, leave=False):
         for name, group in groups.items():
-            times[name].append(seconds(group, steps[name], 6, device) / steps[name])
+            times[name].append(seconds(group, steps[name], 6) / steps[name])
 
     rows = []
     for name, group in groups.items():
@@ -148,13 +142,11 @@ def check_kernels(device):
               for name in ('pope_attention', 'vipe_attention', 'bias_attention')]
     bad = []
     for name, dtype, limit in [*checks, ('cursor_scan', 'float32', 1e-4)]:
-        kernel = getattr(kernels, name)
-        if name == 'cursor_scan':
-            inputs = kernel_inputs(name, 2, 2, 50, 12, torch.float32, device)
-            error = largest_error(kernel, pe.cursor_scan, inputs)
-        else:
-            inputs = kernel_inputs(name, 2, 2, 150, 48, getattr(torch, dtype), device)
-            error = largest_error(kernel, getattr(kernels, f'{name}_reference'), inputs)
+        T, D, reference = 50, 12, pe.cursor_scan
+        if name != 'cursor_scan':
+            T, D, reference = 150, 48, getattr(kernels, f'{name}_reference')
+        inputs = kernel_inputs(name, 2, 2, T, D, getattr(torch, dtype), device)
+        error = largest_error(getattr(kernels, name), reference, inputs)
         print(f'  {dtype:9} {name:16} {error:.1e}')
         if not error <= limit:                             # NaN is bad, too
             bad.append(f'{dtype} {name}')
@@ -187,25 +179,15 @@ def time_on_cuda(title, functions, inputs):
 
 
 def attention_functions(H, T, D):
-    """{name: function of q, k, v}: PyTorch's attention, the kernels, FlexAttention with a bias."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """{name: function of q, k, v}: PyTorch's attention, and the kernels."""
     delta, u, bias = (kernel_inputs(f'{name}_attention', 1, H, T, D, torch.float32, 'cuda')[3]
                       for name in ('pope', 'vipe', 'bias'))
-    torch._dynamo.reset()                                  # at 8 recompilations it gives up
-    flex = torch.compile(flex_attention, dynamic=False)
-    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device='cuda')
-
-    def add_bias(score, b, h, i, j):
-        return score + bias[h, (i - j).clamp(min=0)]
-
     return {
         'scaled_dot_product_attention':
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         'pope_attention': lambda q, k, v: kernels.pope_attention(q, k, v, delta),
         'vipe_attention': lambda q, k, v: kernels.vipe_attention(q, k, v, u)[0],
-        'bias_attention': lambda q, k, v: kernels.bias_attention(q, k, v, bias),
-        'bias by flex_attention':
-            lambda q, k, v: flex(q, k, v, score_mod=add_bias, block_mask=causal)}
+        'bias_attention': lambda q, k, v: kernels.bias_attention(q, k, v, bias)}
 
 
 def time_kernels(tokens=16384, width=2048):
@@ -243,15 +225,9 @@ def compile_kernels(arch, calls):
     from triton.backends.compiler import GPUTarget
     rows, run = [], triton.JITFunction.run
 
-    class Driver:
-        def get_current_target(self):
-            return GPUTarget('cuda', arch, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget('cuda', arch, 32),
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0)
 
     def compile_only(kernel, *args, **kw):
         made = run(kernel, *args, **(kw | dict(warmup=True)))
@@ -263,7 +239,7 @@ def compile_kernels(arch, calls):
             fast_logarithms=ptx.count('lg2.approx'), registers=registers, spilled=spilled,
             shared=made.metadata.shared))
 
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(driver)
     with mock.patch.object(triton.JITFunction, 'run', compile_only), \
          mock.patch.object(kernels, 'shared_memory', lambda device: SHARED[arch]):
         for call in calls:
@@ -284,9 +260,7 @@ def assemble(ptx, gpu):
 def forward_and_backward(name, D, dtype='bfloat16', T=4096):
     """Call kernels.NAME for one head, or one cursor, and its gradient, for compile_kernels."""
     inputs = kernel_inputs(name, 1, 1, T, D, getattr(torch, dtype), 'cpu')
-    y = getattr(kernels, name)(*inputs)
-    loss = sum(x.sum() for x in y) if isinstance(y, tuple) else y.sum()
-    loss.backward()
+    outputs_and_gradients(getattr(kernels, name), inputs)
 
 
 def least_ms(row, tokens=16384, width=2048):

@@ -148,10 +148,8 @@ def finished(cfg):
     ended, wanted = state['step'] == cfg.max_steps, set(cfg.eval_lengths)
     for seed in sound:
         there = scores.get(seed, {}).keys()
-        if cfg.the_task.corpus:                            # other lengths of it are other text
-            ended &= there == wanted
-        else:
-            ended &= there >= wanted
+        # other lengths of a corpus are other text
+        ended &= there == wanted if cfg.the_task.corpus else there >= wanted
     if not ended:
         return None, None
     return state, {seed: {n: scores[seed][n] for n in cfg.eval_lengths} for seed in sound}
@@ -190,8 +188,9 @@ class Run:
                 raise Diverged(f'{entry["failed"]}. {fix}')
             tqdm.write(entry['failed'])
 
-    def add_losses(self, step, losses):
-        """Take in [{seed: loss}] of the last steps up to `step`; drop seeds that are not finite."""
+    def add_losses(self, step, rows):
+        """Take in the losses [S] of the last steps up to `step`; drop seeds that are not finite."""
+        losses = [dict(zip(self.cfg.seeds, row)) for row in rows]
         for number, loss in enumerate(losses, step - len(losses) + 1):
             self.drop(number, 'the loss', {seed: math.isfinite(x) for seed, x in loss.items()})
         self.recent += losses
@@ -217,11 +216,9 @@ class Run:
     def save(self, step, state):
         """Write ckpt.pt, given seeds.Group.state(). A failed seed keeps its last model."""
         self.checkpoint['step'] = step
-        for seed in self.alive:
-            self.entries[seed]['step'] = step
         models = state.pop('models')
         for seed in self.alive:
-            self.entries[seed]['model'] = models[seed]
+            self.entries[seed].update(step=step, model=models[seed])
         rows = [list(losses.values()) for losses in self.recent]
         losses = torch.tensor(rows, dtype=torch.float64).view(-1, len(self.cfg.seeds))
         self.checkpoint.update(state, losses=losses)

@@ -246,10 +246,10 @@ def run(main, *errors):
     except (UserError, OSError, *errors) as error:
         says = error
     except (MemoryError, RuntimeError) as error:
-        lacks_memory = re.search('out of memory|allocate memory', str(error))
+        lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lacks_memory or isinstance(error, MemoryError)):
             raise
         says = ('not enough memory: use a smaller batch_size, a larger accumulate, or fewer and '
-                'shorter problems')
+                'shorter problems (of a probe: a smaller --length or --n)')
     print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
     sys.exit(2)

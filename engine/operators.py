@@ -24,9 +24,10 @@ def no_second_gradient(ctx, grads):
                               '(kernels.NAME_reference, or --kernel=reference)')
 
 
-def fold_seeds(op):
+def fold_seeds(op, shared=None):
     """The vmap rule of an operator whose tensors all begin with the batch, or with groups that
-    divide it: the axis of seeds is folded into that first axis."""
+    divide it: the axis of seeds is folded into that first axis. Argument number `shared` is one for
+    all seeds, without a gradient (the last argument, True, asks for it)."""
     def fold(x, dim, S):
         if not isinstance(x, torch.Tensor):
             return x
@@ -38,7 +39,11 @@ def fold_seeds(op):
 
     def rule(info, in_dims, *args):
         S = info.batch_size
-        out = op(*(fold(x, dim, S) for x, dim in zip(args, in_dims)))
+        if shared is not None and (in_dims[shared] is not None or args[-1] is True):
+            raise NotImplementedError('the table of sinusoids must be one for all: take '
+                                      'pe.cursor_scan')
+        out = op(*(x if i == shared else fold(x, dim, S)
+                   for i, (x, dim) in enumerate(zip(args, in_dims))))
         if isinstance(out, torch.Tensor):
             return unfold(out, S), 0
         return type(out)(unfold(x, S) for x in out), type(out)([0] * len(out))

@@ -43,7 +43,7 @@ def read_config(cls, argv):
     if values['eval_only'] and sweeps:
         raise UserError('--eval_only takes one run: name its folder by --out_dir')
     if (values['eval_only'] or values['resume']) and not sweeps:
-        here = {key: values[key] for key in ('out_dir', 'resume')}
+        here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only')}
         path = os.path.join(values['out_dir'], 'config.json')
         if not os.path.exists(path):
             what = 'evaluate' if values['eval_only'] else 'resume'

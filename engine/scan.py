@@ -323,23 +323,7 @@ def scan_gradient(ctx, dout, dcheckpoints):
     return tuple(grad if yes else None for grad, yes in zip(grads, wanted))
 
 
-def seeds_share_table(op, place):
-    """The vmap rule of an operator whose argument number `place`, the table, is one for all."""
-    def rule(info, in_dims, *args):
-        if in_dims[place] is not None or args[-1] is True:  # True: its gradient is wanted
-            raise NotImplementedError('the table of sinusoids must be one for all: take '
-                                      'pe.cursor_scan')
-
-        def op_without_table(*others):
-            return op(*others[:place], args[place], *others[place:])
-
-        def without(x):
-            return (*x[:place], *x[place + 1:])
-        return fold_seeds(op_without_table)(info, without(in_dims), *without(args))
-    return rule
-
-
 scan_forward.register_autograd(scan_gradient, setup_context=save_scan)
 scan_backward.register_autograd(no_second_gradient)
-scan_forward.register_vmap(seeds_share_table(scan_forward, 3))
-scan_backward.register_vmap(seeds_share_table(scan_backward, 4))
+scan_forward.register_vmap(fold_seeds(scan_forward, shared=3))    # the table
+scan_backward.register_vmap(fold_seeds(scan_backward, shared=4))

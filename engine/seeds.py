@@ -105,10 +105,6 @@ class Group:
         """That of the first parameter group, as the last step had it."""
         return self.trainer.optimizer.param_groups[0]['lr'].item()
 
-    def losses_by_seed(self, losses):
-        """[{seed: loss}] of the losses [S] of several steps; waits for the device."""
-        return [dict(zip(self.cfg.seeds, row)) for row in torch.stack(losses).tolist()]
-
     def swap_ema(self):
         """Exchange the weights and their moving averages, if there are any (Trainer.update_ema)."""
         for p, state in self.trainer.optimizer.state.items():

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
 import pe
 import tasks
 import train
@@ -820,21 +819,12 @@ def test_exit_code_2_without_a_traceback(tmp_path):
              ['train.py', '--task=jsb', f'--data={tmp_path}'],
              ['tasks.py', 'pairty'],
              ['tasks.py', 'parity', 'x'],
+             ['tasks.py', 'jsb'],
+             ['model.py', 'none.py'],
              ['model.py', '--pe=rop']]
     for argv, run in zip(argvs, pythons(*argvs)):
         assert run.returncode == 2, run.stderr
         assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
-
-
-@pytest.mark.parametrize('argv', [['tasks.py', 'jsb'], ['model.py', 'none.py']], ids=str)
-def test_exit_code_2_in_this_process(argv, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', argv)
-    monkeypatch.setattr(config.signal, 'signal', lambda *_: None)      # pytest keeps its own
-    with pytest.raises(SystemExit) as ended:
-        config.run({'tasks.py': tasks, 'model.py': model}[argv[0]].main, ValueError)
-    told = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert told.startswith(f'{argv[0]}: ') and told.count('\n') == 1
 
 
 def test_files_and_flags_chain(tmp_path):

@@ -192,8 +192,15 @@ def batch(task, lengths, length, n):
 
 def check_causal(cfg):
     """UserError for a run without a causal mask."""
-    if not getattr(cfg, 'causal', True):    # a Llama's cfg has no such key
+    if not cfg.causal:
         raise UserError('this probe wants a causal mask: train with --causal=True')
+
+
+def check_alike(cfg):
+    """UserError for a run whose layers have different encodings."""
+    if cfg.nope_every:
+        raise UserError('this probe compares layers with the same encoding: train with '
+                        '--nope_every=0')
 
 
 def sequences(task, lengths, length, n):
@@ -221,12 +228,13 @@ def short(row):
     return {key: float(f'{x:.4g}') if type(x) is float else x for key, x in row.items()}
 
 
-def whole_numbers(text, flag, example):
+def numbers(text, flag, example, kind=int):
     """The numbers of a comma list."""
     try:
-        return [int(x) for x in text.split(',')]
+        return [kind(x) for x in text.split(',')]
     except ValueError:
-        raise UserError(f'--{flag}={text}: whole numbers, as in {example}') from None
+        what = 'whole numbers' if kind is int else 'numbers'
+        raise UserError(f'--{flag}={text}: {what}, as in {example}') from None
 
 
 def correlation(x, y):
@@ -311,19 +319,13 @@ class Map:
 
 @dataclass
 class Heads:
-    """values [layers, heads] as colours; of one head in each layer, or one layer, as a line."""
+    """values [layers, heads] as colours."""
     title: str
     values: torch.Tensor
     label: str
 
     def draw(self, fig, ax):
         layers, heads = self.values.shape
-        if 1 in (layers, heads):
-            x, y = range(1, layers * heads + 1), self.values.flatten().numpy()
-            ax.plot(x, y, color=COLOURS[0], marker='o')
-            ax.set(title=self.title, xlabel='layer' if heads == 1 else 'head', ylabel=self.label,
-                   xticks=x[::1 + len(x) // 12])
-            return
         known = self.values[~self.values.isnan()].tolist() or [0.0]
         ends = min(*known, max(known) - 0.01), max(known)    # nearly equal values look alike
         ticks = dict(xticks=range(1, heads + 1, 1 + heads // 12),

@@ -62,7 +62,7 @@ class Llama(torch.nn.Module):
 
     def forward(self, tokens, pos=None):
         if pos is not None:
-            raise ValueError('a checkpoint is run at positions 0, 1, 2, ... only')
+            raise UserError('a checkpoint is run at positions 0, 1, 2, ... only')
         return self.net(input_ids=tokens, use_cache=False).logits.float(), None
 
 
@@ -80,7 +80,11 @@ class LlamaText(data.Corpus):
         return [('test', self.ids)]
 
     def lay_out(self, pieces, length):
-        return super().lay_out([[*self.begin, *piece][:length] for piece in pieces], length)
+        pieces = [[*self.begin, *piece][:length] for piece in pieces]
+        tokens, targets = super().lay_out(pieces, length)
+        for piece, row, target in zip(pieces, tokens, targets):
+            target[:len(piece) - 1] = row[1:len(piece)]    # 0 is a token, too
+        return tokens, targets
 
 
 def load(path, text='', needs_text=True):

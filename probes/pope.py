@@ -181,6 +181,7 @@ def norms(model, task, cfg, of='activations', length=0, n=8):
     largest over the median, and the wavelength of the largest. Summary: means; `slow`, share of
     heads whose largest lies in the slower half, by chance 0.5.
     """
+    core.check_alike(cfg)
     if of == 'weights':
         what, table = 'norm of the rows of W_Q, W_K', largest_weights
         found = torch.stack([weight_norms(block.attn) for block in model.blocks])
@@ -259,7 +260,11 @@ def tuning(model, task, cfg, length=0, contents=24):
     if length < 2:
         raise UserError('--length=1: tuning compares distances, so take 2 or more')
     row, = core.sequences(task, cfg.train_lengths, 0, 1)
-    curves = tuning_curves(model, row, length, contents).double()    # (L, N, H, d)
+    try:
+        curves = tuning_curves(model, row, length, contents).double()    # (L, N, H, d)
+    except encodings.InputMissing:
+        raise UserError('tuning puts queries and keys where they were not, and what a layer of '
+                        f'{cfg.pe} reads besides is not known there: take rope') from None
     largest = (curves.amax(dim=-1) - curves.amin(dim=-1)).max()
     if largest <= 1e-5 * curves.abs().max():
         raise UserError(f'tuning wants logits that see distances, and those of {core.titled(cfg)} '

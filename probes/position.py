@@ -349,11 +349,8 @@ def perturb(model, task, cfg, length=0, n=0, gammas='0.001,0.01,0.05,0.1,0.5',
     |o' - o| / |o| of attention's outputs where tokens have not moved, mean over layers. Summary: of
     all targets, unperturbed.
     """
-    sizes = core.whole_numbers(l_max, 'l_max', '5,10')
-    try:
-        shares = [float(x) for x in gammas.split(',')]
-    except ValueError:
-        shares = [0]
+    sizes = core.numbers(l_max, 'l_max', '5,10')
+    shares = core.numbers(gammas, 'gammas', '0.01,0.1', float)
     if not 0 < min(shares) <= max(shares) <= 1 or min(sizes) < 1:
         raise UserError('--gammas are shares above 0 and up to 1, --l_max whole numbers from 1 on')
     n = n or (16 if task.corpus else 128)

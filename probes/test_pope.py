@@ -75,6 +75,8 @@ def test_norms_find_the_largest_feature():
     assert after[3]['ratio_k'] == before[3]['ratio_k'] and after[:3] == before[:3]
     with pytest.raises(UserError, match='activations or weights'):
         pope.norms(model, task, cfg, of='biases')
+    with pytest.raises(UserError, match='--nope_every=0'):
+        pope.norms(*nano(nope_every=2))
 
 
 def test_norms_of_weights_and_used_frequencies():
@@ -113,6 +115,8 @@ def test_tuning_curves():
             pope.tuning(*subject)
     with pytest.raises(UserError, match='come from the content'):
         pope.tuning(*nano(pe='prism'))
+    with pytest.raises(UserError, match='a layer of fox reads besides'):
+        pope.tuning(*nano(pe='fox'))
 
 
 def test_tuning_splits_the_variance():

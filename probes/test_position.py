@@ -301,7 +301,7 @@ def test_what_attention_sees():
             (position.stretch, nano(pe='ape'), {}, 'pe=ape has not'),
             (position.tuples, nano(pe='ape'), {}, 'RoPE and PoPE'),
             (position.perturb, rope, dict(gammas='2'), 'shares above 0'),
-            (position.perturb, rope, dict(gammas='x'), 'shares above 0'),
+            (position.perturb, rope, dict(gammas='x'), 'numbers, as in'),
             (position.stretch, rope, dict(layer=3), 'layer is from 1 to 2')):
         with pytest.raises(UserError, match=says):
             of(*subject, **flags)
@@ -365,7 +365,7 @@ def test_a_llama_as_one_of_ours(kw):
         turn = torch.polar(torch.ones(()), -distance[..., None] * theta)
         logits = (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1) * layer.enc.scale
         close((logits + pe.causal(logits)).softmax(dim=-1), attention[0], 1e-4)
-    with pytest.raises(ValueError, match='positions 0, 1, 2'):
+    with pytest.raises(UserError, match='positions 0, 1, 2'):
         model(tokens, pos=torch.arange(20))
 
 
@@ -405,6 +405,14 @@ def test_a_llama_from_a_folder(tmp_path, monkeypatch):
             (['cursor', where[0]], 'looks into runs only')):
         with pytest.raises(UserError, match=says):
             probe.main(argv)
+
+
+def test_a_llamas_token_0_is_a_token():
+    text = object.__new__(llama.LlamaText)
+    text.begin, text.vocab = [2], list('!ab')
+    tokens, targets = text.lay_out([[0, 1], [1, 0, 1, 0, 1]], 5)
+    assert tokens.tolist() == [[2, 0, 1, 0, 0], [2, 1, 0, 1, 0]]
+    assert targets.tolist() == [[0, 1, -100, -100, -100], [1, 0, 1, 0, -100]]
 
 
 def test_without_transformers(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.testing import assert_close
 
 import pe
 import probe
@@ -17,13 +16,7 @@ from engine.config import UserError
 from model import Transformer
 from probes import by_hand, core, toeplitz
 from probes.conftest import at_random, nano, untouched
-from test_all import encoding
-
-
-def close(x, y, tolerance=1e-10):
-    y = torch.as_tensor(y, dtype=torch.float64)
-    assert_close(x.double(), y, rtol=0, atol=tolerance)
-
+from test_all import close, encoding
 
 # --------------------------------------------------------------------------------------------------
 # ablate
@@ -68,6 +61,8 @@ def test_ablate_finds_the_head_that_carries_the_answer():
                         (dict(what='layers'), 'heads, positions')):
         with pytest.raises(UserError, match=says):
             toeplitz.ablate(*nano(pe='rope'), **flags)
+    with pytest.raises(UserError, match='--nope_every=0'):
+        toeplitz.toeplitz(*nano(nope_every=2))
 
 
 def test_ablate_takes_out_what_was_added(tmp_path):

@@ -9,11 +9,7 @@ import train
 from engine.config import UserError
 from probes import by_hand, core, vipe
 from probes.conftest import at_random, nano, untouched
-
-
-def close(a, b, tolerance=1e-9):
-    torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b, dtype=torch.float64),
-                               rtol=tolerance, atol=tolerance)
+from test_all import close
 
 
 def head_by_hand(task):
@@ -63,6 +59,8 @@ def test_attention_and_alignment_against_loops():
     """Means over queries, on random weights, in a task where the correct key runs backwards."""
     model, task, cfg = nano('reverse', pe='rope', n_head=2)
     rows, _, _ = vipe.attention(model, task, cfg, length=6, n=3)
+    mqar = nano('mqar', train_lengths=[16], eval_lengths=[20])  # answers at different places
+    assert vipe.attention(*mqar, n=4)[0]
     others, found, _ = vipe.alignment(model, task, cfg, length=6, n=3)
     heads = [f'{row["layer"]}.{row["head"]}' for row in rows[:4]]
     assert found['head'] == max(heads, key=lambda head: sum(row['length'] * row[head]

@@ -226,6 +226,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
     largest logit. length 0: the longest trained.
     """
     core.check_causal(cfg)
+    core.check_alike(cfg)
     length, tokens, _ = core.batch(task, cfg.train_lengths, length, n)
     T = tokens.shape[1]
     tokens, = core.fewer(cfg, tokens, limit=2 ** 23 * cfg.n_layer)

@@ -78,7 +78,8 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
                 on_x_t = torch.stack([x.weights[:, :, q, k].mean(dim=(0, 2)) for x in usual])
                 best = on_x_t.argmax().item()
                 score.view(-1)[best] = 2.0
-        maps[L] = layers, [task.vocab[i] for i in tokens[0].tolist() if i]
+        end = tokens[0].nonzero().max() + 1                 # padding follows
+        maps[L] = layers, [task.vocab[i] for i in tokens[0, :end].tolist()]
     points = ()
     if offset:
         points = [(x.item(), y.item()) for y, x in zip(*ladder(cfg, length))]
@@ -127,7 +128,8 @@ def means_of(weights, tokens, asked, task, cfg, length, offset):
         found = dict(x_t=weights[:, :, q, k], moved=weights[:, :, q, k - offset], peak=peak)
         means |= {name: x.mean(dim=(0, 2)) for name, x in found.items()}
     entropy = torch.special.entr(weights).sum(dim=-1)       # (B, H, T)
-    rows = asked.all(dim=0).nonzero()[:, 0]
+    every = asked.all(dim=0)    # nowhere, if prompts differ in size
+    rows = (every if every.any() else asked.any(dim=0)).nonzero()[:, 0]
     rows = rows[rows >= min(7, rows.max() // 2)]
     log_n = (rows + 1).double().log()
     log_n -= log_n.mean()
@@ -149,7 +151,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=''):
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     ladder(cfg, longest)    # refuses a task without correct keys
-    wanted = core.whole_numbers(distances, 'distances', '1,3,7') if distances else []
+    wanted = core.numbers(distances, 'distances', '1,3,7') if distances else []
     # query L + 1 + d, L > d, and its target are within train_len
     if wanted and not 0 <= 2 * min(wanted) < cfg.train_len - 3:
         raise UserError(f'--distances={distances}: from 0 on, and some within the trained '

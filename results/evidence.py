@@ -533,14 +533,11 @@ def draw_figures():
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
         cfg, rows = claims.by_length(name)
         if name == 'parity':
-            rows = [(label, mean_of_runs(rows, label), 'exact')
-                    for label in dict.fromkeys(label for label, _, _ in rows)]
+            by_label = {}
+            for i, (label, scores, _) in enumerate(rows):
+                by_label.setdefault(label, {})[i] = scores
+            rows = [(label, report.mean_scores(runs), 'exact') for label, runs in by_label.items()]
         report.figure(path, cfg, rows, cfg.task)
-
-
-def mean_of_runs(rows, label):
-    """{length: scores}: the mean over the rows of that label."""
-    return report.mean_scores({i: scores for i, (of, scores, _) in enumerate(rows) if of == label})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -605,7 +602,7 @@ def take_lock():
         import fcntl
     except ImportError:
         raise UserError('`run` locks its folder, which Python cannot do on Windows: run the '
-                              'command that `evidence.py` names by hand, then the next') from None
+                        'command that `evidence.py` names by hand, then the next') from None
     os.makedirs(os.path.join(plan.ROOT, 'out'), exist_ok=True)
     lock = open(os.path.join(plan.ROOT, 'out/evidence.lock'), 'w')
     os.set_inheritable(lock.fileno(), True)
@@ -667,6 +664,7 @@ def run_program(argv, threads, errors):
     if torch.cuda.is_available():                          # a fork cannot use CUDA
         os.execv(sys.executable, [sys.executable, *argv])
     sys.stdout, sys.stderr = (open(fd, 'w', closefd=False) for fd in (1, 2))
+    os.environ['OMP_NUM_THREADS'] = str(threads)           # or train.py chooses the number
     torch.set_num_threads(threads)
     sys.argv = argv
     runpy.run_path(argv[0], run_name='__main__')
