@@ -526,9 +526,11 @@ def draw_figures():
         fig = FIGURES[name](plt, name)
         if fig:
             fig.savefig(os.path.join(plan.ROOT, f'assets/{name}.png'), dpi=110)
-    on_board = board.whole_columns(board.find(board.DIAL))
-    if on_board:
-        board.figure(plt, on_board).savefig(os.path.join(plan.ROOT, 'assets/board.png'), dpi=90)
+    for dial, name in ((board.DIAL, 'board'), (board.QUARTER, 'board_quarter')):
+        on_board = board.whole_columns(board.find(dial))
+        if on_board:
+            path = os.path.join(plan.ROOT, f'assets/{name}.png')
+            board.figure(plt, on_board).savefig(path, dpi=90)
     for name in filter(plan.runs, ('parity', 'stdlib')):
         path = os.path.join(plan.ROOT, f'assets/{name}.png')
         cfg, rows = claims.by_length(name)

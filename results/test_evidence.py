@@ -203,6 +203,22 @@ def test_sentences_count_ties():
     assert nope.startswith('`nope` is number 1 to 2 of 4')
 
 
+def test_boards_compared():
+    def line(exact):
+        return dict(config=dict(train_lengths=[1], eval_lengths=[1, 2], seeds=[0]),
+                    lengths={0: {1: dict(exact=exact, n=64), 2: dict(exact=exact, n=64)}})
+
+    here = {('a', 'copy'): line(1), ('b', 'copy'): line(0.5), ('c', 'copy'): line(0.2)}
+    there = {('a', 'copy'): line(0.5), ('b', 'copy'): line(0.3), ('c', 'copy'): line(0.1)}
+    *_, text = board.sentences(here, there)
+    assert text.startswith('In 2 of 3 cells') and 'quarter of the steps it is 3 cells' in text
+    python = {(row, 'Python'): dict(line(0), lengths={0: {1: dict(loss=x)}})
+              for row, x in zip('abc', (1, 2, 3))}
+    text = board.comparison(here | python, there | python)
+    assert 'in 0 cells, here in 1, and 3 rows hold none' in text
+    assert 'how far they hold nan' in text and 'lengths 1.00, by perplexity 1.00' in text
+
+
 def test_rank_correlation():
     assert board.rank_correlation([(1, 10), (2, 20), (3, 90)]) == pytest.approx(1)
     assert board.rank_correlation([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
