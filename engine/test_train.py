@@ -626,6 +626,10 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     assert '--eval_lengths=2,9' in out and 'parity with vipe' in out
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
     assert list(read_json(tmp_path / 'lengths.json')['0']) == list('123459')
+    config_file = tmp_path / 'again.py'
+    config_file.write_text(f'eval_only = True\nout_dir = {str(tmp_path)!r}\n')
+    train.main([str(config_file), '--eval_lengths=7'])
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
 
 
 def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
