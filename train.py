@@ -97,6 +97,9 @@ class Config(ModelConfig):
             raise ValueError(f'accumulate={self.accumulate} is larger than '
                              f'batch_size={self.batch_size}')
         task = self.the_task
+        if task.vocab[tasks.PAD] != '<pad>':
+            raise ValueError(f"the vocab of {self.task} must begin with '<pad>', for token 0 pads "
+                             'short problems')
         self.vocab_size = len(task.vocab)
         numbers = [i for i, word in enumerate(task.vocab) if word.isdecimal()]
         is_written_in_digits = all(len(task.vocab[i]) == 1 for i in numbers)

@@ -228,11 +228,18 @@ class Run:
 
 
 def begin(cfg, checkpoint):
-    """Prepare a run's folder: remove what is newer than the checkpoint."""
+    """Prepare a run's folder: remove what is newer than the checkpoint, or belongs to a run that
+    this one replaces."""
     make_folder(cfg.out_dir)
     if cfg.results:
         append(cfg.results, '')                            # fails now rather than after training
-    old = ['lengths.json'] if checkpoint['step'] else ['lengths.json', 'ckpt.pt']
+    old = ['lengths.json']
+    if not checkpoint['step']:
+        there = os.listdir(cfg.out_dir)
+        old += ['ckpt.pt', 'eval.json', 'lengths.png', 'report.md']
+        old += [name for name in there if name.startswith('probe_')]
+        if 'ckpt.pt' in there:
+            print(f'replaces the run in {cfg.out_dir}')
     for name in old:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(cfg.out_dir, name))

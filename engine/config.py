@@ -78,6 +78,8 @@ def parse_list(text):
     numbers = []
     for part in text.split(','):
         first, _, last = part.partition('-')
+        if int(last or first) < int(first):
+            raise ValueError(f'{part} goes down')
         numbers += range(int(first), int(last or first) + 1)
     return numbers
 

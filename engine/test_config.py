@@ -55,6 +55,7 @@ REFUSED = [('width', '1.5', 'a test: width must be a whole number'),
            ('decay', 'exp', 'decay must be one of linear, none'),
            ('fast', '2', 'fast must be True or False'), ('name', 3, 'name must be text'),
            ('lengths', '1-', 'lengths must be a list as in 1-16'),
+           ('lengths', '16-1,4', 'lengths must be a list as in 1-16'),
            ('rat', '1', "unknown key 'rat', did you mean 'rate'?"),
            ('zzz', '1', '--help lists the keys'), ('size', '3', "unknown key 'size'")]
 

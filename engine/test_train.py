@@ -793,6 +793,24 @@ BAD = {
 }
 
 
+def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, capsys):
+    train.main(flags(out_dir=tmp_path))
+    (tmp_path / 'probe_axes.json').touch()
+    assert 'replaces' not in capsys.readouterr().out
+    train.main(flags(out_dir=tmp_path, pe='alibi'))
+    assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
+    assert not (tmp_path / 'probe_axes.json').exists() and (tmp_path / 'ckpt.pt').exists()
+
+
+def test_a_task_without_padding(monkeypatch):
+    class Bits(tasks.StringCopy):
+        vocab = ['0', '1', '=', '.']
+
+    monkeypatch.setitem(tasks.TASKS, 'bits', Bits())
+    with pytest.raises(UserError, match="the vocab of bits must begin with '<pad>'"):
+        config.make(train.Config, dict(task='bits'))
+
+
 @pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)
 def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

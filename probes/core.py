@@ -203,9 +203,14 @@ def check_alike(cfg):
                         '--nope_every=0')
 
 
+def unpadded(row):
+    """The tokens [T] of one problem without the padding at its end."""
+    return row[:row.nonzero().max() + 1]
+
+
 def sequences(task, lengths, length, n):
     """The tokens of batch() row by row, each [1, T] without its padding."""
-    return [row[None, :row.nonzero()[-1] + 1] for row in batch(task, lengths, length, n)[1]]
+    return [unpadded(row)[None] for row in batch(task, lengths, length, n)[1]]
 
 
 def fewer(cfg, *tensors, limit=2 ** 26):

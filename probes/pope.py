@@ -253,6 +253,7 @@ def tuning(model, task, cfg, length=0, contents=24):
     contents, which PoPE's phases keep small and RoPE's confound does not; shares of the logits'
     variance: `where` by distance, `what` by content, `both` by neither alone.
     """
+    core.check_causal(cfg)
     if any(getattr(m, 'reads_content', False) for m in model.modules()):
         raise UserError(f'tuning asks for a logit at any distance, and the positions of {cfg.pe} '
                         'come from the content: see the probe cursor')

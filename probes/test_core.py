@@ -13,7 +13,7 @@ import torch
 import probe
 import train
 from engine.config import UserError
-from probes import core, position, toeplitz
+from probes import core, pope, position, toeplitz
 from probes.conftest import at_random, nano, untouched
 from test_all import close, flags, python, variants
 
@@ -222,6 +222,7 @@ def test_correlation():
 
 def test_probes_that_want_a_causal_mask_say_so():
     subject = nano('distance', pe='rope', causal=False, train_lengths=[8], eval_lengths=[8])
-    for asks in (toeplitz.toeplitz, position.axes, position.disentangle, position.stretch):
+    for asks in (toeplitz.toeplitz, position.axes, position.disentangle, position.stretch,
+                 pope.tuning):
         with pytest.raises(UserError, match='causal mask'):
             asks(*subject)

@@ -78,8 +78,7 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
                 on_x_t = torch.stack([x.weights[:, :, q, k].mean(dim=(0, 2)) for x in usual])
                 best = on_x_t.argmax().item()
                 score.view(-1)[best] = 2.0
-        end = tokens[0].nonzero().max() + 1                 # padding follows
-        maps[L] = layers, [task.vocab[i] for i in tokens[0, :end].tolist()]
+        maps[L] = layers, [task.vocab[i] for i in core.unpadded(tokens[0]).tolist()]
     points = ()
     if offset:
         points = [(x.item(), y.item()) for y, x in zip(*ladder(cfg, length))]

@@ -549,7 +549,8 @@ def run(minutes, jobs, ask=ask):
     """Run what ask() puts into plan.missing, `jobs` at a time, until the minutes are over or
     Ctrl-C.
 
-    What is cut off goes on from its checkpoint next time. Returns whether a piece has failed.
+    What is cut off goes on from its checkpoint next time. Returns whether a piece has failed. Edit
+    no code meanwhile: pieces take modules from this process's memory, but programs from their file.
     """
     deadline = time.time() + 60 * minutes
     lock = take_lock()
@@ -607,7 +608,7 @@ def take_lock():
                         'command that `evidence.py` names by hand, then the next') from None
     os.makedirs(os.path.join(plan.ROOT, 'out'), exist_ok=True)
     lock = open(os.path.join(plan.ROOT, 'out/evidence.lock'), 'w')
-    os.set_inheritable(lock.fileno(), True)
+    os.set_inheritable(lock.fileno(), True)                # pieces hold it, too
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -244,6 +244,14 @@ def test_resume_only_the_very_same_piece(tiny):
         assert ('--resume' in json.loads(line)['command']) == resumed
 
 
+def test_a_piece_has_its_share_of_the_cores(tiny, monkeypatch):
+    monkeypatch.delenv('OMP_NUM_THREADS')
+    monkeypatch.setattr(evidence.os, 'cpu_count', lambda: 6)
+    (tiny / 'train.py').write_text("import os\nopen('n', 'w').write(os.environ['OMP_NUM_THREADS'])")
+    evidence.Piece(plan.train_argv('tiny', 'short/good', '--task=parity'), 2).finish()
+    assert (tiny / 'n').read_text() == '3'
+
+
 def test_one_run_at_a_time(tiny):
     with evidence.take_lock():
         with pytest.raises(UserError, match='another `evidence.py run` is at work'):
