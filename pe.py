@@ -66,9 +66,9 @@ class PEConfig:
     pope_frequencies: Literal['all', 'half'] = 'all'
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
-    # what pos is: index, 0..T-1 | randomized, T different ones of positions_max, in order |
-    # abacus, a digit's place in its number, from 1, plus a random offset in training; 0 for other
-    # tokens | coupled, the same, but other tokens stand at the offset
+    # what pos is, for an encoding that reads it: index, 0..T-1 | randomized, T different ones of
+    # positions_max, in order | abacus, a digit's place in its number, from 1, plus a random offset
+    # in training; 0 for other tokens | coupled, the same, but other tokens stand at the offset
     positions: Literal['index', 'randomized', 'abacus', 'coupled'] = 'index'
     positions_max: int = 2048      # randomized: positions to draw from
     abacus_offset: int = 99        # abacus, coupled: the largest random offset in training
@@ -143,7 +143,7 @@ class PEConfig:
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
         if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
-            raise ValueError(f'rope_heads must be from 1 to the {self.heads} heads, '
+            raise ValueError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
                              f"not {self.rope_heads}; for none take pe='nope'")
 
 
@@ -1447,13 +1447,14 @@ class SecondHalf(Sum):
         return super().adjust(logits, q * 0.5 ** 0.5, k, at)  # sqrt(D) divides, not sqrt(D/2)
 
 
-def build(cfg):
-    """The encoding that cfg.pe names, on the heads and halves that cfg.rope_heads and cfg.attention
-    give it. ValueError says what is wrong."""
+def check_names(cfg, names):
+    """ValueError if the encodings of these names do not fit the other keys."""
+    for name in names:
+        if name not in ENCODINGS:
+            raise ValueError(f'unknown encoding {name!r}. There are: {", ".join(ENCODINGS)}')
     longest = max(cfg.train_len, cfg.eval_len)
     if cfg.positions == 'randomized' and longest > cfg.positions_max:
         raise ValueError(f'{longest} tokens want positions_max={longest} or more')
-    names = cfg.pe.split('+')
     rows, in_numbers = {'learned', 'random'} & set(names), cfg.positions in ('abacus', 'coupled')
     needed = cfg.positions_max if cfg.positions == 'randomized' else cfg.abacus_offset + longest
     if cfg.positions != 'index' and rows and cfg.max_len < needed:
@@ -1466,9 +1467,17 @@ def build(cfg):
         raise ValueError(f'rope_fraction is for rope, not for pe={cfg.pe}')
     if cfg.nope_every and 'prism' in names:
         raise ValueError('nope_every would leave prism cursors that nothing reads: set it to 0')
-    for name in names:
-        if name not in ENCODINGS:
-            raise ValueError(f'unknown encoding {name!r}. There are: {", ".join(ENCODINGS)}')
+    changed_hooks = {hook for hook in HOOKS if changes(cfg.pe, hook)}
+    if (cfg.rope_heads or cfg.nope_every) and changed_hooks == {'embed'}:
+        raise ValueError(f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts '
+                         'on the embedding, which all heads and layers share')
+
+
+def build(cfg):
+    """The encoding that cfg.pe names, on the heads and halves that cfg.rope_heads and cfg.attention
+    give it. ValueError says what is wrong."""
+    names = cfg.pe.split('+')
+    check_names(cfg, names)
     part, wrappers = copy.copy(cfg), []
     if cfg.rope_heads is not None:
         wrappers.append((FirstHeads, copy.copy(part)))

@@ -132,6 +132,8 @@ def read_flags(argv, function):
 def subject(function, run, flags, own):
     """(model, cfg, own flags) of a run, or of a Llama, for which n has its own default."""
     hf, text, seed = flags.get('hf'), flags.get('text'), flags['seed']
+    if text and not hf and not run:
+        raise UserError('--text is the text of a checkpoint: name it by --hf=FOLDER_OR_GGUF')
     if not run and not hf:
         raise UserError(f'python probe.py {function.__name__} RUN: which run?')
     if run and (hf or text):

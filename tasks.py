@@ -475,8 +475,8 @@ class StringReverse(StringCopy):
 
 
 class ReverseWords(StringReverse):
-    """Reverse a string of digits and letters, as string_reverse does one of digits (Kazemnejad et
-    al. 2023, who reverse words).
+    """Reverse a string of digits and letters (Kazemnejad et al. 2023, who reverse words). Otherwise
+    as string_reverse.
     >>> example('reverse_words', 7)
     '^4osu89r=r98uso4.'
     """
@@ -966,8 +966,8 @@ class MQAR(Recall):
 
 
 class Needle(Recall):
-    """A key in a haystack (RULER's single and multiple keys, Hsieh et al. 2024): pairs among noise;
-    then one of the keys, whose value is asked.
+    """Pairs of key and value among noise, then a key, whose value is asked. (RULER's single and
+    multiple keys in a haystack, Hsieh et al. 2024.)
     >>> example('needle:keys=2:words=9', 6)
     'noise2 noise6 noise3 noise1 noise2 noise0 noise0 noise5 key2 value0 key3 value8 key2 value0'
     """
@@ -1057,7 +1057,9 @@ def main(argv):
     flags, words = parse(Arguments, argv)
     if not words:
         for name, task in known().items():
-            print(f'{name:18} {type(task).__doc__.splitlines()[0]}')
+            says = ' '.join(type(task).__doc__.partition('>>>')[0].split())
+            sentence = re.split(r'(?<!al)\. ', says + ' ')[0]
+            print(f'{name:18} {sentence}.')
         return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
     name, *rest = words
     check_name('task', name.partition(':')[0], known())

@@ -1487,6 +1487,7 @@ def test_optimizer_groups_hold_every_parameter_once():
     (dict(prism_start='bits', prism_recurrent='norm'), 'free'),
     (dict(prism_whole_at=0.1), 'prism_whole'),
     (dict(rope_heads=9), 'rope_heads'),
+    (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
     (dict(vipe_s='both'), 'length'),
     (dict(pope_delta='one'), 'uniform')], ids=str)
 def test_impossible_shapes_say_what_to_do(kw, says):

@@ -125,6 +125,8 @@ class Config(ModelConfig):
         for key in ('beta1', 'beta2', 'ema'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
+        if self.min_lr > self.lr:
+            raise ValueError(f'min_lr={self.min_lr} is above lr={self.lr}: lower it')
 
     def check_lengths(self):
         """ValueError if lengths or seeds are not whole numbers in range; drop repeats."""
@@ -473,7 +475,8 @@ def train(cfg, device, state, stop):
 
 
 def load(run_dir, seed=None):
-    """(model, config) of a run, on the CPU in evaluation mode; seed None: the first sound one."""
+    """(model, config) of a run, on the CPU in evaluation mode; seed None: the first sound one.
+    cfg.seeds: this seed."""
     path = os.path.join(run_dir, 'ckpt.pt')
     state = checkpoint.read(path, Config)
     cfg = make_config(state['config'])
@@ -481,6 +484,7 @@ def load(run_dir, seed=None):
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
     chosen = checkpoint.first_sound(state) if seed is None else seed
     model.load_state_dict(checkpoint.weights(state, chosen, path))
+    cfg.seeds, cfg.out_dir = [chosen], str(run_dir)
     return model.eval(), cfg
 
 

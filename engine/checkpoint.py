@@ -13,6 +13,7 @@ ended, lengths.json. ckpt.pt is a dictionary:
     losses    [steps, all seeds] since the last line of the log
 """
 import contextlib
+import glob
 import io
 import json
 import math
@@ -79,10 +80,18 @@ def read_lengths(path):
             for seed, scores in read_json(path).items()}
 
 
+def no_run(folder):
+    """What to say of a folder in which a file of a run is missing."""
+    points = sorted(glob.glob(os.path.join(glob.escape(folder), '*', 'ckpt.pt')))
+    if points:
+        return f'{folder} is a sweep: name one of its runs, as in {os.path.dirname(points[0])}'
+    return f'no run in {folder}: train it first, or name another'
+
+
 def read(path, cls):
     """The dictionary in a checkpoint; keys of `cls` that it does not have get their defaults."""
     if not os.path.exists(path):
-        raise UserError(f'no checkpoint {path}: train that run first, or name another')
+        raise UserError(no_run(os.path.dirname(path)))
     # torch says in many ways that a file is cut off, or not a checkpoint at all
     with explain(f'read {path}'), open(path, 'rb') as f, contextlib.suppress(Exception):
         checkpoint = torch.load(f, map_location='cpu', weights_only=True)
@@ -230,9 +239,9 @@ class Run:
 def begin(cfg, checkpoint):
     """Prepare a run's folder: remove what is newer than the checkpoint, or belongs to a run that
     this one replaces."""
-    make_folder(cfg.out_dir)
     if cfg.results:
         append(cfg.results, '')                            # fails now rather than after training
+    make_folder(cfg.out_dir)
     old = ['lengths.json']
     if not checkpoint['step']:
         there = os.listdir(cfg.out_dir)

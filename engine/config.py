@@ -247,6 +247,8 @@ def run(main, *errors):
         sys.exit(128 + signal.SIGINT)
     except (UserError, OSError, *errors) as error:
         says = error
+        if isinstance(error, OSError) and error.filename:
+            says = f'{error.filename}: {error.strerror}'
     except (MemoryError, RuntimeError) as error:
         lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lacks_memory or isinstance(error, MemoryError)):

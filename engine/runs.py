@@ -16,9 +16,11 @@ from engine.config import UserError
 
 
 def default_out_dir(values):
-    """out/TASK_PE; leaves out a key that a sweep varies."""
-    names = [config.slug(values[key]) for key in ('task', 'pe')
-             if not isinstance(values[key], config.Sweep)]
+    """out/TASK_PE; a sweep leaves out which of these it varies, and names other keys it varies."""
+    named = 'task', 'pe'
+    swept = [key for key, value in values.items() if isinstance(value, config.Sweep)]
+    names = [config.slug(values[key]) for key in named if key not in swept]
+    names += [key for key in swept if key not in named]
     return 'out/' + ('_'.join(names) or 'sweep')
 
 
@@ -46,8 +48,7 @@ def read_config(cls, argv):
         here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only')}
         path = os.path.join(values['out_dir'], 'config.json')
         if not os.path.exists(path):
-            what = 'evaluate' if values['eval_only'] else 'resume'
-            raise UserError(f'no run to {what}: {path} does not exist; name the run by --out_dir')
+            raise UserError(checkpoint.no_run(values['out_dir']))
         saved = checkpoint.read_json(path)
         for key in values.keys() & saved.keys():
             values[key] = config.check(cls, key, saved[key], path)

@@ -574,6 +574,8 @@ def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
     train.main(argv)
     out = capsys.readouterr().out
     names = [f'pe={name},lr={lr}' for name in ('nope', 'rope') for lr in (0.001, 0.01)]
+    with pytest.raises(UserError, match=f'is a sweep: name one .*{re.escape(names[0])}'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}'])
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names)
     assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', out, re.M)) == 4
     first, third = tmp_path / names[0] / 'ckpt.pt', tmp_path / names[2] / 'lengths.json'
@@ -778,13 +780,14 @@ BAD = {
     'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
     'no folder': (['--out_dir=/dev/null/x'], 'cannot make the folder'),
     'no results': (['--results=/dev/null/x'], 'cannot write'),
+    'rates in the wrong order': (['--lr=1e-4', '--min_lr=1e-3'], 'is above lr=0.0001'),
     'no cuda': (['--device=cuda:7'], 'CUDA'),
     'bad device': (['--device=tpu'], 'cpu, cuda'),
     'no graph': (['--graph'], '--graph needs a CUDA device'),
     'no graph to time': (['--graph', '--benchmark'], '--graph needs a CUDA device'),
     # what goes together
-    'nothing to resume': (['--resume', '--out_dir=nowhere'], 'no run to resume'),
-    'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'no run to evaluate'),
+    'nothing to resume': (['--resume', '--out_dir=nowhere'], 'no run in nowhere'),
+    'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'no run in nowhere'),
     'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one run'),
     'untrained prompt': (['--prompt=x'], 'add --eval_only'),
     'a point of a sweep': (['--d_model=32,33'], 'even'),
@@ -857,6 +860,8 @@ def test_files_and_flags_chain(tmp_path):
     assert (cfg.task, cfg.lr, cfg.max_steps, cfg.rope_heads) == ('copy', 0.25, 1000, 1)
     assert cfg.eval_lengths == [1, 2, 3, 7] and cfg.out_dir == 'out/copy_rope'
     assert (cfg.vocab_size, cfg.train_len, cfg.eval_len) == (6, 35, 17)
+    sweep = runs.read_config(train.Config, ['--task=copy,reverse', '--n_head=1,2'])
+    assert sweep['out_dir'] == 'out/rope_n_head'
 
 
 def test_help_names_every_key(capsys):

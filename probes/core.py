@@ -6,8 +6,6 @@ flags of the command line. A probe changes nothing in the model.
 """
 import contextlib
 import functools
-import glob
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 import train
-from engine import checkpoint
 from engine.config import UserError
 from engine.report import COLOURS, style_of
 from probes import by_hand
@@ -135,16 +132,7 @@ def load(run, seed=None):
         if seed is not None:
             raise UserError(f'--seed={seed} with {run}: one model only, its weights set by hand')
         return by_hand.iteration_head(run.partition(':')[2])
-    path = os.path.join(run, 'ckpt.pt')
-    points = sorted(glob.glob(os.path.join(glob.escape(run), '*', 'ckpt.pt')))
-    if points and not os.path.exists(path):
-        raise UserError(f'{run} is a sweep: name one of its runs, as in '
-                        f'{os.path.dirname(points[0])}')
-    if seed is None:
-        seed = checkpoint.first_sound(checkpoint.read(path, train.Config))
-    model, cfg = train.load(run, seed)
-    cfg.seeds, cfg.out_dir = [seed], run
-    return model, cfg
+    return train.load(run, seed)
 
 
 def name_of(cfg):

@@ -182,7 +182,7 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
             probe.main(argv)
     failed = python('probe.py', 'cursor', 'nowhere')
     assert failed.returncode == 2 and failed.stderr.count('\n') == 1
-    assert 'no checkpoint nowhere' in failed.stderr
+    assert 'no run in nowhere' in failed.stderr
     capsys.readouterr()
     probe.main([])
     listed = capsys.readouterr().out
