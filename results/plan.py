@@ -402,6 +402,11 @@ GRIDS = PAPER | {
          'prism, 32, alpha at 0.003': f'--pe=prism {NARROW}',
          'prism, 32, alpha at 0.003, base 100': f'--pe=prism {NARROW} --rope_base=100'},
         {'stack': OF_PRISM['stack']}),
+    'prism_latest': Grid(
+        'The stack with a second encoding beside the cursors, which prefers the later of two keys',
+        {'prism+stickbreaking': '--pe=prism+stickbreaking',
+         'prism+alibi': '--pe=prism+alibi'},
+        {'stack': OF_PRISM['stack']}),
     'prism_wide': Grid(
         "Addition with cursors of 84 features and alpha's rate at 0.03, as for the stack",
         {'prism, 84': f'--pe=prism {WIDE}'},
