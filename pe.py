@@ -93,7 +93,7 @@ class PEConfig:
     # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
-    prism_whole_at: float = 0.0    # prism: if > 0, prism_whole has the weight exp(-loss / this)
+    prism_whole_at: float = 0.0    # prism: if > 0, prism_whole is times exp(-loss / this)
     # prism: weight of the mutual information of gates and tokens in the loss: simple gates
     prism_info: float = 0.0
     # prism: how W_h, the GRU's three matrices stacked, starts. fading: with orthonormal columns, so
@@ -1050,8 +1050,8 @@ def mutual_information(logits):
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads content and opens gates that move cursors, histograms of offsets.
 
-    gates_t = W h_t, h_t = GRU(prism_input norm(x_t), h_(t-1)); p_reset = sigmoid,
-    (p_incr, p_decr, p_keep) = softmax. cursor_scan moves the histograms (Algorithm 1) and
+    gates_t = W u_t, u_t = GRU(prism_input norm(x_t), u_(t-1)); p_reset = sigmoid,
+    (p_incr, p_decr, p_keep) = softmax. cursor_scan moves the histograms h (Algorithm 1) and
     superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithm 2). With prism_copy, every fifth
     query cursor can also jump to the place of a past token (5.0.3).
     """
@@ -1097,14 +1097,18 @@ class Cursors(nn.Module):
         return W
 
     def penalty(self, loss):
-        """prism_whole times the mean entropy of the latest gates: whole steps add up over any
-        length; fractions blur, unless sharpening takes them back. With prism_whole_at it waits
-        until the task's loss is that small: times exp(-loss / prism_whole_at). prism_info times the
-        information that gates carry about which token of the latest (micro-)batch this is. A gate
-        that depends on the kind of token alone costs little; one that depends on which digit it is,
-        or on how many came before, costs more. Without prism_whole it blurs the gates, for blurred
-        gates tell little, too. Gates that nothing reads count as well. With
-        prism_recurrent='penalty' also |W'W - 1|^2 (6.3)."""
+        """What is added to the loss, of the gates of the latest (micro-)batch, used or not.
+
+        prism_whole times their mean entropy: whole steps add up over any length; fractions blur,
+        unless sharpening takes them back. With prism_whole_at it waits until the task's loss is
+        that small: times exp(-loss / prism_whole_at).
+
+        prism_info times the information that they carry about which token, of all in the batch,
+        they stand at. A gate that depends on the kind of token alone costs little; one that depends
+        on which digit it is, or on how many came before, costs more. Without prism_whole this blurs
+        the gates, for blurred gates tell little, too.
+
+        With prism_recurrent='penalty' also 1e-3 |W'W - 1|^2 (6.3)."""
         weight = self.cfg.prism_whole
         if self.cfg.prism_whole_at:
             weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
@@ -1215,10 +1219,11 @@ class PRISM(Encoding):
     """PRISM (eq. 9), positions g learned from content: logit_ts = mu_h <q_t, k_s> / sqrt(d)
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
-    g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors);
-    queries and keys have cursors of their own. mu in [0, 1] is learned for each head, alpha for
-    each head and cursor. No position is added to the content. Before layer 1 a GRU runs, and a
-    scan of T sequential updates. The factor 4 is for prism_norm='none' only.
+    g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors).
+    A head has C = prism_cursors of them for queries and as many for keys, one more of each with
+    prism_absolute. mu in [0, 1] is learned for each head, alpha for each head and cursor. No
+    position is added to the content. Before layer 1 a GRU runs, and a scan of T sequential updates.
+    The factor 4 is for prism_norm='none' only.
     """
     shift_invariant = True
     widens = True

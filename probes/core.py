@@ -335,10 +335,15 @@ def averaged(values, most=300):
     return total / torch.where(known > 0, known, torch.nan)
 
 
+def signs(words):
+    """{place: word} of the words that are no digits, such as "="; none if there are many."""
+    found = {i: word for i, word in enumerate(words) if not word.isdecimal()}
+    return found if len(found) < 6 else {}
+
+
 def label_tokens(axis, words):
-    """Write tokens along an axis of a panel; of more than 40 only BoS, EoI, EoS, or positions."""
-    marks = {i: word for i, word in enumerate(words)
-             if len(words) <= 40 or word in ('BoS', 'EoI', 'EoS')}
+    """Write tokens along an axis of a panel; of more than 40 only signs, or positions."""
+    marks = dict(enumerate(words)) if len(words) <= 40 else signs(words)
     if marks:
         axis.set_ticks(list(marks), marks.values(), fontsize=6)
         if axis.axis_name == 'x' and max(map(len, marks.values())) > 1:

@@ -10,6 +10,8 @@ from engine.config import UserError
 from probes import core
 from probes.core import number
 
+STRONGEST = 6   # query cursors, and key cursors, whose modes are drawn
+
 
 @torch.no_grad()
 def cursors_of(model, tokens):
@@ -71,7 +73,7 @@ def pace(mode, where):
 
 
 def cursor(model, task, cfg, length=0, n=32):
-    """Where do PRISM's cursors go? Gates, moves, histograms (PRISM Figures 11-17, 19, 20).
+    """Where do PRISM's cursors go? Gates, moves, histograms (PRISM Figures 12, 14-17, 19, 20).
 
     length: of the problems in the table, 0: four times the longest trained one; n: how many. Rows:
     each cursor over the tokens of the prompt, and over those of the answer: `weight`:
@@ -106,32 +108,39 @@ def cursor(model, task, cfg, length=0, n=32):
     summary = dict(length=length, exact=right.all(dim=1).double().mean().item(),
                    steady=number(steady @ weights / weights.sum()))
     _, short, _ = core.batch(task, cfg.train_lengths, trained, 1)
-    title = (f'PRISM Figures 11 to 17: {core.titled(cfg)}, exact match '
+    title = (f'{core.titled(cfg)}: exact match '
              f'{100 * summary["exact"]:.0f} % at length {length}, trained to {trained}')
     panels = cursor_panels(model, task, (trained, short), (length, tokens[:1]))
     return rows, summary, core.Figure(title, panels)
 
 
 def cursor_panels(model, task, *problems):
-    """Of problems (length, tokens [1, T]): gates in the first; in each the modes of all cursors,
-    and attention in the head of the strongest query cursor; that cursor's histogram in the last."""
+    """Of problems (length, tokens [1, T]): gates in the first; in each the modes of the strongest
+    cursors, and attention in the head of the strongest query cursor; that cursor's histogram in the
+    last."""
     curves, maps = [], []
     for length, tokens in problems:
         found, T = cursors_of(model, tokens), tokens.shape[1]
-        heaviest = max(c['weight'] for c in found)
+        words = [task.vocab[i] for i in tokens[0]]
+        marks = core.signs(words)
+        axis = dict(xticks=list(marks), xticklabels=marks.values()) if marks else {}
+        by_weight = sorted(found, key=lambda c: -c['weight'])
+        strongest = [c for of in ('query', 'key') for c in
+                     [c for c in by_weight if c['of'] == of][:STRONGEST]]
+        heaviest = by_weight[0]['weight']
         lines = [('query cursors (stronger: weigh more)', [], [], dict(color=core.QUERY)),
                  ('key cursors (stronger: weigh more)', [], [], dict(color=core.KEY, ls='--'))]
-        for c in found:
+        for c in strongest:
             look = dict(color=core.KEY, ls='--') if c['of'] == 'key' else dict(color=core.QUERY)
             look['alpha'] = 0.15 + 0.85 * c['weight'] / heaviest
             lines.append(('', range(T), c['histogram'][0].argmax(dim=-1) - T, look))
-        curves.append(core.Curves(f'mode of each histogram, length {length}', 'position', 'offset',
-                                  lines))
-        best = max(found[:len(found) // 2], key=lambda c: c['weight'])
+        curves.append(core.Curves(f'modes of the strongest cursors, length {length}', 'position',
+                                  'offset', lines, settings=axis))
+        best = strongest[0]
         head = f'{best["layer"]}.{best["head"]}'
         weights = core.trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]
         maps.append(core.Map(f'attention of head {head}, length {length}', 'key', 'query', weights,
-                             'attention weight', [task.vocab[i] for i in tokens[0]], ends=(0, 1)))
+                             'attention weight', words, ends=(0, 1)))
         if len(curves) == 1:
             names = [f'{c["of"][0]} {c["layer"]}.{c["head"]}.{c["cursor"]}' for c in found]
             shown = range(0, len(names), 1 + len(names) // 20)     # as many as there is room for
@@ -139,10 +148,15 @@ def cursor_panels(model, task, *problems):
             gates = core.Map(f'gates, length {length}', 'position',
                              'cursor: query or key, layer.head.number', torch.stack(gates),
                              'P(increment) - P(decrement)', ends=(-1, 1),
-                             settings=dict(yticks=shown, yticklabels=[names[i] for i in shown]))
+                             settings=axis | dict(yticks=shown,
+                                                  yticklabels=[names[i] for i in shown]))
+    bins = best['histogram'][0]     # (T, offsets -T..T)
+    there = (bins.amax(dim=0) > 0.01).nonzero()
+    low, high = there.min().item(), there.max().item()
     histogram = core.Map(f'strongest query cursor, {head}.{best["cursor"]}, length {length}',
-                         'position', 'offset', best['histogram'][0].T.flip(0), 'probability',
-                         ends=(0, 1), extent=(-0.5, T - 0.5, -T - 0.5, T + 0.5))
+                         'position', 'offset', bins[:, low:high + 1].T.flip(0), 'probability',
+                         ends=(0, 1), extent=(-0.5, T - 0.5, low - T - 0.5, high - T + 0.5),
+                         settings=axis)
     return [gates, *curves, histogram, *maps]
 
 
