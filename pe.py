@@ -1285,16 +1285,13 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        self.fp32 = any(p.fp32 for p in parts)
-        self.widens = any(p.widens for p in parts)
-        self.distance = any(p.distance for p in parts)
+        for flag in ('fp32', 'gains', 'dense', 'widens', 'distance', 'own_softmax'):
+            setattr(self, flag, any(getattr(p, flag) for p in parts))
         for flag, does in (('widens', 'widens q and k'), ('distance', 'reads the mean distance'),
                            ('own_softmax', 'has a softmax of its own')):
             clash = [type(p).__name__ for p in parts if getattr(p, flag)]
             if len(clash) > 1:
                 raise ValueError(f'{" and ".join(clash)} cannot be added: each {does}')
-        self.dense = any(p.dense for p in parts)
-        self.own_softmax = any(p.own_softmax for p in parts)
         if self.own_softmax and self.distance:
             raise ValueError('the mean distance wants weights that sum to 1, and '
                              'stickbreaking has others')
@@ -1310,7 +1307,6 @@ class Sum(Encoding):
         mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
         self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
         self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()
-        self.gains = any(p.gains for p in parts)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
 
     def for_layer(self):
