@@ -1308,6 +1308,9 @@ class Sum(Encoding):
         self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
         self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
+        for p in parts:
+            if p.own_softmax:
+                self.weigh, self.mask = p.weigh, p.mask
 
     def for_layer(self):
         return type(self)(self.cfg, *(p.for_layer() for p in self.parts))
@@ -1357,15 +1360,6 @@ class Sum(Encoding):
         for p, here in self.each(at):
             logits = p.adjust(logits, q, k, here)
         return logits
-
-    def weigher(self):
-        return next((p for p in self.parts if p.own_softmax), self.parts[0])
-
-    def weigh(self, logits):
-        return self.weigher().weigh(logits)
-
-    def mask(self, like):
-        return self.weigher().mask(like)
 
     def value(self, v, at):
         for p, here in self.each(at):
