@@ -1401,9 +1401,8 @@ class FirstHeads(Sum):
         factors = super().rescale(q[:, :self.k], k[:, :self.k], at)
         if factors is None:
             return None
-        row, col = torch.ones_like(q[..., :1]), torch.ones_like(k[..., :1])  # (B, H, .., 1)
-        return tuple(torch.cat([ones[:, :self.k] * factor, ones[:, self.k:]], dim=1)
-                     for ones, factor in zip((row, col), factors))
+        first = [factor.expand(len(q), self.k, -1, -1) for factor in factors]  # (B, k, .., 1)
+        return [F.pad(x, (0, 0, 0, 0, 0, self.cfg.heads - self.k), value=1.0) for x in first]
 
     def bias(self, at):
         bias = super().bias(at)
