@@ -1472,19 +1472,18 @@ def build(cfg):
     give it. ValueError says what is wrong."""
     names = cfg.pe.split('+')
     check_names(cfg, names)
-    part, wrappers = copy.copy(cfg), []
-    if cfg.rope_heads is not None:
-        wrappers.append((FirstHeads, copy.copy(part)))
-        part.heads = cfg.rope_heads
+    cfg = copy.copy(cfg)
+    some_heads = copy.copy(cfg)
+    some_heads.heads = cfg.rope_heads or cfg.heads
+    part = copy.copy(some_heads)
     if cfg.attention == 'mla':
         check_even(cfg.head_dim, 'mla', 'the head dimension')
-        wrappers.append((SecondHalf, copy.copy(part)))
         part.head_dim = cfg.head_dim // 2
     parts = [ENCODINGS[name](part) for name in names]
     enc = parts[0] if len(parts) == 1 else Sum(part, *parts)
-    for wrapper, outer in reversed(wrappers):
-        enc = wrapper(outer, enc)
-    return enc
+    if cfg.attention == 'mla':
+        enc = SecondHalf(some_heads, enc)
+    return enc if cfg.rope_heads is None else FirstHeads(cfg, enc)
 
 
 # --------------------------------------------------------------------------------------------------
