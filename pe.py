@@ -1461,8 +1461,7 @@ def check_names(cfg, names):
         raise ValueError(f'rope_fraction is for rope, not for pe={cfg.pe}')
     if cfg.nope_every and 'prism' in names:
         raise ValueError('nope_every would leave prism cursors that nothing reads: set it to 0')
-    changed_hooks = {hook for hook in HOOKS if changes(cfg.pe, hook)}
-    if (cfg.rope_heads or cfg.nope_every) and changed_hooks == {'embed'}:
+    if (cfg.rope_heads or cfg.nope_every) and hooks_of(cfg.pe) == ['embed']:
         raise ValueError(f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts '
                          'on the embedding, which all heads and layers share')
 
@@ -1493,9 +1492,10 @@ HOOKS = ('embed state restate penalty qk rescale bias by_distance adjust mask we
          'out').split()
 
 
-def changes(name, hook):
-    """Whether an encoding, or a part of a sum, overrides a hook."""
-    return any(changed(ENCODINGS[part], hook) for part in name.split('+'))
+def hooks_of(names):
+    """The hooks that an encoding, or a part of a sum, overrides."""
+    parts = [ENCODINGS[name] for name in names.split('+')]
+    return [hook for hook in HOOKS if any(changed(part, hook) for part in parts)]
 
 
 def zoo():
@@ -1504,9 +1504,8 @@ def zoo():
         enc = cls(PEConfig(pe=name, n_head=4))
         equation = ' '.join((cls.__doc__ or 'no docstring').split('\n\n')[0].split())
         params = [f'{n} {list(p.shape)}' for n, p in enc.named_parameters()]
-        hooks = [hook for hook in HOOKS if changes(name, hook)]
         print(f'{name}\n    {equation}\n    parameters: {", ".join(params) or "none"}')
-        print(f'    changes: {", ".join(hooks) or "none"}\n')
+        print(f'    changes: {", ".join(hooks_of(name)) or "none"}\n')
     print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
 
 
@@ -1517,14 +1516,13 @@ def picture(name, T):
     torch.manual_seed(1)
     cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
     enc, pos = build(cfg).eval(), torch.arange(T)
-    for part in getattr(enc, 'parts', [enc]):
-        for p in part.parameters() if part.starts_blank else ():
-            nn.init.normal_(p)
-    alone = all(changes(part, 'embed') for part in name.split('+'))  # only vectors of positions
+    for p in enc.parameters() if enc.starts_blank else ():
+        nn.init.normal_(p)
+    alone = hooks_of(name) == ['embed']  # only vectors of positions
     x = torch.full((1, T, 32), 0.0 if alone else 1.0)
     state = enc.state(x, pos)
     heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)  # (1, 2, T, 16)
-    if not changes(name, 'out'):
+    if 'out' not in hooks_of(name):
         return enc.logits(heads, heads, pos, state, x)[0, 0]
     on = torch.eye(T).expand(1, 2, T, T, T)  # on[..., s, :]: all attention on s
     # T x (T, out_dim)
@@ -1546,7 +1544,7 @@ def draw(path, T=48):
     for ax, name in zip(axes.flat, names):
         m = picture(name, T)
         ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
-        ax.set_title(name + (' (value)' if changes(name, 'out') else ' (logit)'), fontsize=11)
+        ax.set_title(name + (' (value)' if 'out' in hooks_of(name) else ' (logit)'), fontsize=11)
         ax.set(xlabel='key position s', ylabel='query position t')
     for ax in axes.flat[len(names):]:
         ax.axis('off')
