@@ -1064,24 +1064,22 @@ class Cursors(nn.Module):
         self.W_h = nn.Linear(hidden, 3 * hidden)
         self.W = nn.Linear(hidden, 2 * self.count * 4)
         nn.init.orthogonal_(self.W_h.weight)
-        if cfg.prism_start == 'bits':   # a unit becomes tanh(2 its state), or minus that
-            with torch.no_grad():
+        with torch.no_grad():
+            self.W.weight.mul_(0.3)
+            self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
+            if cfg.prism_start == 'bits':   # a unit becomes tanh(2 its state), or minus that
                 sign = torch.ones(hidden)
                 sign[::2] = -1.0
                 self.W_h.weight[:2 * hidden].mul_(0.5)
                 self.W_h.weight[2 * hidden:] = 2 * sign.diag()
                 self.W_h.bias[:hidden] = 2.0                # the old state is read,
                 self.W_h.bias[hidden:2 * hidden] = -2.0     # and replaced
-        with torch.no_grad():
-            self.W.weight.mul_(0.3)
-            self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
             self.s = nn.Parameter(torch.tensor(0.5))
         if cfg.prism_sharpen:  # gamma = 1 + softplus(g), 2 at first
             self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))
-        self.copying = slice(0, self.count, 5)
         if cfg.prism_copy != 'none':
             n = len(range(0, self.count, 5))  # C' copying cursors
             self.W_q = nn.Linear(cfg.d_model + hidden, n * cfg.head_dim)
@@ -1185,7 +1183,7 @@ class Cursors(nn.Module):
         e = scan(reset, step, gamma, table)
         if copy is None:
             return e
-        some = self.copying
+        some = slice(0, self.count, 5)
         gamma = None if gamma is None else gamma[some]
         jumping = scan(reset[:, some], step[:, some], gamma, table, copy)
         return e.slice_scatter(jumping, 1, 0, self.count, 5)
