@@ -1283,7 +1283,7 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag in ('fp32', 'gains', 'dense', 'widens', 'distance', 'own_softmax'):
+        for flag in ('fp32', 'gains', 'dense', 'widens', 'distance', 'own_softmax', 'starts_blank'):
             setattr(self, flag, any(getattr(p, flag) for p in parts))
         for flag, does in (('widens', 'widens q and k'), ('distance', 'reads the mean distance'),
                            ('own_softmax', 'has a softmax of its own')):
