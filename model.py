@@ -166,13 +166,12 @@ class Transformer(nn.Module):
         return logits, loss
 
     @torch.no_grad()
-    def generate(self, tokens, n, temperature=0.0, end=None, total_len=None):
+    def generate(self, tokens, n, temperature=0.0, end=None):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
-        the likeliest at temperature 0; rows past their end are padded. total_len: by default T + n.
-        """
+        the likeliest at temperature 0; rows past their end are padded."""
         if not self.cfg.causal:
             raise ValueError('causal=False hides the last token from all others: no next one')
-        total_len = total_len or tokens.shape[1] + n
+        total_len = tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         for _ in range(n):
             logits = self(tokens, total_len=total_len)[0][:, -1].float()  # (B, V)

@@ -476,7 +476,7 @@ def test_scan_exact_match_is_greedy_decoding(tmp_path):
         for row, target in zip(tokens, targets):
             prompt = row[None, :(target != -100).nonzero()[0] + 1]
             n_new = len(row) - prompt.shape[1]
-            answer = model.generate(prompt, n_new, end=task.end, total_len=len(row))[0]
+            answer = model.generate(prompt, n_new, end=task.end)[0]
             greedy += task.decode(answer) == task.decode(row)
         assert abs(greedy / len(tokens) - score) < 1e-6
         exact += score
