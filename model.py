@@ -211,10 +211,7 @@ def main(argv):
     from engine import config
     if config.wants_help(argv):
         return config.print_help(__doc__, ModelConfig)
-    values = config.read(ModelConfig, argv, extra_keys_in_files=True)
-    for name in values['pe'].split('+'):
-        config.check_name('encoding', name, encodings.ENCODINGS)
-    cfg = config.make(ModelConfig, values)
+    cfg = config.make(ModelConfig, config.read(ModelConfig, argv, extra_keys_in_files=True))
     model = Transformer(cfg)
     for name, p in model.named_parameters():
         print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')

@@ -27,6 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+from engine.config import suggestion
 from engine.operators import fused_attention
 from engine.scan import EPS, check_scan
 
@@ -1443,7 +1444,8 @@ def check_names(cfg, names):
     """ValueError if the encodings of these names do not fit the other keys."""
     for name in names:
         if name not in ENCODINGS:
-            raise ValueError(f'unknown encoding {name!r}. There are: {", ".join(ENCODINGS)}')
+            near = suggestion(name, ENCODINGS, '.')
+            raise ValueError(f'unknown encoding {name!r}{near} There are: {", ".join(ENCODINGS)}')
     longest = max(cfg.train_len, cfg.eval_len)
     if cfg.positions == 'randomized' and longest > cfg.positions_max:
         raise ValueError(f'{longest} tokens want positions_max={longest} or more')

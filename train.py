@@ -85,8 +85,6 @@ class Config(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         config.check_name('task', self.task.partition(':')[0], tasks.known())
-        for name in self.pe.split('+'):
-            config.check_name('encoding', name, encodings.ENCODINGS)
         self.check_numbers()
         self.check_lengths()
         self.check_task()
