@@ -422,10 +422,8 @@ class Characters(Task):
         return tokens, supervise(tokens, equals + 1)
 
     def inputs(self, n, length, draw):
-        return [self.characters(draw.integers(self.symbols, n, length))]
-
-    def characters(self, x):
-        return torch.where(x < 10, x, x - 10 + LETTERS)
+        x = draw.integers(self.symbols, n, length)
+        return [torch.where(x < 10, x, x - 10 + LETTERS)]
 
 
 class StringCopy(Characters):
@@ -448,8 +446,7 @@ class CopyRepeated(StringCopy):
     symbols = 35
 
     def inputs(self, n, length, draw):
-        x = draw.integers(self.symbols, n, 1)
-        return [self.characters(x).expand(-1, length)]
+        return [x.expand(-1, length) for x in super().inputs(n, 1, draw)]
 
 
 class CopyVaried(StringCopy):
