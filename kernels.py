@@ -568,9 +568,11 @@ def new_rows(x, width=None):
     return x.new_empty(B, T, H, width or D).transpose(1, 2)
 
 
-def evenly_spaced(x):
-    """x [B, H, T, D] as the kernels read it: of a position the heads side by side, the positions
-    one stride apart. Slices of one projection are so; anything else is copied."""
+def readable(x):
+    """A tensor, or None, as the kernels read it. Of [B, H, T, D]: the heads of a position side by
+    side, the positions one stride apart. Slices of one projection are so; others are copied."""
+    if x is None or x.dim() != 4:
+        return x if x is None else x.contiguous()
     B, H, T, D = x.shape
     stride = x.stride(2)
     wanted = (T * stride, D, stride, 1)
@@ -584,8 +586,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                       bias: torch.Tensor | None, scale: float, distance: bool
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, e, and the log-sum-exp of x in units of log 2 [B, H, T]."""
-    q, k, v = evenly_spaced(q), evenly_spaced(k), evenly_spaced(v)
-    bias = None if bias is None else bias.contiguous()
+    q, k, v, bias = (readable(x) for x in (q, k, v, bias))
     y = new_rows(v)
     lse = v.new_empty(v.shape[:3], dtype=torch.float32)
     e = torch.empty_like(lse) if distance else None
@@ -599,11 +600,9 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
                        y: torch.Tensor, e: torch.Tensor, lse: torch.Tensor, scale: float,
                        want_bias: bool) -> list[torch.Tensor]:
     """The gradients of q, k, v and bias; an empty tensor where nobody wants that of the bias."""
-    dy, q, k, v, y = (evenly_spaced(x) for x in (dy, q, k, v, y))
-    dq, dk, dv = new_rows(q), new_rows(k), new_rows(v)
-    lse, mean = lse.contiguous(), torch.empty_like(lse)
-    e, de = (None, None) if de is None else (e.contiguous(), de.float().contiguous())
-    bias = None if bias is None else bias.contiguous()
+    e, de = (None, None) if de is None else (e, de.float())
+    dy, de, q, k, v, bias, y, e, lse = (readable(x) for x in (dy, de, q, k, v, bias, y, e, lse))
+    dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
     dbias = bias.new_zeros(bias.shape) if want_bias else None
     launch(queries_kernel, (q, k, v, bias, y, e, lse, dy, de), (mean, dq), scale, bias)
     launch(keys_kernel, (q, k, v, bias, lse, dy, de, mean), (dk, dv, dbias), scale, bias, dbias)
@@ -634,8 +633,7 @@ def polar(x: torch.Tensor, delta: torch.Tensor | None, base: float,
           softplus: bool) -> torch.Tensor:
     """PoPE eq. 7-10: x [B, H, T, D], delta [G, H, D] -> mu(x_t) [cos, sin](t theta + delta)."""
     y = new_rows(x, 2 * x.shape[3])
-    delta = None if delta is None else delta.contiguous()
-    launch_polar(polar_kernel, evenly_spaced(x), delta, base, softplus, y)
+    launch_polar(polar_kernel, readable(x), readable(delta), base, softplus, y)
     return y
 
 
@@ -645,12 +643,10 @@ def polar_backward(dy: torch.Tensor, x: torch.Tensor, delta: torch.Tensor | None
     """The gradients of polar's x and delta; an empty tensor where nobody wants that of delta."""
     B, H, T, D = x.shape
     dx, parts = new_rows(x), None
-    if delta is not None:
-        delta = delta.contiguous()
     if want_delta:
         parts = delta.new_empty(len(delta), B // len(delta), H, triton.cdiv(T, POLAR_ROWS), D)
-    launch_polar(polar_backward_kernel, evenly_spaced(x), delta, base, softplus,
-                 evenly_spaced(dy), dx, parts)
+    launch_polar(polar_backward_kernel, readable(x), readable(delta), base, softplus,
+                 readable(dy), dx, parts)
     return [dx, parts.sum(dim=(1, 3)) if want_delta else x.new_empty(0, dtype=torch.float32)]
 
 
