@@ -1068,7 +1068,7 @@ def main(argv):
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     options = [f'{key}={value:d}' if type(value) is bool else f'{key}={value}'
-               for key, value in options_of(make(name.partition(':')[0], **flags)).items()]
+               for key, value in options_of(task).items()]
     if options:
         print('options, here with their defaults: ' + ':'.join([name.partition(':')[0], *options]))
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
