@@ -210,7 +210,6 @@ class Encoding(nn.Module):
     starts_blank = False      # True: has no effect at first; drawn with random parameters
     reads_content = False     # True: positions come from the content, by state()
     needs_causal = False      # True: refuses cfg.causal=False
-    own_softmax = False       # True: weigh() and mask() are its own
     plain_qk = False          # True: wants a sum's other parts to leave q and k as they are
 
     def __init__(self, cfg):
@@ -220,6 +219,7 @@ class Encoding(nn.Module):
         self.cfg = cfg
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
+        self.own_softmax = changed(self, 'weigh') or changed(self, 'mask')
         self.dense = changed(self, 'adjust') or self.own_softmax   # logits are stored
         regular = cfg.causal and cfg.positions == 'index'
         if self.widens or self.dense or changed(self, 'bias') or not regular:
@@ -892,7 +892,6 @@ class StickBreaking(Encoding):
     """
     shift_invariant = True
     needs_causal = True
-    own_softmax = True
     drawable = False  # it is in the softmax
 
     def mask(self, like):
