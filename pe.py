@@ -328,11 +328,8 @@ class Encoding(nn.Module):
         mask = None  # fused attention is causal without one
         if bias is not None:
             mask = bias[..., -q.shape[2]:, :]
-            mask = (mask + self.mask(mask)).to(q.dtype).expand(*bias.shape[:-3], q.shape[1], -1, -1)
-            mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
-        width = v.shape[-1]
-        q, k, v = pad_to_one_width(q, k, v)  # fused attention wants one width
-        y = fused_attention(q, k, v, mask, self.scale)[..., :width]
+            mask = mask + self.mask(mask)  # (.., 1 or H, Tq, T)
+        y = fused_attention(q, k, v, mask, self.scale)
         return self.out(self.expected_distance(y, at), at)
 
     def attend_by_kernels(self, q, k, v, at):
@@ -442,14 +439,6 @@ def causal(like, itself=True):
     Tq, T = like.shape[-2:]
     hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
     return hidden.triu(T - Tq + itself)
-
-
-def pad_to_one_width(*xs):
-    """Zeros behind the last features: no dot product changes, and no other channel of y."""
-    width = max(x.shape[-1] for x in xs)
-    if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
-        width += -width % 8  # the fused CUDA kernels want that
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 
 def frequencies(n, base, like):

@@ -54,12 +54,25 @@ def fold_seeds(op, shared=None):
 # PyTorch's fused attention, which has no vmap rule of its own
 
 def fused_attention(q, k, v, mask, scale):
-    """Causal attention [B, H, Tq, D] by PyTorch's fused kernels; a mask [1 or B, H, Tq, T] is added
-    to the logits and takes the place of causality."""
+    """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
+    added to the logits and takes the place of causality."""
+    if mask is not None:
+        mask = mask.to(q.dtype).expand(*mask.shape[:-3], q.shape[1], -1, -1)
+        mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
+    width = v.shape[-1]
+    q, k, v = pad_to_one_width(q, k, v)
     if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
-        return seeds_attention(q, k, v, mask, scale)
+        return seeds_attention(q, k, v, mask, scale)[..., :width]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                          scale=scale)
+                                          scale=scale)[..., :width]
+
+
+def pad_to_one_width(*xs):
+    """Zeros behind the last features: no dot product changes, and no other channel of y."""
+    width = max(x.shape[-1] for x in xs)
+    if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
+        width += -width % 8  # the fused CUDA kernels want that
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 
 @torch.library.custom_op('nanope::seeds_attention', mutates_args=())
