@@ -316,7 +316,7 @@ def kernel(model, task, cfg, length=0):
     cursor is sure of its places, at most 1, none where it can copy; `mean`,
     |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`, the first distance from
     which the kernel <f(0), f(r)> / |f|^2 rises again: places further off may look nearer; and the
-    largest `eq6`.
+    largest `eq6` and `mean`.
     """
     modules_of(model, cfg)
     length, tokens, targets = core.batch(task, cfg.train_lengths, length, 1)
@@ -342,7 +342,8 @@ def kernel(model, task, cfg, length=0):
             laws.append((row['eq6'], '{of} {layer}.{head}.{cursor}'.format(**c), eq_4, eq_6))
         rows.append(row)
     rises = (kappa.diff() > 0).nonzero()
-    summary = dict(length=length, rises=rises[0].item() if len(rises) else None)
+    summary = dict(length=length, rises=rises[0].item() if len(rises) else None,
+                   mean=max(row['mean'] for row in rows))
     panels = [core.Curves(f'eq. 7, d_pe = {cfg.prism_d_pe}', 'distance of two places',
                           'kernel', [('', range(2 * T), kappa, {})], mark=summary['rises'])]
     if laws:

@@ -408,9 +408,24 @@ GRIDS = PAPER | {
          'prism+alibi': '--pe=prism+alibi'},
         {'stack': OF_PRISM['stack']}),
     'prism_wide': Grid(
-        "Addition with cursors of 84 features and alpha's rate at 0.03, as for the stack",
+        "Addition and sorting with cursors of 84 features and alpha's rate at 0.03, as for the "
+        'stack',
         {'prism, 84': f'--pe=prism {WIDE}'},
-        {'addition_cot': OF_PRISM['addition_cot']}),
+        {task: OF_PRISM[task] for task in ('addition_cot', 'bucket_sort')}),
+    'prism_recipe': Grid(
+        'The keys of string_reverse on the other tasks that reach the goal, 1,500 steps, no copy '
+        'branch',
+        {'prism': '--pe=prism --prism_input=0.5 --prism_whole=0.03 --prism_copy=none '
+                  '--min_lr=5e-4 --max_steps=1500'},
+        {task: (f'configs/{task}_prism.py', [2 * longest]) for task, longest in (
+            ('string_copy', 10), ('dyn_str_cpy', 10), ('parity', 16), ('polynomial', 16))}),
+    'prism_odds_40': Grid(
+        'Odds first trained to 40 digits, as in the paper',
+        {'prism': '--pe=prism'},
+        {'odds_first': (
+            'configs/odds_first_prism.py --train_lengths=1-40 '
+            '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)] '
+            '--eval_lengths=1-40,50,60,80,100,150,200', [80])}),
     'prism_noise': Grid(
         'Sorting without noise on the state of the GRU; with noise, a weight on what gates tell '
         'and the average of the weights',
@@ -450,13 +465,16 @@ GRIDS = PAPER | {
         'of Ruoss et al. (2023), drawn at random in order, with the budget of PRISM',
         {'shifted_ape at 3e-4': '--pe=shifted_ape --lr=3e-4 --min_lr=1.5e-4',
          'shifted_ape at 3e-3': '--pe=shifted_ape --lr=3e-3 --min_lr=1.5e-3',
+         'shifted_ape at 1e-2': '--pe=shifted_ape --lr=1e-2 --min_lr=5e-3',
          'ape, randomized': '--pe=ape --positions=randomized'},
         {task: (f'configs/{task}_prism.py', [20])
          for task in ('string_reverse', 'string_copy', 'dyn_str_cpy')}),
     'prism_dyn': Grid(
         "PRISM's copy branch on dyn_str_cpy: left out, or with key cursors that only step up (the "
         'config trains them)',
-        {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}' for kind in ('none', 'fixed')},
+        {f'copy branch {kind}': f'--pe=prism --prism_copy={kind}' for kind in ('none', 'fixed')} |
+        {'copy branch fixed, no weight on whole steps, 1,500 steps':
+         '--pe=prism --prism_copy=fixed --prism_whole=0 --max_steps=1500'},
         {'dyn_str_cpy': ('configs/dyn_str_cpy_prism.py', [20])}),
     'group': Grid(
         'State tracking: the running product of elements of S3, trained to 8 elements, 5,000 steps '
