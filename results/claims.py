@@ -255,16 +255,23 @@ def goal_table():
 
 
 def of_kernel(*cell):
-    """What the probe `kernel` finds of eq. 6, eq. 7 and A.3, seed by seed."""
+    """The claim about eq. 6, eq. 7 and A.3, by the probe `kernel`, seed by seed: a row."""
     found = [probed('kernel', *cell, seed) for seed in range(3)]
-    if None in found:
-        return None
-    eq_6, mean = (', '.join(f'{line["summary"][key]:.2f}' for line in found)
-                  for key in ('eq6', 'mean'))
-    rises = found[0]['summary']['rises']
-    return ('copying, the worst cursor of each seed: share of the law of eq. 6 that is elsewhere '
-            f'than eq. 4 has it {eq_6}; norm of e - f(mean place) over that of f {mean}; eq. 7 '
-            f'rises again from a distance of {rises} on')
+    here = None
+    if None not in found:
+        eq_6, mean = (', '.join(f'{line["summary"][key]:.2f}' for line in found)
+                      for key in ('eq6', 'mean'))
+        here = ('copying, the worst cursor of each seed: share of the law of eq. 6 that is '
+                f'elsewhere than eq. 4 has it {eq_6}; norm of e - f(mean place) over that of f '
+                f'{mean}; eq. 7 rises again from a distance of {found[0]["summary"]["rises"]} on')
+    return (
+        'eq. 6: how far a cursor goes between two tokens follows exactly from its two histograms; '
+        'eq. 7: scores fall with the distance of two places; A.3: the mean of encodings is not the '
+        'encoding of the mean place',
+        'derivations', here,
+        'A.3 holds. Eq. 6 is exact only for a cursor that is sure of its place at the first token '
+        'and is not reset: the two histograms depend on each other. Eq. 7 fails with sinusoids of '
+        'this width.')
 
 
 def half_step_cursors(*cell):
@@ -530,15 +537,7 @@ def prism():
         'help. Stack goes on in part. The baseline learns the trained lengths of none of these '
         "tasks. Its steps are at most a fiftieth of the paper's. Three or more rates were tried on "
         'the three string tasks, one on all others.')
-    yield (
-        'eq. 6: how far a cursor goes between two tokens follows exactly from its two histograms; '
-        'eq. 7: scores fall with the distance of two places; A.3: the mean of encodings is not the '
-        'encoding of the mean place',
-        'derivations',
-        of_kernel('prism', 'prism', 'string_copy'),
-        'A.3 holds. Eq. 6 is exact only for a cursor that is sure of its place at the first token '
-        'and is not reset: the two histograms depend on each other. Eq. 7 fails with sinusoids of '
-        'this width.')
+    yield of_kernel('prism', 'prism', 'string_copy')
     yield (
         'Figure 8: odds first: the same',
         'a curve, trained to 40',
@@ -555,9 +554,9 @@ def prism():
         'on seed 4; on seed 2 all keep their pace to 80 digits, and why it stops is not known; '
         'seed 6 was not looked at. Trained to 10 digits, most stop at once; trained to 40, two of '
         "three before 60. With the paper's orthogonal matrix not even the trained lengths are "
-        'learned. Unlike the paper: a free recurrent matrix whose units start as bits, '
-        'no resets, noise on its state, weights on gates, the average of the weights, one cursor a '
-        'head. Not tried: 150,000 steps.')
+        'learned. Unlike the paper: the recurrent matrix is free and starts with units that hold a '
+        'bit; its state is noisy in training; gates are weighed in the loss; no cursor resets, and '
+        'a head has one; the weights are averaged. Not tried: 150,000 steps.')
     yield (
         'Figures 1, 4, 9: the same with a chain of thought: addition, SCAN, multiplication',
         'curves, trained to 10 digits, commands of 22 actions, 9 digits; in words, addition of 20 '
@@ -570,8 +569,9 @@ def prism():
         'In part: with each of four recipes, addition goes on for some digits on one or two seeds '
         'of three, and stops at once on the others. Of multiplication not even the trained length '
         'is learned on every seed. SCAN goes on to many of the longer commands. At most 3,500 of '
-        "the paper's 150,000 steps. Unlike the paper: a free recurrent matrix, weights on gates, a "
-        'tenth of the rate of alpha, dropout and, for the arithmetic, the average of the weights.')
+        "the paper's 150,000 steps. Unlike the paper: the recurrent matrix is free, gates are "
+        "weighed in the loss, alpha's rate is a tenth, and there is dropout. Arithmetic also "
+        'averages the weights.')
 
 
 def pope():
