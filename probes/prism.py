@@ -213,46 +213,128 @@ def whole(model, task, cfg, length=0, n=64):
     return [plain, everything, *rows], summary, core.Figure(core.titled(cfg), [figure])
 
 
-def kinds_of_stack(prompt, answer):
-    """What each token of the answer is. '0123' pushes 0 and 1, pops the 1 and pushes a 0 there. So
-    in its answer '00200.' the first 0 is of a height that saw 0 and 1, the second of a height that
-    saw one symbol. Then come the 2 below the stack, two zeros and the end.
+# What the tokens of an answer are. A function of a task takes the words of the prompt and of the
+# answer. For each of the answer's it gives (kind, places): where in the sequence the word stands
+# already, or where what it is computed from stands; [] if neither can be said.
+
+def parts_of_stack(prompt, answer):
+    """'0123' pushes 0 and 1, pops the 1 and pushes a 0 there. So in its answer '00200.' the first 0
+    is of a height that saw 0 and 1, the second of a height that saw one symbol. Then come the 2
+    below the stack, two zeros and the end.
     """
-    stack, pushed = [], defaultdict(set)
-    for symbol in prompt:
-        if symbol == '2':
-            stack = stack[:-1]
-        else:
-            stack = [*stack, symbol]
-            pushed[len(stack)].add(symbol in '14')     # 1 pushes 1, and so does 4
-    heights = range(len(stack), 0, -1)
-    kinds = ['height that saw 0 and 1' if len(pushed[h]) > 1 else 'height that saw one symbol'
-             for h in heights]
-    zeros = len(answer) - len(kinds) - 2
-    return [*kinds, '2 below the stack', *['zeros'] * zeros, 'end']
+    height, pushed = 0, defaultdict(list)
+    for place, symbol in enumerate(prompt):
+        height = max(0, height + (-1 if symbol == '2' else 1))
+        if symbol != '2':
+            pushed[height].append(place)
+    parts = []
+    for h in range(height, 0, -1):
+        symbols = {prompt[place] in '14' for place in pushed[h]}    # 1 pushes 1, and so does 4
+        kind = 'height that saw 0 and 1' if len(symbols) > 1 else 'height that saw one symbol'
+        parts.append((kind, pushed[h][-1:]))
+    zeros = len(answer) - height - 2
+    return [*parts, ('2 below the stack', []), *[('zeros', [])] * zeros, ('end', [])]
 
 
-def kinds_of_addition(prompt, answer):
-    """What each token of the answer is: of '3407,3912→24.', twice a digit of a, a digit of b, the
-    carry, their digit and a separator; then two digits of the sum, and the end."""
-    chain, total = answer.split('→')
-    column = ('digit of a', 'digit of b', 'carry', 'digit of a + b', 'separator')
-    kinds = [column[i % 5] for i in range(len(chain) + 1)]
-    return [*kinds, *['sum'] * (len(total) - 1), 'end']
+def parts_of_addition(prompt, answer):
+    """'33+497=3407,3912,0708→728.': two digits, their carry and digit, a separator; the sum. The
+    shorter number has zeros past its end."""
+    plus, arrow, start = prompt.index('+'), answer.index('→'), len(prompt) + 1
+    numbers = dict(a=[*range(plus)], b=[*range(plus + 1, len(prompt))])
+    parts = []
+    for column in range((arrow + 1) // 5):
+        for name, places in numbers.items():
+            place = places[column:column + 1]
+            parts.append((f'digit of {name}' if place else f'zero past {name}', place))
+        parts += [('carry', []), ('digit of a + b', []), ('separator', [])]
+    parts += [('sum', [place]) for place in range(start + 3, start + arrow, 5)]
+    return parts + [('end', [])] * (len(answer) - len(parts))
 
 
-KINDS = {'stack': kinds_of_stack, 'addition_cot': kinds_of_addition}
+def parts_of_multiplication(prompt, answer):
+    """'9x13=9x[1*(1+1)(3+0)+3*(3+1)].': a; for each digit of b the digit, and pairs of it and of
+    those below it, which stand in all groups before. After a pair the next token of b tells
+    whether another pair comes."""
+    x = prompt.index('x')
+    places = {i: [i] for i in range(x + 1, len(prompt))}
+    parts = [*[('digit of a', [i]) for i in range(x)], ('mark', []), ('mark', [])]
+    for first in list(places):
+        parts += [('digit before a group', [first]), ('mark', []), ('mark', [])]
+        for i in range(first, len(prompt)):
+            parts.append(('digit of a pair', places[i][:]))
+            places[i].append(len(prompt) + len(parts))
+            parts += [*[('mark', [])] * 3, ('pair or end of group', [i + 1])]
+    return [*parts, ('end', [])]
 
 
-def right_by_kind(task, kinds_of, tokens, wrong, asked):
-    """{kind of token: share right, given all tokens before it}, by kinds_of(prompt, answer); wrong,
-    asked [B, T]: which answers are, and which tokens are predicted."""
-    found = defaultdict(list)
-    for row, is_wrong, is_asked in zip(tokens, wrong, asked):
-        prompt, _, answer = ''.join(task.vocab[i] for i in row.tolist() if i).partition('=')
-        for kind, x in zip(kinds_of(prompt, answer), is_wrong[is_asked].tolist(), strict=True):
-            found[kind].append(not x)
-    return {kind: number(np.mean(found[kind])) for kind in sorted(found)}
+def parts_of_scan(prompt, answer):
+    """'walk twice = walk + walk → walk : I_WALK walk : I_WALK .': the command written out; then its
+    clauses, whose words stand in every repetition, and their actions."""
+    parts, clauses, clause = [], [], []
+
+    def write(kind, words):
+        for places in words:    # a word's so far
+            parts.append((kind, places[:]))
+            places.append(len(prompt) + len(parts))
+
+    for place, word in enumerate([*prompt, '=']):
+        if word not in ('and', 'after', '='):
+            clause.append([place])
+            continue
+        times = {'twice': 2, 'thrice': 3}.get(prompt[place - 1], 1)
+        words = clause[:-1] if times > 1 else clause
+        for i in range(times):
+            parts += [('repetition', [place - 1])] * (i > 0)
+            write('word of the command', words)
+        clauses.append((times, words))
+        parts.append(('end of a clause', [place]))
+        clause = []
+    for times, words in clauses[::-1] if 'after' in prompt else clauses:
+        for _ in range(times):
+            write('word of a clause', words)
+            parts.append(('mark', []))
+            while answer[len(parts)].startswith('I_'):
+                parts.append(('action', []))
+    return [*parts, ('end', [])]
+
+
+def parts_of_copy(prompt, answer):
+    return [*[('digit', [i]) for i in range(len(prompt))], ('end', [])]
+
+
+def parts_of_odds(prompt, answer):
+    """The digits at places 1, 3, 5 ..., then those at places 0, 2, 4 ..."""
+    places = range(len(prompt))
+    return [*[('odd place', [i]) for i in places[1::2]],
+            *[('even place', [i]) for i in places[::2]], ('end', [])]
+
+
+PARTS = {'stack': parts_of_stack, 'addition_cot': parts_of_addition, 'scan_cot': parts_of_scan,
+         'multiplication_cot': parts_of_multiplication, 'odds_first': parts_of_odds,
+         'string_copy': parts_of_copy}
+DIVIDES = {'addition_cot': '+', 'multiplication_cot': 'x', 'scan_cot': ('and', 'after')}
+
+
+def parts_of(task, cfg, tokens, asked):
+    """For every asked token [B, T] of a task in PARTS: (b, t, kind, places)."""
+    for b, row in enumerate(tokens.tolist()):
+        words = [task.vocab[i] for i in row if i]
+        equals = words.index('=')
+        parts = PARTS[cfg.task](words[:equals], words[equals + 1:])
+        where = asked[b].nonzero()[:, 0].tolist()
+        yield from ((b, t, *part) for t, part in zip(where, parts, strict=True))
+
+
+def readers(task, cfg, tokens, asked):
+    """Every token that has places: (b, t, kind, places). Those of parts_of(), and the tokens of the
+    prompt behind the symbol that divides it."""
+    yield from (part for part in parts_of(task, cfg, tokens, asked) if part[3])
+    between = [task.vocab.index(word) for word in DIVIDES.get(cfg.task, ())]
+    for b, row in enumerate(tokens.tolist()):
+        start = asked[b].nonzero()[0].item()
+        for divide in [place for place in range(start) if row[place] in between]:
+            yield from ((b, t, 'second part of the prompt', [divide])
+                        for t in range(divide + 1, start))
 
 
 def errors(model, task, cfg, length=0, n=256):
@@ -264,8 +346,8 @@ def errors(model, task, cfg, length=0, n=256):
     wrong first, the commonest first; of these the commonest case: `before` it, `wanted`, and `got`
     in its stead.
     Summary: exact match; `share`, the mean of first wrong place / answer's length; `even`, that
-    mean if every token were wrong equally often; of the stack and addition_cot also the share of
-    tokens right, for each kind of token.
+    mean if every token were wrong equally often; of tasks in PARTS also the share of tokens right,
+    for each kind of token.
     """
     length, tokens, targets = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
     with torch.no_grad():
@@ -293,8 +375,11 @@ def errors(model, task, cfg, length=0, n=256):
     summary = dict(length=length, exact=number(1 - failed.double().mean()),
                    share=number((place * first).sum(dim=1)[failed].div(total[failed]).mean()),
                    even=number(even[failed].mean()))
-    if cfg.task in KINDS:
-        summary |= right_by_kind(task, KINDS[cfg.task], tokens, wrong, asked)
+    if cfg.task in PARTS:
+        by_kind = defaultdict(list)
+        for b, t, kind, _ in parts_of(task, cfg, tokens, asked):
+            by_kind[kind].append(not wrong[b, t])
+        summary |= {kind: number(np.mean(by_kind[kind])) for kind in sorted(by_kind)}
     places = range(1, total.max() + 1)
     right = [1 - wrong[asked & (place == p)].double().mean().item() for p in places]
     failed_by = [(failed & ((place * first).sum(dim=1) <= p)).double().mean().item()
@@ -304,6 +389,136 @@ def errors(model, task, cfg, length=0, n=256):
     return rows, summary, core.Figure(
         f'{core.titled(cfg)}: first wrong token at length {length}',
         [core.Curves('', 'place in the answer', 'share', lines, settings=dict(ylim=(0, 1)))])
+
+
+def looked_at(model, task, cfg, tokens, targets):
+    """{kind: what its tokens read, those that have places}, each a dictionary: `nth`, which of its
+    kind in this sequence, and `right`, whether it is predicted right, in the prompt the whole
+    answer [M]; by head [M, N]: `weight` on the places, and `apart`, how far the query cursor is
+    from the key cursor on the nearest place; `beyond`, how many places beyond that one the most
+    seen key stands.
+    """
+    found, columns = defaultdict(list), ('nth', 'right', 'weight', 'beyond', 'apart')
+    for some, wanted in zip(tokens.split(8), targets.split(8)):
+        asked = wanted != -100
+        weights = torch.cat([layer.weights for layer in core.trace(model, some)], dim=1)
+        most_seen = weights.argmax(dim=-1)      # (B, N, T)
+        modes = dict(query=[], key=[])
+        for c in strongest_of_heads(model, some):
+            modes[c['of']].append(c['histogram'].argmax(dim=-1))
+        query, key = (torch.stack(modes[of], dim=1) for of in ('query', 'key'))     # (B, N, T)
+        right = core.answers_right(model, some, wanted) | ~asked
+        right = torch.where(asked, right, right.all(dim=1, keepdim=True))
+        nth = Counter()
+        for b, t, kind, places in readers(task, cfg, some, asked):
+            beyond = most_seen[b, :, t, None] - torch.tensor(places)        # (N, places)
+            nearest = beyond.abs().argmin(dim=1, keepdim=True)
+            at = torch.tensor(places)[nearest]
+            apart = query[b, :, t] - key[b].gather(1, at)[:, 0]
+            weight = weights[b, :, t, places].sum(dim=-1)
+            found[kind].append((torch.tensor(nth[b, kind]), right[b, t], weight,
+                                beyond.gather(1, nearest)[:, 0], apart))
+            nth[b, kind] += 1
+    return {kind: dict(zip(columns, map(torch.stack, zip(*each))))
+            for kind, each in found.items()}
+
+
+def strongest_of_heads(model, tokens):
+    """Of cursors_of() the query cursor and the key cursor of every head that weigh most."""
+    found = {}
+    for c in sorted(cursors_of(model, tokens), key=lambda c: c['weight']):
+        found[c['of'], c['layer'], c['head']] = c
+    return [found[key] for key in sorted(found)]
+
+
+@torch.no_grad()
+def held(model, task, cfg, tokens, targets, kind, layer, head, weight, shift=0):
+    """Exact match if tokens of this kind put at least `weight` on their places in this head; with
+    shift=-1 on the tokens before these, as a control."""
+    exact = []
+    for some, wanted in zip(tokens.split(8), targets.split(8)):
+        where = torch.zeros(*some.shape, some.shape[1], dtype=torch.bool)
+        for b, t, of, places in readers(task, cfg, some, wanted != -100):
+            if of == kind:
+                where[b, t, [max(0, place + shift) for place in places]] = True
+
+        def hold(i, seen, where=where):
+            logits = seen.logits
+            if i == layer:
+                inside, outside = (logits[:, head].masked_fill(hide, -torch.inf).logsumexp(dim=-1)
+                                   for hide in (~where, where))     # softmax's sums, (B, T)
+                more = torch.tensor(weight).logit(eps=1e-6) - (inside - outside)
+                logits[:, head] += torch.where(where, more.clamp(min=0)[..., None], 0.0)
+            return logits
+
+        with core.recording(model, hold):
+            right = core.answers_right(model, some, wanted) | (wanted == -100)
+        exact.append(right.all(dim=1))
+    return torch.cat(exact).double().mean()
+
+
+@torch.no_grad()
+def reads(model, task, cfg, length=0, n=64):
+    """Where an answer is wrong, did a head look elsewhere, did a cursor stray, and does it matter?
+
+    Many tokens of an answer stand in the sequence already, such as a digit that is to be added.
+    Tokens of the prompt look for the symbol between its parts, such as "+". For each kind of these,
+    the probe follows the head with the most weight on their places at the trained length to a
+    longer one. length: the longer one, 0: the first there is from twice the longest trained one on;
+    n: how many problems. All tokens before the asked one are given.
+
+    Rows, for each kind: `cursor` (layer.head.number), the strongest of that head. `weight`: the
+    head's on the token's place at the trained length; `weight_right`, `weight_wrong`: at the longer
+    length, where the token is right and where it is wrong; of a token of the prompt, where the
+    answer is. `met`, `met_right`, `met_wrong`: the share of these tokens at which the query cursor
+    is as far from the key cursor on the place as it mostly is at the trained length. `right`: share
+    of tokens. `looks`: where they are wrong, how many places beyond the right one the most seen key
+    mostly stands, in a share of them, `often`. `held`: exact match if the head put at least its
+    `weight` on the places; `control`: on the tokens before them instead.
+    Summary: exact match as it is, and the kind that gains most if it is held.
+    """
+    modules_of(model, cfg)
+    if cfg.task not in PARTS:
+        raise UserError(f'this probe knows where the tokens of {", ".join(PARTS)} stand, not those '
+                        f'of {cfg.task}')
+    _, *trained = core.batch(task, cfg.train_lengths, max(cfg.train_lengths), n)
+    length, *problems = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
+    whole = core.answers_right(model, *problems) | (problems[1] == -100)
+    found = looked_at(model, task, cfg, *problems)
+    heads = [c for c in strongest_of_heads(model, trained[0][:1]) if c['of'] == 'query']
+    rows, lines = [], []
+    for kind, known in looked_at(model, task, cfg, *trained).items():
+        if kind not in found:
+            continue
+        head = known['weight'].mean(dim=0).argmax().item()
+        name = '{layer}.{head}.{cursor}'.format(**heads[head])
+        home = known['apart'][:, head].mode()[0]
+        nth, right, weight, beyond, apart = found[kind].values()
+        weight, wrong, met = weight[:, head], ~right, (apart[:, head] == home).double()
+        usual = known['weight'][:, head].mean()
+        of_head = model, task, cfg, *problems, kind, heads[head]['layer'] - 1, \
+            heads[head]['head'] - 1, usual.item()
+        row = dict(right=right.double().mean(), weight=usual, weight_right=weight[right].mean(),
+                   weight_wrong=weight[wrong].mean(),
+                   met=(known['apart'][:, head] == home).double().mean(),
+                   met_right=met[right].mean(), met_wrong=met[wrong].mean(),
+                   held=held(*of_head), control=held(*of_head, shift=-1))
+        row = dict(kind=kind, cursor=name) | {key: number(x) for key, x in row.items()}
+        if wrong.any():
+            looks, count = beyond[wrong, head].unique(return_counts=True)
+            row |= dict(looks=looks[count.argmax()].item(),
+                        often=number(count.max() / wrong.sum()))
+        rows.append(row)
+        each = range(nth.max() + 1)
+        lines.append((f'{kind}: cursor {name}', each,
+                      [weight[nth == i].mean().item() for i in each], {}))
+    best = max(rows, key=lambda row: row['held'])
+    summary = dict(length=length, exact=number(whole.all(dim=1).double().mean()),
+                   kind=best['kind'], held=best['held'])
+    return rows, summary, core.Figure(
+        f'{core.titled(cfg)}, length {length}',
+        [core.Curves('', 'which of its kind', 'weight on the place', lines,
+                     settings=dict(ylim=(-0.02, 1.02)))])
 
 
 @torch.no_grad()
@@ -368,4 +583,4 @@ def displacement(c, first):
     return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]
 
 
-PROBES = [cursor, kernel, whole, errors]
+PROBES = [cursor, kernel, whole, errors, reads]

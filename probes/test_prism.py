@@ -1,4 +1,6 @@
 """PRISM's probe."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -98,32 +100,106 @@ def test_the_first_wrong_token_is_found():
     assert rows[0]['got'] != rows[0]['wanted'] and rows[0]['before'].split()[2] == '='
     rate = 1 / 5
     even = sum(p * (1 - rate) ** (p - 1) for p in range(1, 6)) / (1 - (1 - rate) ** 5) * rate
-    assert summary == dict(length=4, exact=0.5, share=0.4, even=pytest.approx(even / 5, abs=1e-4))
+    assert summary == dict(length=4, exact=0.5, share=0.4, even=pytest.approx(even / 5, abs=1e-4),
+                           digit=0.875, end=0.5)
     right, failed = [y for _, _, y, _ in figure.panels[0].lines]
     assert right == [1, 0.5, 1, 1, 0.5] and failed == [0, 0.5, 0.5, 0.5, 0.5]
     plant = False
     rows, summary, _ = prism.errors(answers, task, cfg, length=4, n=8)
-    assert (rows, summary) == ([], dict(length=4, exact=1.0, share=None, even=None))
+    assert rows == []
+    assert summary == dict(length=4, exact=1.0, share=None, even=None, digit=1.0, end=1.0)
 
 
-def test_tokens_are_right_by_kind():
-    """The stack 01: 1 is popped and 0 pushed, so height 2 saw both. Addition: a digit of b."""
-    task = tasks.make('stack')
-    text = '0123=00200.'
-    assert prism.kinds_of_stack(*text.split('=')) == [
-        'height that saw 0 and 1', 'height that saw one symbol', '2 below the stack', 'zeros',
-        'zeros', 'end']
-    tokens = task.encode(text)[None]
-    asked = torch.arange(len(text))[None] >= 4
-    asked[:, -1] = False                        # targets are one place ahead
-    wrong = torch.arange(len(text))[None] == 4
-    found = prism.right_by_kind(task, prism.kinds_of_stack, tokens, wrong, asked)
-    assert found == {'height that saw 0 and 1': 0, 'height that saw one symbol': 1,
-                     '2 below the stack': 1, 'zeros': 1, 'end': 1}
-    kinds = prism.kinds_of_addition('33+497', '3407,3912,0708→728.')
-    assert kinds[:6] == ['digit of a', 'digit of b', 'carry', 'digit of a + b', 'separator',
-                         'digit of a']
-    assert kinds[14:] == ['separator', *3 * ['sum'], 'end']
+COMPUTED = {'repetition', 'end of a clause', 'pair or end of group', 'height that saw one symbol',
+            'height that saw 0 and 1'}
+
+
+@pytest.mark.parametrize('name', prism.PARTS)
+def test_what_an_answer_reads_stands_there(name):
+    """Every token stands at all the places given for it, unless it is computed from them."""
+    task, seen = tasks.make(name), set()
+    for length in (1, 2, 5, 12, 30):
+        tokens, targets = task.sample(32, length, torch.Generator().manual_seed(0))
+        for b, t, kind, places in prism.parts_of(task, SimpleNamespace(task=name), tokens,
+                                                 targets != -100):
+            assert all(place <= t for place in places)
+            if places and kind not in COMPUTED:
+                assert {tokens[b, place].item() for place in places} == {targets[b, t].item()}
+                seen.add(kind)
+    assert seen or name == 'stack'
+
+
+def test_parts_by_hand():
+    """The stack 01: 1 is popped and 0 pushed, so height 2 saw both. Addition, 3 digits and 2: the
+    second pair of the first group; SCAN: the second "walk"."""
+    assert prism.parts_of_stack('0123', '00200.') == [
+        ('height that saw 0 and 1', [3]), ('height that saw one symbol', [0]),
+        ('2 below the stack', []), ('zeros', []), ('zeros', []), ('end', [])]
+    parts = prism.parts_of_addition('33+497', '3407,3912,0708→728.')
+    assert parts[5:12] == [('digit of a', [1]), ('digit of b', [4]), ('carry', []),
+                           ('digit of a + b', []), ('separator', []), ('zero past a', []),
+                           ('digit of b', [5])]
+    assert parts[15:] == [('sum', [10]), ('sum', [15]), ('sum', [20]), ('end', [])]
+    parts = prism.parts_of_multiplication('9x13', '9x[1*(1+1)(3+0)+3*(3+1)].')
+    assert parts[11:16] == [('digit of a pair', [3]), *[('mark', [])] * 3,
+                            ('pair or end of group', [4])]
+    assert parts[19] == ('digit of a pair', [3, 16])
+    prompt, _, answer = 'walk twice = walk + walk → walk : I_WALK walk : I_WALK .'.partition(' = ')
+    parts = prism.parts_of_scan(prompt.split(), answer.split())
+    assert parts[2] == ('word of the command', [0, 3]) and parts[7] == (
+        'word of a clause', [0, 3, 5, 7])
+
+
+def test_the_cursor_that_strays_is_found(monkeypatch):
+    """Copying by hand: key cursors count the prompt, query cursors the answer from "=" on. Planted:
+    those of head 1.2 stand still from the fifth digit on. A digit is right if this head sees it."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
+    prism_of = model.blocks[0].attn.pe
+    cursors = prism_of.cursors
+
+    def gates(x):
+        B, T, _ = x.shape
+        reset, step = torch.zeros(B, 2 * cursors.count, T), torch.zeros(B, 2 * cursors.count, T, 3)
+        equals = T // 2 - 1
+        reset[:, :cursors.count, equals] = 1
+        step[..., 0] = 1
+        step[:, 2:cursors.count, equals + 4:] = torch.tensor([0.0, 0, 1])
+        return reset, step, None
+
+    def right(model, tokens, targets):
+        seen = []
+        with core.hooked((model.blocks[0].attn.tap_logits, lambda tap, args, y: seen.append(y))):
+            model(tokens)
+        equals = tokens.shape[1] // 2 - 1
+        found = torch.ones(tokens.shape, dtype=torch.bool)
+        weights = seen[0][:, 1].softmax(dim=-1).diagonal(-equals, 1, 2)     # of the key t - equals
+        found[:, equals:-2] = weights[:, :-2] > 0.5
+        return found
+
+    monkeypatch.setattr(cursors, 'gates', gates)
+    monkeypatch.setattr(core, 'answers_right', right)
+    with torch.no_grad():
+        prism_of.m.fill_(-30)   # places alone
+        prism_of.alpha.copy_(torch.tensor([[8.0, 7], [16, 14]])[:, None])
+    (row,), summary, figure = untouched(prism.reads, model, task, cfg, length=6, n=3)
+    assert (row['kind'], row['cursor'], row['right']) == ('digit', '1.2.1', 0.6667)
+    assert row['weight'] > 0.9 and row['weight_right'] > 0.9 and row['weight_wrong'] < 0.1
+    assert (row['met'], row['met_right'], row['met_wrong']) == (1, 1, 0)
+    assert (row['looks'], row['often']) == (-2, 0.5)      # of -1 and -2, which are as common
+    assert (row['held'], row['control']) == (1, 0)
+    assert summary == dict(length=6, exact=0, kind='digit', held=1)
+    (_, _, weights, _), = figure.panels[0].lines
+    assert [weight > 0.9 for weight in weights] == [True] * 4 + [False] * 2
+
+
+def test_the_second_number_looks_for_the_plus():
+    task = tasks.make('addition_cot')
+    tokens = task.encode('33+497=3407,3912,0708→728.')[None]
+    asked = torch.arange(tokens.shape[1])[None] >= 6
+    asked[:, -1] = False
+    found = list(prism.readers(task, SimpleNamespace(task='addition_cot'), tokens, asked))
+    assert found[-3:] == [(0, t, 'second part of the prompt', [2]) for t in (3, 4, 5)]
+    assert found[0] == (0, 6, 'digit of a', [0])
 
 
 def test_the_cursor_that_needs_fractions_is_found(monkeypatch):

@@ -9,6 +9,7 @@ import math
 import statistics
 import types
 
+from probes.prism import PARTS
 from results import plan
 from results.plan import asked, by_seed, cells, probed, score, shown, spread
 
@@ -304,7 +305,7 @@ STOPS = (
      'within a column of five tokens.'),
     ('multiplication_cot', ('prism', 'prism', 'multiplication_cot'),
      'The pair within a group, from 0 at each "*", and the number of the group.'),
-    ('scan_cot, 3,000 steps', ('prism_chains', 'prism', 'scan_cot, 3,000 steps'),
+    ('scan_cot', ('prism', 'prism', 'scan_cot'),
      'The word of the command that is being written out, then its clause; words tell both.'),
     ('bucket_sort', ('prism', 'prism', 'bucket_sort'),
      'None has to. One could count each digit, up where it is read, down where it is written.'))
@@ -313,12 +314,16 @@ STOPS = (
 def stops_table():
     """Where the answers of PRISM's tasks first go wrong, seed by seed, at twice the length."""
     yield ('| task | what its cursors must follow | exact match | first wrong tokens, seed by seed '
-           '| trained length, gates made whole |')
-    yield '|---|---|---|---|---|'
+           '| trained length, gates made whole | what is read where most tokens are wrong |')
+    yield '|---|---|---|---|---|---|'
     for task, cell, follows in STOPS:
         scores = shown(cells[cell], 'all') if cell in cells else 'not run yet'
         row = [task, follows, scores]
-        for probe, describe in (('errors', first_error), ('whole', needs_fractions)):
+        for probe, describe in (('errors', first_error), ('whole', needs_fractions),
+                                ('reads', most_wrong)):
+            if probe == 'reads' and cell[2] not in PARTS:
+                row.append('')
+                continue
             found = [probed(probe, *cell, seed) for seed in range(3)]
             texts = ['not run yet' if line is None else describe(line) for line in found]
             row.append('<br>'.join(texts))
@@ -344,6 +349,17 @@ def needs_fractions(line):
     most."""
     scores = {key: f'{100 * line["summary"][key]:.0f}' for key in ('plain', 'all', 'worst')}
     return '{plain} → {all} % ({cursor} alone: {worst})'.format(**line['summary'] | scores)
+
+
+def most_wrong(line):
+    """A `reads` probe as text: the kind with the most wrong tokens, and what its head does."""
+    row, = [row for row in line['rows'] if row['kind'] == line['summary']['wrong']] or [None]
+    if row is None:
+        return 'nothing is wrong'
+    percent = {key: f'{100 * row[key]:.0f}' for key in ('right', 'met', 'met_right', 'met_wrong')}
+    return ('{kind}, {right} % right: cursor {cursor} meets {met} / {met_right} / {met_wrong} %, '
+            'weight {weight:.2f} / {weight_right:.2f} / {weight_wrong:.2f}, looks {looks:+} '
+            '({often:.2f})'.format(**row | percent))
 
 
 def of_library(what, text, encodings=('rope', 'pope'), between=', '):
