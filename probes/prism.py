@@ -161,6 +161,45 @@ def cursor_panels(model, task, *problems):
 
 
 @torch.no_grad()
+def gates_changed(model, found, problems, change):
+    """Exact match on problems = {name: (tokens, targets)} with the gates of no cursor, of `all` and
+    of each of `found` (cursors_of) alone changed, a row each.
+
+    change(logits [B, T, n, 4], tokens [B, T]): other logits of p_reset, p_incr, p_decr, p_keep.
+    """
+    def score(name, chosen):    # {pe.Cursors: which of its cursors}
+        row = dict(cursor=name)
+        for at, pair in problems.items():
+            right = []
+            for tokens, targets in zip(*(x.split(32) for x in pair)):
+                def replace(module, _, logits, which, tokens=tokens):
+                    logits = logits.unflatten(-1, (-1, 4)).clone()  # (B, T, 2C, 4)
+                    logits[:, :, which] = change(logits[:, :, which], tokens)
+                    return logits.flatten(-2)
+
+                with core.hooked(*[(m.W, partial(replace, which=which))
+                                   for m, which in chosen.items()]):
+                    right.append(core.answers_right(model, tokens, targets) | (targets == -100))
+            row[at] = number(torch.cat(right).all(dim=1).double().mean())
+        return row
+
+    plain = score('none', {})
+    everything = score('all', {c['module']: slice(None) for c in found})
+    return plain, everything, [score('{of} {layer}.{head}.{cursor}'.format(**c),
+                                     {c['module']: [c['index']]}) for c in found]
+
+
+def by_cursor(cfg, plain, shown, lines, what):
+    """A figure: exact match of the rows `shown`; lines: {column: its label}."""
+    lines = [(label, range(len(shown)), [row[at] for row in shown], dict(marker='o'))
+             for at, label in lines.items()]
+    names = [row['cursor'].replace('query', 'q').replace('key', 'k') for row in shown]
+    return core.Figure(core.titled(cfg), [core.Curves(
+        f'{100 * plain:.0f} % right as it is', f'query or key cursor whose gates are {what}',
+        'exact match', lines,
+        settings=dict(ylim=(-0.02, 1.02), xticks=range(len(shown)), xticklabels=names))])
+
+
 def whole(model, task, cfg, length=0, n=64):
     """Which cursors need fractions of steps? Exact match with the gates of each made whole.
 
@@ -172,45 +211,61 @@ def whole(model, task, cfg, length=0, n=64):
     first. Summary: exact match at the trained length as it is (`plain`), with `all` gates whole,
     and with those of the `worst` cursor (layer.head.number).
     """
-    modules = modules_of(model, cfg)
-    longest, tokens, targets = core.batch(task, cfg.train_lengths, max(cfg.train_lengths), n)
+    modules_of(model, cfg)
+
+    def round_gates(logits, tokens):
+        largest = logits[..., 1:] == logits[..., 1:].amax(dim=-1, keepdim=True)
+        opened = torch.cat([logits[..., :1] > 0, largest], dim=-1)
+        return torch.where(opened, 100.0, -100.0)
+
+    longest, *trained = core.batch(task, cfg.train_lengths, max(cfg.train_lengths), n)
     length, *more = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
-    problems = dict(trained=(tokens, targets), longer=more)
-
-    def score(name, chosen):
-        """A row: exact match, the gates of `chosen` = {pe.Cursors: which of its cursors} whole."""
-        def round_gates(module, _, logits, which):
-            logits = logits.unflatten(-1, (-1, 4)).clone()  # (B, T, 2C, 4)
-            some = logits[:, :, which]
-            largest = some[..., 1:] == some[..., 1:].amax(dim=-1, keepdim=True)
-            opened = torch.cat([some[..., :1] > 0, largest], dim=-1)
-            logits[:, :, which] = torch.where(opened, 100.0, -100.0)
-            return logits.flatten(-2)
-
-        row = dict(cursor=name)
-        hooks = [(m.W, partial(round_gates, which=which)) for m, which in chosen.items()]
-        with core.hooked(*hooks):
-            for at, (tokens, targets) in problems.items():
-                right = core.answers_right(model, tokens, targets) | (targets == -100)
-                row[at] = number(right.all(dim=1).double().mean())
-        return row
-
-    plain = score('none', {})
-    everything = score('all', {m: slice(None) for m in modules})
-    rows = [score('{of} {layer}.{head}.{cursor}'.format(**c), {c['module']: [c['index']]})
-            for c in cursors_of(model, tokens[:1])]
+    found = cursors_of(model, trained[0][:1])
+    plain, everything, rows = gates_changed(model, found, dict(trained=trained, longer=more),
+                                            round_gates)
     rows.sort(key=lambda row: (row['trained'], row['longer']))
     summary = dict(trained=longest, longer=length, plain=plain['trained'],
                    all=everything['trained'], worst=rows[0]['trained'], cursor=rows[0]['cursor'])
-    shown = [everything, *rows[:9]]
-    lines = [(f'length {length}', range(len(shown)), [row[at] for row in shown], dict(marker='o'))
-             for at, length in (('trained', longest), ('longer', length))]
-    names = [row['cursor'].replace('query', 'q').replace('key', 'k') for row in shown]
-    figure = core.Curves(
-        f'{100 * plain["trained"]:.0f} % right as it is',
-        'query or key cursor whose gates are made whole', 'exact match', lines,
-        settings=dict(ylim=(-0.02, 1.02), xticks=range(len(shown)), xticklabels=names))
-    return [plain, everything, *rows], summary, core.Figure(core.titled(cfg), [figure])
+    lines = dict(trained=f'length {longest}', longer=f'length {length}')
+    figure = by_cursor(cfg, plain['trained'], [everything, *rows[:9]], lines, 'made whole')
+    return [plain, everything, *rows], summary, figure
+
+
+def frozen(model, task, cfg, length=0, n=64):
+    """Do gates count digits? Exact match with those of each cursor frozen where training ended.
+
+    Of addition_cot and multiplication_cot. A gate should not depend on how many digits of a number
+    came before, but the GRU can count those of training. From the first digit of a number that no
+    trained number has, the gates stay as they were at the digit before. length: 0: twice the
+    longest trained one; n: how many problems. Rows: with the gates of no cursor, of `all`, and of
+    each alone frozen, `exact` match; the best first. Summary: that as it is (`plain`), with `all`
+    gates frozen, and with those of the best `cursor`.
+    """
+    modules_of(model, cfg)
+    if cfg.task not in ('addition_cot', 'multiplication_cot'):
+        raise UserError('this probe knows the numbers of addition_cot and multiplication_cot, not '
+                        f'those of {cfg.task}')
+    longest = max(cfg.train_lengths)
+    divides = [task.vocab.index(word) for word in '+x=' if word in task.vocab]
+
+    def freeze(logits, tokens):
+        logits = logits.clone()
+        for b, row in enumerate(tokens.tolist()):
+            start = 0
+            for end in [place for place, token in enumerate(row) if token in divides][:2]:
+                logits[b, start + longest:end] = logits[b, start + longest - 1:start + longest]
+                start = end + 1
+        return logits
+
+    length, *problems = core.batch(task, cfg.train_lengths, length or longer(task, cfg), n)
+    found = cursors_of(model, problems[0][:1])
+    plain, everything, rows = gates_changed(model, found, dict(exact=problems), freeze)
+    rows.sort(key=lambda row: -row['exact'])
+    summary = dict(length=length, plain=plain['exact'], all=everything['exact'],
+                   best=rows[0]['exact'], cursor=rows[0]['cursor'])
+    figure = by_cursor(cfg, plain['exact'], [everything, *rows[:9]],
+                       dict(exact=f'length {length}'), 'frozen')
+    return [plain, everything, *rows], summary, figure
 
 
 # What the tokens of an answer are. A function of a task takes the words of the prompt and of the
@@ -517,7 +572,7 @@ def reads(model, task, cfg, length=0, n=64):
                    kind=best['kind'], held=best['held'])
     return rows, summary, core.Figure(
         f'{core.titled(cfg)}, length {length}',
-        [core.Curves('', 'which of its kind', 'weight on the place', lines,
+        [core.Curves('', 'which of its kind in the sequence', 'weight on the place', lines,
                      settings=dict(ylim=(-0.02, 1.02)))])
 
 
@@ -583,4 +638,4 @@ def displacement(c, first):
     return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]
 
 
-PROBES = [cursor, kernel, whole, errors, reads]
+PROBES = [cursor, kernel, whole, frozen, errors, reads]

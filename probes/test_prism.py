@@ -6,6 +6,7 @@ import torch
 
 import pe as encodings
 import tasks
+from engine.config import UserError
 from probes import core, prism
 from probes.conftest import nano, untouched
 
@@ -227,6 +228,37 @@ def test_the_cursor_that_needs_fractions_is_found(monkeypatch):
     plain, _, whole, *_ = asked     # at both lengths as it is, then with all gates whole
     assert torch.allclose(whole['reset'], plain['reset'].round())
     assert torch.allclose(whole['step'], torch.eye(3)[plain['step'].argmax(dim=-1)])
+
+
+def test_the_cursor_whose_gates_count_digits_is_found(monkeypatch):
+    """Planted: answers are right if query cursor 1.2.1 does at the fourth to sixth digit of a
+    number what it does at the third, the last that training had."""
+    model, task, cfg = nano('addition_cot', pe='prism', n_head=2, dtype=torch.float32, longest=3)
+    cursors, latest = model.blocks[0].attn.pe.cursors, {}
+
+    def scan(x, table):
+        reset, step, _ = cursors.gates(x)
+        latest.update(step=step)
+        return encodings.cursor_scan(reset, step, None, table)
+
+    def right(model, tokens, targets):
+        model(tokens)
+        found = []
+        for row, step in zip(tokens.tolist(), latest['step'][:, 2]):
+            a, b = ''.join(task.vocab[i] for i in row).split('=')[0].split('+')
+            found.append(all(torch.equal(step[start + i], step[start + 2])
+                             for start, x in ((0, a), (len(a) + 1, b)) for i in range(3, len(x))))
+        return torch.tensor(found)[:, None].expand(tokens.shape)
+
+    monkeypatch.setattr(cursors, 'scan', scan)
+    monkeypatch.setattr(core, 'answers_right', right)
+    rows, summary, _ = untouched(prism.frozen, model, task, cfg, n=40)
+    assert [row['cursor'] for row in rows[:3]] == ['none', 'all', 'query 1.2.1']
+    assert [row['exact'] for row in rows] == [0, 1, 1] + [0] * (2 * cursors.count - 1)
+    assert summary == dict(length=6, plain=0, all=1, best=1, cursor='query 1.2.1')
+    model, task, cfg = nano('stack', pe='prism')
+    with pytest.raises(UserError, match='not those of stack'):
+        prism.frozen(model, task, cfg)
 
 
 @pytest.mark.parametrize('kw', [{}, dict(prism_sharpen=False), dict(prism_copy='trained')])

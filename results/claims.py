@@ -314,13 +314,14 @@ STOPS = (
 def stops_table():
     """Where the answers of PRISM's tasks first go wrong, seed by seed, at twice the length."""
     yield ('| task | what its cursors must follow | exact match | first wrong tokens, seed by seed '
-           '| trained length, gates made whole | what is read where most tokens are wrong |')
+           '| trained length, gates made whole '
+           '| what gains most if its head is held on its place |')
     yield '|---|---|---|---|---|---|'
     for task, cell, follows in STOPS:
         scores = shown(cells[cell], 'all') if cell in cells else 'not run yet'
         row = [task, follows, scores]
         for probe, describe in (('errors', first_error), ('whole', needs_fractions),
-                                ('reads', most_wrong)):
+                                ('reads', gains_most)):
             if probe == 'reads' and cell[2] not in PARTS:
                 row.append('')
                 continue
@@ -351,15 +352,18 @@ def needs_fractions(line):
     return '{plain} → {all} % ({cursor} alone: {worst})'.format(**line['summary'] | scores)
 
 
-def most_wrong(line):
-    """A `reads` probe as text: the kind with the most wrong tokens, and what its head does."""
-    row, = [row for row in line['rows'] if row['kind'] == line['summary']['wrong']] or [None]
-    if row is None:
-        return 'nothing is wrong'
-    percent = {key: f'{100 * row[key]:.0f}' for key in ('right', 'met', 'met_right', 'met_wrong')}
-    return ('{kind}, {right} % right: cursor {cursor} meets {met} / {met_right} / {met_wrong} %, '
-            'weight {weight:.2f} / {weight_right:.2f} / {weight_wrong:.2f}, looks {looks:+} '
-            '({often:.2f})'.format(**row | percent))
+def gains_most(line):
+    """A `reads` probe as text: the kind of token that gains most if its head is held on its place,
+    and what head and cursors do where it is wrong."""
+    kind = line['summary']['kind']
+    row = next(row for row in line['rows'] if row['kind'] == kind)
+    percent = {key: 'none' if row[key] is None else f'{100 * row[key]:.0f}'
+               for key in ('met', 'met_right', 'met_wrong', 'held', 'control')}
+    weights = {key: 'none' if row[key] is None else f'{row[key]:.2f}'
+               for key in ('weight', 'weight_right', 'weight_wrong')}
+    return ('{kind}, cursor {cursor}: weight {weight} / {weight_right} / {weight_wrong}, cursors '
+            'meet {met} / {met_right} / {met_wrong} %; held: {exact:.0f} → {held} % (control '
+            '{control})'.format(exact=100 * line['summary']['exact'], **row | percent | weights))
 
 
 def of_library(what, text, encodings=('rope', 'pope'), between=', '):
