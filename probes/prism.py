@@ -487,11 +487,11 @@ def strongest_of_heads(model, tokens):
 
 
 @torch.no_grad()
-def held(model, task, cfg, tokens, targets, kind, layer, head, weight, shift=0):
-    """Exact match if tokens of this kind put at least `weight` on their places in this head; with
-    shift=-1 on the tokens before these, as a control."""
-    exact = []
-    for some, wanted in zip(tokens.split(8), targets.split(8)):
+def held(model, task, cfg, problems, kind, cursor, weight, shift=0):
+    """Exact match on problems = (tokens, targets) if the head of `cursor` puts, at tokens of this
+    kind, at least `weight` on their places; with shift=-1 on the tokens before, as a control."""
+    layer, head, exact = cursor['layer'] - 1, cursor['head'] - 1, []
+    for some, wanted in zip(*(x.split(8) for x in problems)):
         where = torch.zeros(*some.shape, some.shape[1], dtype=torch.bool)
         for b, t, of, places in readers(task, cfg, some, wanted != -100):
             if of == kind:
@@ -502,7 +502,7 @@ def held(model, task, cfg, tokens, targets, kind, layer, head, weight, shift=0):
             if i == layer:
                 inside, outside = (logits[:, head].masked_fill(hide, -torch.inf).logsumexp(dim=-1)
                                    for hide in (~where, where))     # softmax's sums, (B, T)
-                more = torch.tensor(weight).logit(eps=1e-6) - (inside - outside)
+                more = weight.logit(eps=1e-6) - (inside - outside)
                 logits[:, head] += torch.where(where, more.clamp(min=0)[..., None], 0.0)
             return logits
 
@@ -523,7 +523,8 @@ def reads(model, task, cfg, length=0, n=64):
     n: how many problems. All tokens before the asked one are given.
 
     Rows, for each kind: `cursor` (layer.head.number), the strongest of that head. `weight`: the
-    head's on the token's place at the trained length; `weight_right`, `weight_wrong`: at the longer
+    head's on the token's place at the trained length; if it is small, no head reads it straight
+    from there. `weight_right`, `weight_wrong`: at the longer
     length, where the token is right and where it is wrong; of a token of the prompt, where the
     answer is. `met`, `met_right`, `met_wrong`: the share of these tokens at which the query cursor
     is as far from the key cursor on the place as it mostly is at the trained length. `right`: share
@@ -551,13 +552,12 @@ def reads(model, task, cfg, length=0, n=64):
         nth, right, weight, beyond, apart = found[kind].values()
         weight, wrong, met = weight[:, head], ~right, (apart[:, head] == home).double()
         usual = known['weight'][:, head].mean()
-        of_head = model, task, cfg, *problems, kind, heads[head]['layer'] - 1, \
-            heads[head]['head'] - 1, usual.item()
         row = dict(right=right.double().mean(), weight=usual, weight_right=weight[right].mean(),
                    weight_wrong=weight[wrong].mean(),
                    met=(known['apart'][:, head] == home).double().mean(),
                    met_right=met[right].mean(), met_wrong=met[wrong].mean(),
-                   held=held(*of_head), control=held(*of_head, shift=-1))
+                   held=held(model, task, cfg, problems, kind, heads[head], usual),
+                   control=held(model, task, cfg, problems, kind, heads[head], usual, shift=-1))
         row = dict(kind=kind, cursor=name) | {key: number(x) for key, x in row.items()}
         if wrong.any():
             looks, count = beyond[wrong, head].unique(return_counts=True)
