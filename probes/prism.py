@@ -524,13 +524,13 @@ def reads(model, task, cfg, length=0, n=64):
 
     Rows, for each kind: `cursor` (layer.head.number), the strongest of that head. `weight`: the
     head's on the token's place at the trained length; if it is small, no head reads it straight
-    from there. `weight_right`, `weight_wrong`: at the longer
-    length, where the token is right and where it is wrong; of a token of the prompt, where the
-    answer is. `met`, `met_right`, `met_wrong`: the share of these tokens at which the query cursor
-    is as far from the key cursor on the place as it mostly is at the trained length. `right`: share
-    of tokens. `looks`: where they are wrong, how many places beyond the right one the most seen key
-    mostly stands, in a share of them, `often`. `held`: exact match if the head put at least its
-    `weight` on the places; `control`: on the tokens before them instead.
+    from there. `weight_right`, `weight_wrong`: at the longer length, where the token is right and
+    where it is wrong; of a token of the prompt, where the answer is. `met`, `met_right`,
+    `met_wrong`: the share of these tokens at which the query cursor is as far from the key cursor
+    on the place as it mostly is at the trained length. `right`: share of tokens. `looks`: where
+    they are wrong, how many places beyond the right one the most seen key mostly stands, in a share
+    of them, `often`. `held`: exact match if the head put at least its `weight` on the places;
+    `control`: on the tokens before them instead.
     Summary: exact match as it is, and the kind that gains most if it is held.
     """
     modules_of(model, cfg)
