@@ -435,7 +435,7 @@ GRIDS = PAPER | {
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
         '2 heads and 3 layers, and no weight on gates; addition with a tenth of the weight on '
-        'whole steps, and with noise on the state of the GRU as well; SCAN with twice the steps',
+        'whole steps, with noise on the state of the GRU, and with both; SCAN with twice the steps',
         some('prism'),
         {'multiplication_cot, to 3': (
             'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
@@ -444,6 +444,7 @@ GRIDS = PAPER | {
          'addition_cot, less whole': ('configs/addition_prism.py --prism_whole=0.1', [16]),
          'addition_cot, noise': (
              'configs/addition_prism.py --prism_whole=0.1 --prism_noise=0.3', [16]),
+         'addition_cot, noise alone': ('configs/addition_prism.py --prism_noise=0.3', [16]),
          'scan_cot, 3,000 steps': (
              'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49))}),
     'prism_reverse': Grid(
