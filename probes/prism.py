@@ -246,7 +246,7 @@ def frozen(model, task, cfg, length=0, n=64):
         raise UserError('this probe knows the numbers of addition_cot and multiplication_cot, not '
                         f'those of {cfg.task}')
     longest = max(cfg.train_lengths)
-    divides = [task.vocab.index(word) for word in '+x=' if word in task.vocab]
+    divides = [task.vocab.index(word) for word in (*DIVIDES[cfg.task], '=')]
 
     def freeze(logits, tokens):
         logits = logits.clone()
@@ -354,6 +354,7 @@ def parts_of_scan(prompt, answer):
 
 
 def parts_of_copy(prompt, answer):
+    """'123=123.': the digits, then the end."""
     return [*[('digit', [i]) for i in range(len(prompt))], ('end', [])]
 
 
@@ -367,7 +368,8 @@ def parts_of_odds(prompt, answer):
 PARTS = {'stack': parts_of_stack, 'addition_cot': parts_of_addition, 'scan_cot': parts_of_scan,
          'multiplication_cot': parts_of_multiplication, 'odds_first': parts_of_odds,
          'string_copy': parts_of_copy}
-DIVIDES = {'addition_cot': '+', 'multiplication_cot': 'x', 'scan_cot': ('and', 'after')}
+# the words between the parts of a prompt
+DIVIDES = {'addition_cot': ['+'], 'multiplication_cot': ['x'], 'scan_cot': ['and', 'after']}
 
 
 def parts_of(task, cfg, tokens, asked):
@@ -384,7 +386,7 @@ def readers(task, cfg, tokens, asked):
     """Every token that has places: (b, t, kind, places). Those of parts_of(), and the tokens of the
     prompt behind the symbol that divides it."""
     yield from (part for part in parts_of(task, cfg, tokens, asked) if part[3])
-    between = [task.vocab.index(word) for word in DIVIDES.get(cfg.task, ())]
+    between = [task.vocab.index(word) for word in DIVIDES.get(cfg.task, [])]
     for b, row in enumerate(tokens.tolist()):
         start = asked[b].nonzero()[0].item()
         for divide in [place for place in range(start) if row[place] in between]:
@@ -486,6 +488,23 @@ def strongest_of_heads(model, tokens):
     return [found[key] for key in sorted(found)]
 
 
+def of_head(known, now, head):
+    """A row of `reads`: what a head does at tokens of one kind, looked_at() at the trained length
+    and at the longer one."""
+    apart, right, wrong = known['apart'][:, head], now['right'], ~now['right']
+    home = apart.mode()[0]
+    weight, met = now['weight'][:, head], (now['apart'][:, head] == home).double()
+    row = dict(right=right.double().mean(), weight=known['weight'][:, head].mean(),
+               weight_right=weight[right].mean(), weight_wrong=weight[wrong].mean(),
+               met=(apart == home).double().mean(), met_right=met[right].mean(),
+               met_wrong=met[wrong].mean())
+    row = {key: number(x) for key, x in row.items()}
+    if wrong.any():
+        looks, count = now['beyond'][wrong, head].unique(return_counts=True)
+        row |= dict(looks=looks[count.argmax()].item(), often=number(count.max() / wrong.sum()))
+    return row
+
+
 @torch.no_grad()
 def held(model, task, cfg, problems, kind, cursor, weight, shift=0):
     """Exact match on problems = (tokens, targets) if the head of `cursor` puts, at tokens of this
@@ -548,22 +567,12 @@ def reads(model, task, cfg, length=0, n=64):
             continue
         head = known['weight'].mean(dim=0).argmax().item()
         name = '{layer}.{head}.{cursor}'.format(**heads[head])
-        home = known['apart'][:, head].mode()[0]
-        nth, right, weight, beyond, apart = found[kind].values()
-        weight, wrong, met = weight[:, head], ~right, (apart[:, head] == home).double()
         usual = known['weight'][:, head].mean()
-        row = dict(right=right.double().mean(), weight=usual, weight_right=weight[right].mean(),
-                   weight_wrong=weight[wrong].mean(),
-                   met=(known['apart'][:, head] == home).double().mean(),
-                   met_right=met[right].mean(), met_wrong=met[wrong].mean(),
-                   held=held(model, task, cfg, problems, kind, heads[head], usual),
-                   control=held(model, task, cfg, problems, kind, heads[head], usual, shift=-1))
-        row = dict(kind=kind, cursor=name) | {key: number(x) for key, x in row.items()}
-        if wrong.any():
-            looks, count = beyond[wrong, head].unique(return_counts=True)
-            row |= dict(looks=looks[count.argmax()].item(),
-                        often=number(count.max() / wrong.sum()))
+        row = dict(kind=kind, cursor=name) | of_head(known, found[kind], head)
+        for key, shift in (('held', 0), ('control', -1)):
+            row[key] = number(held(model, task, cfg, problems, kind, heads[head], usual, shift))
         rows.append(row)
+        nth, weight = found[kind]['nth'], found[kind]['weight'][:, head]
         each = range(nth.max() + 1)
         lines.append((f'{kind}: cursor {name}', each,
                       [weight[nth == i].mean().item() for i in each], {}))

@@ -586,10 +586,10 @@ def prism():
             'otherwise': in_rows('prism_chains', 'all'),
             'addition_cot, 84 features': in_row('prism_wide', 'addition_cot', 'all')},
             ':<br>'),
-        'In part: with each of four recipes, addition goes on for some digits on one or two seeds '
-        'of three, and stops at once on the others. Of multiplication not even the trained length '
-        'is learned on every seed. SCAN goes on to many of the longer commands. At most 3,500 of '
-        "the paper's 150,000 steps. Unlike the paper: the recurrent matrix is free, gates are "
+        'In part: with four of five recipes, addition goes on for some digits on one or two seeds '
+        'of three, and stops at once on the others; with the fifth it stops on all. Of '
+        'multiplication not even the trained length is learned on every seed. SCAN goes on to many '
+        "of the longer commands. At most 3,500 of the paper's 150,000 steps. Unlike the paper: the recurrent matrix is free, gates are "
         "weighed in the loss, alpha's rate is a tenth, and there is dropout. Arithmetic also "
         'averages the weights.')
 
