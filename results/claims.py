@@ -589,9 +589,9 @@ def prism():
         'In part: with four of five recipes, addition goes on for some digits on one or two seeds '
         'of three, and stops at once on the others; with the fifth it stops on all. Of '
         'multiplication not even the trained length is learned on every seed. SCAN goes on to many '
-        "of the longer commands. At most 3,500 of the paper's 150,000 steps. Unlike the paper: the recurrent matrix is free, gates are "
-        "weighed in the loss, alpha's rate is a tenth, and there is dropout. Arithmetic also "
-        'averages the weights.')
+        "of the longer commands. At most 3,500 of the paper's 150,000 steps. Unlike the paper: the "
+        "recurrent matrix is free, gates are weighed in the loss, alpha's rate is a tenth, and "
+        'there is dropout. Arithmetic also averages the weights.')
 
 
 def pope():
