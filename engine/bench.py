@@ -154,9 +154,8 @@ def check_kernels(device):
 
 
 def time_on_cuda(title, functions, inputs):
-    """Print the times of {name: function of the inputs}: forward, and forward with backward.
-
-    ratio: forward with backward over that of the first function.
+    """Print and return the times of {name: function of the inputs}: forward, and forward with
+    backward. ratio: forward with backward over that of the first function.
     """
     from triton.testing import do_bench
     rows = []
@@ -176,6 +175,7 @@ def time_on_cuda(title, functions, inputs):
                          ratio=round(ratio, 2)))
     print(f'\n{title}')
     print_table(rows)
+    return [dict(inputs=title, **row) for row in rows]
 
 
 def attention_functions(H, T, D):
@@ -191,20 +191,22 @@ def attention_functions(H, T, D):
 
 
 def time_kernels(tokens=16384, width=2048):
-    """Print times of the scan, in float32, and of attention, in bfloat16, on CUDA."""
+    """Print and return times of the scan, in float32, and of attention, in bfloat16, on CUDA."""
     B, C, T, d_pe = 16, 140, 256, 32
     *gates, table, _ = kernel_inputs('cursor_scan', B, C, T, d_pe, torch.float32, 'cuda')
     table = table.detach()                                 # fixed, as PRISM's is
     scans = {'pe.cursor_scan': lambda *gates: pe.cursor_scan(*gates, table),
              'cursor_scan': lambda *gates: kernels.cursor_scan(*gates, table)}
-    time_on_cuda(f'B={B} C={C} T={T} d_pe={d_pe}', scans, gates)
+    rows = time_on_cuda(f'B={B} C={C} T={T} d_pe={d_pe}', scans, gates)
     for D in (64, 128):
         for T in (512, 1024, 2048, 4096, 8192, 16384):
             B, H = tokens // T, width // D
             # [B, H, T, D] as a projection leaves them
             q, k, v = (torch.randn(B, T, H, D, device='cuda', dtype=torch.bfloat16).transpose(1, 2)
                        .requires_grad_() for _ in range(3))
-            time_on_cuda(f'T={T} D={D} B={B} H={H}', attention_functions(H, T, D), (q, k, v))
+            rows += time_on_cuda(f'T={T} D={D} B={B} H={H}', attention_functions(H, T, D),
+                                 (q, k, v))
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,7 +310,7 @@ def compile_table(arch):
 class KernelFlags:
     """Flags of python kernels.py."""
     arch: int = 0                  # 80 | 89 | 90: only compile for that GPU, and say what comes out
-    results: str = ''              # append what --arch says as a line to this file
+    results: str = ''              # append what --arch says, or a GPU's times, to this file
 
 
 def print_compiled(flags):
@@ -320,10 +322,16 @@ def print_compiled(flags):
     rows = compile_table(flags.arch)
     columns = list(rows[0])
     print_table([{key: row.get(key) for key in columns} for row in rows])
+    record(flags, rows, 'cpu')
+
+
+def record(flags, rows, device):
+    """Append the rows as a line to flags.results, if any."""
     if flags.results:
-        command = f'python kernels.py --arch={flags.arch}'
+        command = 'NANOPE_TUNE=1 ' * kernels.TUNE + 'python kernels.py'
+        command += f' --arch={flags.arch}' if flags.arch else ''
         line = dict(command=command, arch=flags.arch, rows=rows)
-        line |= report.machine(torch.device('cpu'))
+        line |= report.machine(torch.device(device))
         checkpoint.append(flags.results, json.dumps(line) + '\n')
 
 
@@ -342,8 +350,8 @@ def kernel_main(doc, argv):
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     bad = check_kernels(device)
     if device == 'cuda':
-        time_kernels()
+        record(flags, time_kernels(), device)
     else:
-        print('no GPU: the kernels are not timed')
+        print('no GPU: nothing is timed or recorded')
     if bad:
         raise config.UserError(f'wrong: {", ".join(bad)}')
