@@ -496,9 +496,9 @@ def fits(device):
 # compiled for sm_80, sm_89 and sm_90 (results/README.md, "Kernels, as compiled"). N divides M,
 # and in keys_kernel M divides N, or the loops would miss pairs
 BLOCKS = {
-    'forward_kernel': [(128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)],
-    'queries_kernel': [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
-    'keys_kernel': [(64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)]}
+    'forward_kernel': [(64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2)],
+    'queries_kernel': [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 2)],
+    'keys_kernel': [(64, 64, 4, 3), (32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 1)]}
 
 
 def default_blocks(kernel, D, dtype, shared):

@@ -63,9 +63,15 @@ def cursor_scan(reset, step, gamma, table, copy=None):
 
 
 @jit
+def within(d, reach):
+    """Whether -reach <= d <= reach. Of tl.abs(d) <= reach Triton 3.6 compiles another mask."""
+    return (d >= -reach) & (d <= reach)
+
+
+@jit
 def load_bins(ROW, d, reach):
     """Bins d of the histogram at ROW, which has mass at the offsets -reach..reach."""
-    return tl.load(ROW + d, mask=tl.abs(d) <= reach, other=0.0)
+    return tl.load(ROW + d, mask=within(d, reach), other=0.0)
 
 
 @jit
@@ -127,7 +133,7 @@ def log2(x):
 @jit
 def scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L):
     """Algorithm 1 at the tokens start..end-1: fills HISTORY, returns its last row."""
-    tl.store(HISTORY + d, h, mask=tl.abs(d) <= start)
+    tl.store(HISTORY + d, h, mask=within(d, start))
     tl.debug_barrier()
     for t in range(start, end):
         ROW = HISTORY + (t - start) * L
@@ -137,10 +143,10 @@ def scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L):
             p_copy, p_no_copy = load_copy(COPY, n * T + t, d, t, T)
             h = p_no_copy * h + p_copy
         if gamma is not None:  # (5): (h + eps)^gamma, normalized
-            x = tl.where(tl.abs(d) <= t + 1, gamma * log2(h + EPSILON), float('-inf'))
+            x = tl.where(within(d, t + 1), gamma * log2(h + EPSILON), float('-inf'))
             h = tl.exp2(x - tl.max(x, axis=0))
             h *= 1.0 / tl.sum(h, axis=0)
-        tl.store(ROW + L + d, h, mask=tl.abs(d) <= t + 1)
+        tl.store(ROW + L + d, h, mask=within(d, t + 1))
         tl.debug_barrier()
     return h
 
@@ -160,13 +166,13 @@ def scan_kernel(RESET, STEP, GAMMA, TABLE, COPY, OUT, CHECKPOINTS, HISTORY, firs
     for start in range(first, last, K):
         end = tl.minimum(start + K, T)
         h = scan_chunk(h, start, end, n, RESET, STEP, gamma, COPY, HISTORY, d, T, L)
-        tl.store(CHECKPOINTS + (start // K + 1) * L + d, h, mask=tl.abs(d) <= end)
+        tl.store(CHECKPOINTS + (start // K + 1) * L + d, h, mask=within(d, end))
         t = start + k
         e = tl.zeros([K, BD], tl.float32)
         for low in range(-end, end + 1, TILE):
             j = low + tl.arange(0, TILE)
             hs = load_bins(HISTORY + (k + 1) * L, j[None, :], tl.where(t < end, t + 1, -1))
-            inside = (tl.abs(j[:, None]) <= end) & (c < D)
+            inside = within(j[:, None], end) & (c < D)
             f = tl.load(TABLE + j[:, None] * D + c, mask=inside, other=0.0)
             e = tl.dot(hs, f, e, input_precision=PRECISION)
         tl.store(OUT + (n * T + t) * D + c, e, mask=(t < end) & (c < D))
@@ -181,10 +187,10 @@ def superposition_gradient(DOUT, TABLE, DTABLE, HISTORY, GRADS, start, end, L, D
     de = tl.load(DOUT + k * D + c, mask=(start + k < end) & (c < D), other=0.0)
     for low in range(-end, end + 1, TILE):
         j = low + tl.arange(0, TILE)
-        inside = (tl.abs(j[:, None]) <= end) & (c < D)
+        inside = within(j[:, None], end) & (c < D)
         f = tl.load(TABLE + j[:, None] * D + c, mask=inside, other=0.0)
         dh = tl.dot(de, tl.trans(f), input_precision=PRECISION)
-        tl.store(GRADS + k * L + j[None, :], dh, mask=tl.abs(j[None, :]) <= reach)
+        tl.store(GRADS + k * L + j[None, :], dh, mask=within(j[None, :], reach))
         if DTABLE is not None:
             hs = load_bins(HISTORY + (k + 1) * L, j[None, :], reach)
             df = tl.dot(tl.trans(hs), de, input_precision=PRECISION)
@@ -238,11 +244,11 @@ def scan_backward_kernel(DOUT, RESET, STEP, GAMMA, TABLE, COPY, CHECKPOINTS, DRE
                 tl.store(DCOPY + row * (T + 1) + d, dh, mask=(d >= 0) & (d <= t))
                 tl.store(DCOPY + row * (T + 1) + T, tl.sum(moved * dh, axis=0))
                 dh *= p_no_copy
-            tl.store(DROW + d, dh, mask=tl.abs(d) <= t + 1)
+            tl.store(DROW + d, dh, mask=within(d, t + 1))
             tl.debug_barrier()
             dh = step_gradient(dh, DROW, h, d, t, total, gates, DRESET + row, DSTEP + 3 * row)
         tl.debug_barrier()
-    tl.store(GRADS + K * L + d, dh, mask=tl.abs(d) <= first)
+    tl.store(GRADS + K * L + d, dh, mask=within(d, first))
     if GAMMA is not None:
         tl.store(DGAMMA + n, tl.load(DGAMMA + n) + LN2 * tl.sum(dgamma, axis=0))
 
