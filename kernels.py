@@ -22,7 +22,6 @@ from __future__ import annotations  # so that tl.constexpr is not read where Tri
 
 import functools
 import math
-import os
 import sys
 import warnings
 
@@ -470,7 +469,6 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
 
 LARGE, SMALL = 160 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
 POLAR_ROWS = 64 if INTERPRETED else 16  # on a GPU so few stay in registers
-TUNE = os.environ.get('NANOPE_TUNE') == '1' and torch.cuda.is_available()
 
 
 @functools.cache
@@ -508,24 +506,7 @@ def default_blocks(kernel, D, dtype, shared):
     return BLOCKS[kernel][(D > 64) + (D > 128) + (D > 128 and shared < LARGE)]
 
 
-# what NANOPE_TUNE=1 times once, besides the default
-CHOICES = {
-    'forward_kernel': [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
-    'queries_kernel': [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-    'keys_kernel': [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 1)]}
-
-
-@functools.cache
-def tuned(kernel, default, adds_to):
-    """The kernel with the fastest blocks, timed at the first call of a width, cached on disk."""
-    configs = []
-    for M, N, warps, stages in dict.fromkeys([default, *CHOICES[kernel.__name__]]):
-        configs.append(triton.Config(dict(M=M, N=N), num_warps=warps, num_stages=stages))
-    return triton.autotune(configs, key=['D', 'D_V'], reset_to_zero=adds_to,
-                           cache_results=True)(kernel)
-
-
-def launch(kernel, inputs, outputs, scale, bias, dbias=None):
+def launch(kernel, inputs, outputs, scale, bias):
     """Run a kernel for each block of queries, or of keys, of every head and sequence.
 
     inputs begin with q, k, v; a stride is passed for every tensor of four axes.
@@ -533,27 +514,19 @@ def launch(kernel, inputs, outputs, scale, bias, dbias=None):
     q, _, v, *_ = inputs
     B, H, T, D = q.shape
     D_V = v.shape[3]
-    by_keys = kernel is keys_kernel
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'
     constants = dict(D=D, BD=power_of_2(D), D_V=D_V, BD_V=power_of_2(D_V),
                      PRECISION='ieee' if exact else 'tf32')
     tensors = [*inputs, *outputs]
     strides = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
     per_group = B if bias is None else B // len(bias)
-    arguments = [*tensors, *strides, H, T, per_group, scale]
-
-    def grid(blocks):
-        return (triton.cdiv(T, blocks['N' if by_keys else 'M']) * B * H,)
-
-    blocks = default_blocks(kernel.__name__, D, q.dtype, shared_memory(q.device))
+    shared = shared_memory(q.device)
+    M, N, warps, stages = default_blocks(kernel.__name__, D, q.dtype, shared)
+    M, N = min(M, power_of_2(T)), min(N, power_of_2(T))
+    programs = triton.cdiv(T, N if kernel is keys_kernel else M) * B * H
     with torch.cuda.device_of(q):
-        if TUNE:
-            tuned(kernel, blocks, None if dbias is None else ('DBIAS',))[grid](
-                *arguments, **constants)
-            return
-        M, N, warps, stages = blocks
-        M, N = min(M, power_of_2(T)), min(N, power_of_2(T))
-        kernel[grid](*arguments, **constants, M=M, N=N, num_warps=warps, num_stages=stages)
+        kernel[programs,](*tensors, *strides, H, T, per_group, scale, **constants,
+                          M=M, N=N, num_warps=warps, num_stages=stages)
 
 
 def power_of_2(n):
@@ -563,20 +536,25 @@ def power_of_2(n):
 
 def new_rows(x, width=None):
     """An uninitialized [B, H, T, width] that lies in memory as [B, T, H, width], so that the
-    projection after attention needs no copy."""
+    projection after attention needs no copy. From a position to the next are a multiple of 16
+    numbers: loads are wide, and the ptxas of Triton 3.6 makes wrong code of some that are not."""
     B, H, T, D = x.shape
-    return x.new_empty(B, T, H, width or D).transpose(1, 2)
+    D = width or D
+    step = triton.cdiv(H * D, 16) * 16
+    return x.new_empty(B, T, step)[..., :H * D].unflatten(-1, (H, D)).transpose(1, 2)
 
 
 def readable(x):
     """A tensor, or None, as the kernels read it. Of [B, H, T, D]: the heads of a position side by
-    side, the positions one stride apart. Slices of one projection are so; others are copied."""
+    side, the positions one stride apart, a multiple of 16. Slices of one projection are so if it is
+    as wide; others are copied."""
     if x is None or x.dim() != 4:
         return x if x is None else x.contiguous()
     B, H, T, D = x.shape
     stride = x.stride(2)
     wanted = (T * stride, D, stride, 1)
-    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), wanted)):
+    laid_out = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), wanted))
+    if laid_out and stride % 16 == 0:
         return x
     return new_rows(x).copy_(x)
 
@@ -605,7 +583,7 @@ def attention_backward(dy: torch.Tensor, de: torch.Tensor | None, q: torch.Tenso
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
     dbias = bias.new_zeros(bias.shape) if want_bias else None
     launch(queries_kernel, (q, k, v, bias, y, e, lse, dy, de), (mean, dq), scale, bias)
-    launch(keys_kernel, (q, k, v, bias, lse, dy, de, mean), (dk, dv, dbias), scale, bias, dbias)
+    launch(keys_kernel, (q, k, v, bias, lse, dy, de, mean), (dk, dv, dbias), scale, bias)
     return [dq, dk, dv, dbias if want_bias else lse.new_empty(0)]
 
 

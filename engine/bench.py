@@ -1,5 +1,7 @@
 """What things cost: a training step for several seeds together, and the kernels."""
+import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -209,6 +211,60 @@ def time_kernels(tokens=16384, width=2048):
     return rows
 
 
+# what --blocks times: M, N, warps and stages
+CANDIDATES = {
+    'forward_kernel': [
+        (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
+        (128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 4, 3),
+        (128, 32, 8, 3), (64, 32, 4, 3)],
+    'queries_kernel': [
+        (128, 128, 8, 1), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2),
+        (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2), (128, 32, 4, 3),
+        (64, 32, 4, 3)],
+    'keys_kernel': [
+        (128, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (64, 128, 4, 2), (64, 64, 8, 2),
+        (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 128, 4, 3), (32, 64, 4, 2),
+        (32, 64, 4, 3)]}
+
+
+def launches(encoding, D, T, B, H, device):
+    """{kernel: a call that launches it} of one attention in bfloat16, as the encoding needs it."""
+    def rows(width):
+        x = torch.randn(B, T, H, width, device=device, dtype=torch.bfloat16)
+        return x.transpose(1, 2)
+    q, k = (rows(2 * D if encoding == 'pope' else D) for _ in range(2))
+    v, dy = rows(D), rows(D)
+    bias = torch.randn(1, H, T, device=device) if encoding == 'bias' else None
+    y, e, lse = kernels.attention_forward(q, k, v, bias, 1.0, encoding == 'vipe')
+    e, de = (e, torch.randn_like(e)) if encoding == 'vipe' else (None, None)
+    dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
+    dbias = None if bias is None else torch.zeros_like(bias)
+    arguments = dict(
+        forward_kernel=((q, k, v, bias), (y, e, lse)),
+        queries_kernel=((q, k, v, bias, y, e, lse, dy, de), (mean, dq)),
+        keys_kernel=((q, k, v, bias, lse, dy, de, mean), (dk, dv, dbias)))
+    return {name: functools.partial(kernels.launch, getattr(kernels, name), *tensors, 1.0, bias)
+            for name, tensors in arguments.items()}
+
+
+def time_blocks(B=16, width=2048):
+    """Print and return the time of each attention kernel with each of CANDIDATES that fits."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+    rows = []
+    sizes = itertools.product((64, 128), ('plain', 'pope', 'vipe', 'bias'), (1024, 4096))
+    for D, encoding, T in tqdm(list(sizes), disable=None, leave=False):
+        for name, launch in launches(encoding, D, T, B, width // D, 'cuda').items():
+            for blocks in CANDIDATES[name]:
+                about = dict(encoding=encoding, D=D, T=T, kernel=name.removesuffix('_kernel'))
+                chosen = {name: [blocks] * 4}
+                with mock.patch.dict(kernels.BLOCKS, chosen), contextlib.suppress(OutOfResources):
+                    ms = do_bench(launch, warmup=4, rep=15, return_mode='median')
+                    rows.append(about | dict(zip(('M', 'N', 'warps', 'stages'), blocks), ms=ms))
+    print_table(rows)
+    return rows
+
+
 # --------------------------------------------------------------------------------------------------
 # the kernels as compiled, without a GPU: TRITON_INTERPRET=0 python kernels.py --arch=90
 
@@ -310,6 +366,7 @@ def compile_table(arch):
 class KernelFlags:
     """Flags of python kernels.py."""
     arch: int = 0                  # 80 | 89 | 90: only compile for that GPU, and say what comes out
+    blocks: bool = False           # on a GPU: time the attention kernels with other blocks
     results: str = ''              # append what --arch says, or a GPU's times, to this file
 
 
@@ -328,7 +385,7 @@ def print_compiled(flags):
 def record(flags, rows, device):
     """Append the rows as a line to flags.results, if any."""
     if flags.results:
-        command = 'NANOPE_TUNE=1 ' * kernels.TUNE + 'python kernels.py'
+        command = 'python kernels.py' + ' --blocks' * flags.blocks
         command += f' --arch={flags.arch}' if flags.arch else ''
         line = dict(command=command, arch=flags.arch, rows=rows)
         line |= report.machine(torch.device(device))
@@ -348,6 +405,10 @@ def kernel_main(doc, argv):
     if flags.arch:
         return print_compiled(flags)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if flags.blocks and device == 'cpu':
+        raise config.UserError('--blocks needs a GPU')
+    if flags.blocks:
+        return record(flags, time_blocks(), device)
     bad = check_kernels(device)
     if device == 'cuda':
         record(flags, time_kernels(), device)

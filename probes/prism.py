@@ -370,6 +370,7 @@ PARTS = {'stack': parts_of_stack, 'addition_cot': parts_of_addition, 'scan_cot':
          'string_copy': parts_of_copy}
 # the words between the parts of a prompt
 DIVIDES = {'addition_cot': ['+'], 'multiplication_cot': ['x'], 'scan_cot': ['and', 'after']}
+CARRIED = 'even digit on its way'
 
 
 def parts_of(task, cfg, tokens, asked):
@@ -383,12 +384,15 @@ def parts_of(task, cfg, tokens, asked):
 
 
 def readers(task, cfg, tokens, asked):
-    """Every token that has places: (b, t, kind, places). Those of parts_of(), and the tokens of the
-    prompt behind the symbol that divides it."""
+    """Every token that has places: (b, t, kind, places). Those of parts_of(); the tokens of the
+    prompt behind the symbol that divides it; and of odds first the answer's again. Two of them
+    after another take up the same even digit, which later ones then find at every second token."""
     yield from (part for part in parts_of(task, cfg, tokens, asked) if part[3])
     between = [task.vocab.index(word) for word in DIVIDES.get(cfg.task, [])]
     for b, row in enumerate(tokens.tolist()):
-        start = asked[b].nonzero()[0].item()
+        start, *more = asked[b].nonzero()[:, 0].tolist()
+        if cfg.task == 'odds_first':
+            yield from ((b, t, CARRIED, [(t - start - 1) // 2 * 2]) for t in more)
         for divide in [place for place in range(start) if row[place] in between]:
             yield from ((b, t, 'second part of the prompt', [divide])
                         for t in range(divide + 1, start))
@@ -450,10 +454,10 @@ def errors(model, task, cfg, length=0, n=256):
 
 def looked_at(model, task, cfg, tokens, targets):
     """{kind: what its tokens read, those that have places}, each a dictionary: `nth`, which of its
-    kind in this sequence, and `right`, whether it is predicted right, in the prompt the whole
-    answer [M]; by head [M, N]: `weight` on the places, and `apart`, how far the query cursor is
-    from the key cursor on the nearest place; `beyond`, how many places beyond that one the most
-    seen key stands.
+    kind in this sequence, and `right`, whether it is predicted right, in the prompt and of digits
+    on their way the whole answer [M]; by head [M, N]: `weight` on the places, and `apart`, how far
+    the query cursor is from the key cursor on the nearest place; `beyond`, how many places beyond
+    that one the most seen key stands.
     """
     found, columns = defaultdict(list), ('nth', 'right', 'weight', 'beyond', 'apart')
     for some, wanted in zip(tokens.split(8), targets.split(8)):
@@ -465,7 +469,7 @@ def looked_at(model, task, cfg, tokens, targets):
             modes[c['of']].append(c['histogram'].argmax(dim=-1))
         query, key = (torch.stack(modes[of], dim=1) for of in ('query', 'key'))     # (B, N, T)
         right = core.answers_right(model, some, wanted) | ~asked
-        right = torch.where(asked, right, right.all(dim=1, keepdim=True))
+        whole = right.all(dim=1)
         nth = Counter()
         for b, t, kind, places in readers(task, cfg, some, asked):
             beyond = most_seen[b, :, t, None] - torch.tensor(places)        # (N, places)
@@ -473,7 +477,8 @@ def looked_at(model, task, cfg, tokens, targets):
             at = torch.tensor(places)[nearest]
             apart = query[b, :, t] - key[b].gather(1, at)[:, 0]
             weight = weights[b, :, t, places].sum(dim=-1)
-            found[kind].append((torch.tensor(nth[b, kind]), right[b, t], weight,
+            is_right = right[b, t] if asked[b, t] and kind != CARRIED else whole[b]
+            found[kind].append((torch.tensor(nth[b, kind]), is_right, weight,
                                 beyond.gather(1, nearest)[:, 0], apart))
             nth[b, kind] += 1
     return {kind: dict(zip(columns, map(torch.stack, zip(*each))))
@@ -536,19 +541,20 @@ def reads(model, task, cfg, length=0, n=64):
     """Where an answer is wrong, did a head look elsewhere, did a cursor stray, and does it matter?
 
     Many tokens of an answer stand in the sequence already, such as a digit that is to be added.
-    Tokens of the prompt look for the symbol between its parts, such as "+". For each kind of these,
-    the probe follows the head with the most weight on their places at the trained length to a
+    Tokens of the prompt look for the symbol between its parts, such as "+"; in odds first, tokens
+    of the answer look for an even digit that later ones find there. For each kind of these, the
+    probe follows the head with the most weight on their places at the trained length to a
     longer one. length: the longer one, 0: the first there is from twice the longest trained one on;
     n: how many problems. All tokens before the asked one are given.
 
     Rows, for each kind: `cursor` (layer.head.number), the strongest of that head. `weight`: the
     head's on the token's place at the trained length; if it is small, no head reads it straight
     from there. `weight_right`, `weight_wrong`: at the longer length, where the token is right and
-    where it is wrong; of a token of the prompt, where the answer is. `met`, `met_right`,
-    `met_wrong`: the share of these tokens at which the query cursor is as far from the key cursor
-    on the place as it mostly is at the trained length. `right`: share of tokens. `looks`: where
-    they are wrong, how many places beyond the right one the most seen key mostly stands, in a share
-    of them, `often`. `held`: exact match if the head put at least its `weight` on the places;
+    where it is wrong; of a token of the prompt or a digit on its way, where the answer is. `met`,
+    `met_right`, `met_wrong`: the share of these tokens at which the query cursor is as far from the
+    key cursor on the place as it mostly is at the trained length. `right`: share of tokens.
+    `looks`: where they are wrong, how many places beyond the right one the most seen key mostly
+    stands, in a share of them, `often`. `held`: exact match if the head put at least its `weight` on the places;
     `control`: on the tokens before them instead.
     Summary: exact match as it is, and the kind that gains most if it is held.
     """

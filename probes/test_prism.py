@@ -203,6 +203,17 @@ def test_the_second_number_looks_for_the_plus():
     assert found[0] == (0, 6, 'digit of a', [0])
 
 
+def test_the_answer_takes_up_even_digits():
+    """Token i of the answer, "=" the first, looks at place 0, 0, 2, 2, 4."""
+    task = tasks.make('odds_first')
+    tokens = task.encode('01234=13024.')[None]
+    asked = torch.arange(tokens.shape[1])[None] >= 5
+    asked[:, -1] = False
+    found = prism.readers(task, SimpleNamespace(task='odds_first'), tokens, asked)
+    taken = [(t, places) for _, t, kind, places in found if kind == prism.CARRIED]
+    assert taken == [(6, [0]), (7, [0]), (8, [2]), (9, [2]), (10, [4])]
+
+
 def test_the_cursor_that_needs_fractions_is_found(monkeypatch):
     """Planted: answers are right while one key cursor takes fractions of steps."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
