@@ -269,7 +269,6 @@ def time_blocks(B=16, width=2048):
 # the kernels as compiled, without a GPU: TRITON_INTERPRET=0 python kernels.py --arch=90
 
 SHARED = {80: 166912, 89: 101376, 90: 232448}              # bytes a block on A100, RTX 4090, H100
-FLOPS, BYTES, L1_BYTES = 989e12, 3.35e12, 29e12            # of an H100 in a second, in bf16
 
 
 def compile_kernels(arch, calls):
@@ -321,33 +320,8 @@ def forward_and_backward(name, D, dtype='bfloat16', T=4096):
     outputs_and_gradients(getattr(kernels, name), inputs)
 
 
-def least_ms(row, tokens=16384, width=2048):
-    """The row with a model of its time on an H100, in contexts of 1k, 4k and 16k tokens.
-
-    products: of a pair of blocks, in units of M N D, on tensor cores at their full rate: ms_T.
-    flash_ms_T: the same of FlashAttention-2, 2 products forward and 5 backward. bytes_ms: each
-    tensor read or written once. inside_ms_T, of PoPE's turn: had forward turned every key in each
-    of its blocks of 128 queries, by tables in the L1 cache, 16 bytes of cos and sin an element.
-    """
-    wide = 2 if row['encoding'] == 'pope' else 1
-    products, flash, tensors = {
-        'forward': (wide + 1, 2, 2 * wide + 2), 'queries': (2 * wide + 1, 2, 3 * wide + 3),
-        'keys': (2 * wide + 2, 3, 3 * wide + 3), 'polar': (0, 0, 6), 'polar_backward': (0, 0, 8),
-    }[row['kernel']]
-    moved = 2 * tensors * tokens * width
-    row |= dict(products=products, bytes=moved, bytes_ms=round(1e3 * moved / BYTES, 3))
-    for T in (1024, 4096, 16384):
-        work = 1e3 * tokens * T * width                    # of one product, T^2 / 2 pairs a row
-        row[f'ms_{T}'] = round(products * work / FLOPS, 3)
-        row[f'flash_ms_{T}'] = round(flash * work / FLOPS, 3)
-        if row['kernel'] == 'polar':
-            row[f'inside_ms_{T}'] = round(16 * work / (2 * 128) / L1_BYTES, 3)
-    return row
-
-
 def compile_table(arch):
-    """The rows of every kernel: its encoding, D, what compile_kernels says and, of attention,
-    least_ms."""
+    """The rows of every kernel: its encoding, D, and what compile_kernels says."""
     rows = {}
     for name in ('pope', 'vipe', 'bias'):
         for D in (64, 128):
@@ -356,7 +330,7 @@ def compile_table(arch):
                 key = name, D, row['kernel']
                 # PoPE's polar is there twice: take the one with delta
                 if key not in rows or row['registers'] > rows[key]['registers']:
-                    rows[key] = least_ms(dict(encoding=name, D=D) | row)
+                    rows[key] = dict(encoding=name, D=D) | row
     call = functools.partial(forward_and_backward, 'cursor_scan', 64, 'float32', T=240)
     scan = [dict(encoding='prism', D=64) | row for row in compile_kernels(arch, [call])]
     return [*rows.values(), *scan]

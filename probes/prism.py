@@ -554,8 +554,8 @@ def reads(model, task, cfg, length=0, n=64):
     `met_right`, `met_wrong`: the share of these tokens at which the query cursor is as far from the
     key cursor on the place as it mostly is at the trained length. `right`: share of tokens.
     `looks`: where they are wrong, how many places beyond the right one the most seen key mostly
-    stands, in a share of them, `often`. `held`: exact match if the head put at least its `weight` on the places;
-    `control`: on the tokens before them instead.
+    stands, in a share of them, `often`. `held`: exact match if the head put at least its `weight`
+    on the places; `control`: on the tokens before them instead.
     Summary: exact match as it is, and the kind that gains most if it is held.
     """
     modules_of(model, cfg)

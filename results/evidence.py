@@ -34,6 +34,7 @@ sys.path.insert(0, ROOT)
 # These come after the path that they are found on: hence noqa.
 import torch  # noqa: E402
 
+import kernels  # noqa: E402
 import train  # noqa: E402
 from engine import checkpoint, config, report, seeds  # noqa: E402
 from engine.config import UserError  # noqa: E402
@@ -312,23 +313,47 @@ def compile_table():
     yield from markdown(['encoding', 'one step', 'time without torch.compile over with it'], body)
 
 
-def kernels_table():
-    """What Triton's compiler makes of the kernels, and the least time that it implies."""
+def gpu_speed_table():
+    """What --benchmark measured on a GPU: the last step of a line is neither compiled nor recorded.
+    """
     body = []
-    for run in plan.runs('kernels'):
-        for row in run['rows'] if run['arch'] == 90 else ():
-            times = [f'{row[f"ms_{T}"]:.2f} ({row[f"flash_ms_{T}"]:.2f})'
-                     for T in (1024, 4096, 16384) if 'products' in row]
-            blocks = f'{row["M"]} x {row["N"]}' if row['M'] else ''
-            blocks = f'{row["bins"]} bins' if row.get('bins') else blocks
-            counts = [row.get(key, '')
-                      for key in ('products', 'wgmma', 'mma', 'registers', 'spilled')]
-            moved = f'{row["bytes_ms"]:.2f}' if 'products' in row else ''
-            body.append([row['encoding'], str(row['D']), row['kernel'], blocks, *map(str, counts),
-                         f'{row["shared"] / 1024:.0f}', moved, *(times or 3 * [''])])
-    yield from markdown(
-        ['encoding', 'D', 'kernel', 'queries x keys', 'products', 'wgmma', 'mma.sync',
-         'registers', 'spilled bytes', 'shared KB', 'bytes, ms', '1k, ms', '4k', '16k'], body)
+    for run in plan.runs('speed_gpu'):
+        config, (alone, *together, plain) = run['config'], run['steps']
+        what = f'{config["pe"]}, {config["dtype"]}, {one_step(run)}'
+        many = [f'{step["seeds"]}: {step["ms"]:.1f}' for step in together]
+        body.append([what, f'{plain["ms"]:.1f}', f'{alone["ms"]:.1f}', f'{plain["ratio"]:.1f}',
+                     '<br>'.join(many)])
+    yield from markdown(['one step', 'as PyTorch runs it, ms', 'recorded or compiled', 'ratio',
+                         'of several seeds together'], body)
+
+
+def blocks_table():
+    """Times of the attention kernels on a GPU, with the blocks of kernels.BLOCKS and the best."""
+    run, = plan.runs('blocks')
+    times = {}
+    for row in run['rows']:
+        blocks = tuple(row[key] for key in ('M', 'N', 'warps', 'stages'))
+        times.setdefault((row['encoding'], row['D'], row['T']), {}).setdefault(
+            row['kernel'], {})[blocks] = row['ms']
+    body = []
+    for (encoding, D, T), by_kernel in times.items():
+        width = 2 * D if encoding == 'pope' else D
+        now, best = [], []
+        for kernel, found in by_kernel.items():
+            own = kernels.default_blocks(f'{kernel}_kernel', width, torch.bfloat16, kernels.LARGE)
+            now.append(found[own])
+            best.append(min(found.values()))
+        texts = [f'{a:.2f} ({b:.2f})' for a, b in zip([*now, sum(now)], [*best, sum(best)])]
+        body.append([encoding, str(D), f'{T:,}', *texts])
+    yield from markdown(['attention', 'D', 'tokens', 'forward, ms (the best)', 'queries', 'keys',
+                         'together'], body)
+
+
+def kernels_table():
+    """What `python kernels.py` measured on a GPU."""
+    body = [[row['inputs'], row['what'], f'{row["forward_ms"]:.2f}', f'{row["both_ms"]:.2f}',
+             f'{row["ratio"]:.2f}'] for run in plan.runs('kernels') for row in run['rows']]
+    yield from markdown(['inputs', 'what', 'forward, ms', 'with backward', 'ratio'], body)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -709,6 +734,7 @@ def blocks():
         first_run=first_run(), why=why_table(), seeds=seeds_table(),
         flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
+        blocks=blocks_table(), speed_gpu=gpu_speed_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table(),
         stops=claims.stops_table(), goal=claims.goal_table(), board=board.block(),
         board_front=board.front())
