@@ -329,9 +329,8 @@ def gpu_speed_table():
 
 def blocks_table():
     """Times of the attention kernels on a GPU, with the blocks of kernels.BLOCKS and the best."""
-    run, = plan.runs('blocks')
     times = {}
-    for row in run['rows']:
+    for row in itertools.chain.from_iterable(run['rows'] for run in plan.runs('blocks')):
         blocks = tuple(row[key] for key in ('M', 'N', 'warps', 'stages'))
         times.setdefault((row['encoding'], row['D'], row['T']), {}).setdefault(
             row['kernel'], {})[blocks] = row['ms']

@@ -435,7 +435,9 @@ GRIDS = PAPER | {
     'prism_chains': Grid(
         'Chains of thought with other recipes than above: multiplication trained to 3 digits, with '
         '2 heads and 3 layers, and no weight on gates; addition with a tenth of the weight on '
-        'whole steps, with noise on the state of the GRU, and with both; SCAN with twice the steps',
+        'whole steps, with noise on the state of the GRU, and with both; with a recurrent matrix '
+        'whose norm is learned and half as large at first; trained to 12 digits; SCAN with twice '
+        'the steps',
         some('prism'),
         {'multiplication_cot, to 3': (
             'configs/multiplication_cot_prism.py --n_head=2 --n_layer=3 --train_lengths=1-3 '
@@ -445,6 +447,11 @@ GRIDS = PAPER | {
          'addition_cot, noise': (
              'configs/addition_prism.py --prism_whole=0.1 --prism_noise=0.3', [16]),
          'addition_cot, noise alone': ('configs/addition_prism.py --prism_noise=0.3', [16]),
+         'addition_cot, learned norm': (
+             'configs/addition_prism.py --prism_recurrent=norm', [16]),
+         'addition_cot, to 12': (
+             'configs/addition_prism.py --train_lengths=1-12 '
+             '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]', [24]),
          'scan_cot, 3,000 steps': (
              'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49))}),
     'prism_reverse': Grid(

@@ -281,7 +281,7 @@ def test_without_results(tmp_path, monkeypatch):
     assert not plan.cells
     text = evidence.readme()['results/README.md']
     assert 'None' not in ''.join(evidence.claims.claims_table())
-    assert text.count('\nNot run yet.\n') == len(evidence.BY_LENGTH) + 7   # why, seeds, ...
+    assert text.count('\nNot run yet.\n') == len(evidence.BY_LENGTH) + 9   # why, seeds, ...
     table = text.partition('<!-- claims -->')[2].partition('<!-- end of claims -->')[0]
     rows = [row for row in re.findall(r'^\| .*', table, re.M) if not row.startswith('| claim |')]
     not_run = [row for row in rows if row.endswith(' | not run yet |  |')]
@@ -387,5 +387,5 @@ def test_files_of_their_own_name_what_made_them():
     for name in os.listdir(os.path.join(HERE, 'results')):
         if name.endswith('.jsonl'):
             for run in plan.runs(name.removesuffix('.jsonl')):
-                assert re.match(r'python (train|probe|kernels)\.py ', run['command'])
+                assert re.match(r'python (train|probe|kernels)\.py\b', run['command'])
                 assert run['torch'] and run['hardware']
