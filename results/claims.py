@@ -229,11 +229,14 @@ def moved_inputs():
 
 
 def goal_table():
-    """A row for each of PRISM's tasks: how many seeds have 95 % at twice the trained length, and
-    what the median seed has at the first evaluated length of five times that or more."""
+    """A row for each of PRISM's tasks: how many seeds have 95 % at twice the trained length, what
+    the median seed has at the first evaluated length of five times that or more, and how long the
+    steps of a seed take on one CPU core, by --benchmark."""
     yield ('| task | trained to | seeds 0 to 7: 95 % at twice | fresh seeds: the same '
-           '| median seed at five times, percent |')
-    yield '|---' * 5 + '|'
+           '| median seed at five times, percent | minutes of a core |')
+    yield '|---' * 6 + '|'
+    minutes = {run['config']['task']: run['steps'][0]['ms'] * run['config']['max_steps'] / 6e4
+               for run in plan.runs('speed_prism')}
     for task in dict.fromkeys(['string_copy', 'string_reverse', 'dyn_str_cpy', 'parity',
                                'polynomial', *plan.OF_PRISM]):
         of_cell = plan.runs_of_cell('prism', 'prism', task) if task in plan.OF_PRISM else []
@@ -252,7 +255,8 @@ def goal_table():
         if far:
             values = [100 * score(scores, [min(far)]) for scores in seeds.values()]
             median = f'{statistics.median(values):.0f} at {min(far)}'
-        yield f'| {task} | {longest} | {" | ".join(counts)} | {median} |'
+        took = f'{minutes[task]:.1f}' if task in minutes else '-'
+        yield f'| {task} | {longest} | {" | ".join(counts)} | {median} | {took} |'
 
 
 def of_kernel(*cell):
