@@ -306,25 +306,17 @@ def speed_table():
 
 
 def compile_table():
-    """What --benchmark measured of torch.compile: the last step of a line is without it."""
+    """What --benchmark measured of torch.compile and of CUDA graphs: the last step of a line is
+    with neither."""
     body = []
-    for run in plan.runs('compile'):
-        body.append([run['config']['pe'], one_step(run), f'{run["steps"][-1]["ratio"]:.2f}'])
-    yield from markdown(['encoding', 'one step', 'time without torch.compile over with it'], body)
-
-
-def gpu_speed_table():
-    """What --benchmark measured on a GPU: the last step of a line is neither compiled nor recorded.
-    """
-    body = []
-    for run in plan.runs('speed_gpu'):
+    for run in [*plan.runs('compile'), *plan.runs('speed_gpu')]:
         config, (alone, *together, plain) = run['config'], run['steps']
-        what = f'{config["pe"]}, {config["dtype"]}, {one_step(run)}'
         many = [f'{step["seeds"]}: {step["ms"]:.1f}' for step in together]
-        body.append([what, f'{plain["ms"]:.1f}', f'{alone["ms"]:.1f}', f'{plain["ratio"]:.1f}',
+        body.append([run['hardware'], f'{config["pe"]}, {config["dtype"]}, {one_step(run)}',
+                     f'{plain["ms"]:.1f}', f'{alone["ms"]:.1f}', f'{plain["ratio"]:.2f}',
                      '<br>'.join(many)])
-    yield from markdown(['one step', 'as PyTorch runs it, ms', 'recorded or compiled', 'ratio',
-                         'of several seeds together'], body)
+    yield from markdown(['on', 'one step', 'launch by launch, ms', 'compiled or recorded', 'ratio',
+                         'of several seeds together, ms'], body)
 
 
 def blocks_table():
@@ -733,7 +725,7 @@ def blocks():
         first_run=first_run(), why=why_table(), seeds=seeds_table(),
         flip_flop=flip_flop_table(), speed=speed_table(),
         compile=compile_table(), kernels=kernels_table(),
-        blocks=blocks_table(), speed_gpu=gpu_speed_table(),
+        blocks=blocks_table(),
         perturb=claims.perturb_table(), claims=claims.claims_table(), heads=claims.heads_table(),
         stops=claims.stops_table(), goal=claims.goal_table(), board=board.block(),
         board_front=board.front())

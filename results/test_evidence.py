@@ -281,7 +281,7 @@ def test_without_results(tmp_path, monkeypatch):
     assert not plan.cells
     text = evidence.readme()['results/README.md']
     assert 'None' not in ''.join(evidence.claims.claims_table())
-    assert text.count('\nNot run yet.\n') == len(evidence.BY_LENGTH) + 9   # why, seeds, ...
+    assert text.count('\nNot run yet.\n') == len(evidence.BY_LENGTH) + 8   # why, seeds, ...
     table = text.partition('<!-- claims -->')[2].partition('<!-- end of claims -->')[0]
     rows = [row for row in re.findall(r'^\| .*', table, re.M) if not row.startswith('| claim |')]
     not_run = [row for row in rows if row.endswith(' | not run yet |  |')]
