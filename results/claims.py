@@ -588,8 +588,9 @@ def prism():
             'otherwise': in_rows('prism_chains', 'all'),
             'addition_cot, 84 features': in_row('prism_wide', 'addition_cot', 'all')},
             ':<br>'),
-        'In part: with four of seven recipes, addition goes on for some digits on one or two seeds '
-        'of three, and stops at once on the others; with three it stops on all. Of '
+        'In part: with five of seven recipes, addition goes on for some digits on one or two seeds '
+        'of three, and stops at once on the others; with two it stops on all. Trained to 12 '
+        'digits instead of 8, two of three seeds have 77 and 89 percent right at 24. Of '
         'multiplication not even the trained length is learned on every seed. SCAN goes on to many '
         "of the longer commands. At most 3,500 of the paper's 150,000 steps. Unlike the paper: the "
         "recurrent matrix is free, gates are weighed in the loss, alpha's rate is a tenth, and "
