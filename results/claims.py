@@ -229,9 +229,9 @@ def moved_inputs():
 
 
 def goal_table():
-    """A row for each of PRISM's tasks: how many seeds have 95 % at twice the trained length, what
-    the median seed has at the first evaluated length of five times that or more, and how long the
-    steps of a seed take on one CPU core, by --benchmark."""
+    """A row for each of PRISM's tasks. How many seeds have 95 % at twice the trained length; what
+    the median seed has at the first evaluated length of five times that or more; and how long a
+    seed's steps take on one CPU core, by --benchmark."""
     yield ('| task | trained to | seeds 0 to 7: 95 % at twice | fresh seeds: the same '
            '| median seed at five times, percent | minutes of a core |')
     yield '|---' * 6 + '|'
