@@ -452,8 +452,22 @@ GRIDS = PAPER | {
          'addition_cot, to 12': (
              'configs/addition_prism.py --train_lengths=1-12 '
              '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]', [24]),
+         'addition_cot, to 12, 7,000 steps, seeds 0 to 11': (
+             'configs/addition_prism.py --train_lengths=1-12 '
+             '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)] --max_steps=7000 '
+             '--eval_interval=1000 --eval_lengths=1-12,14,16,20,24,30,36 --seeds=0-11', [24]),
+         'multiplication_cot, to 8, 7,000 steps': (
+             'configs/multiplication_cot_prism.py --train_lengths=1-8 '
+             '--length_schedule=[(0,2),(500,3),(1000,5),(2000,8)] --max_steps=7000 '
+             '--eval_lengths=1-8,9,10,12,16', [16]),
          'scan_cot, 3,000 steps': (
              'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49))}),
+    'prism_scan': Grid(
+        "SCAN's length split with a chain of thought, as above, but with 20,000 steps instead of "
+        '1,500 (PRISM: seeds 0 to 7)',
+        some('shifted_ape', 'rope', 'nope') | {'prism': '--pe=prism --seeds=0-7'},
+        {'scan_cot': ('configs/scan_cot_prism.py --max_steps=20000 --eval_interval=2000',
+                      range(24, 49))}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; the recurrent matrix orthogonal, "
