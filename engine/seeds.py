@@ -235,8 +235,10 @@ class Graph:
         if self.graph is None:
             gc.collect()                                   # freeing a graph would break a recording
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.side):
                 self.result = self.function(*self.args)
+            # recording resets dropout's counter on that stream, and replay() sets it on this one
+            torch.cuda.current_stream().wait_stream(self.side)
         self.graph.replay()
         return self.result.clone()
 
