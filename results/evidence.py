@@ -182,7 +182,7 @@ def parameters(row):
 
 BY_LENGTH = ('parity', 'polynomial', 'string_copy_prism', 'polynomial_prism', 'parity_prism',
              'string_reverse_prism', 'dyn_str_cpy_prism', 'odds_first_prism', 'bucket_sort_prism',
-             'stack_prism', 'stdlib', 'jsb', 'scan')
+             'stack_prism', 'multiplication_to_8', 'scan_cot_prism', 'stdlib', 'jsb', 'scan')
 
 
 def by_length_table(name):
