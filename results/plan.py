@@ -461,9 +461,15 @@ GRIDS = PAPER | {
              'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49)),
          'scan_cot, 20,000 steps, seeds 0 to 7': (f'{MORE_SCAN} --seeds=0-7', range(24, 49))}),
     'prism_more': Grid(
-        'The baselines with as many steps: addition to 12 digits, 7,000; SCAN, 20,000',
-        some('shifted_ape', 'rope'),
-        {'addition_cot': (MORE_ADDITION, [24]), 'scan_cot': (MORE_SCAN, range(24, 49))}),
+        'Baselines with more steps: addition to 12 digits, 7,000 as PRISM above; SCAN and copying, '
+        '20,000',
+        {'more steps': ''},
+        {'addition_cot, shifted_ape': (f'{MORE_ADDITION} --pe=shifted_ape', [24]),
+         'scan_cot, shifted_ape': (f'{MORE_SCAN} --pe=shifted_ape', range(24, 49)),
+         'scan_cot, rope': (f'{MORE_SCAN} --pe=rope', range(24, 49)),
+         'string_copy, shifted_ape': (
+             'configs/string_copy_prism.py --pe=shifted_ape --max_steps=20000 --eval_interval=2000',
+             [20])}),
     'prism_reverse': Grid(
         'Reversing with PRISM without a weight on the entropy of the gates (0.03 in the config): '
         "alpha's learning rate as in the paper, 0.03, or a tenth; the recurrent matrix orthogonal, "
