@@ -143,9 +143,6 @@ LESS_WHOLE = '--prism_whole=0.1 --prism_whole_at=0.3 --ema=0'
 NOISE = '--prism_noise=0.3 --ema=0.99'
 WIDE = '--prism_alpha_lr=0.03 --prism_d_pe=84'
 NARROW = '--prism_alpha_lr=0.003 --prism_d_pe=32'
-MORE_ADDITION = ('configs/addition_prism.py --train_lengths=1-12 '
-                 '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)] --max_steps=7000 '
-                 '--eval_interval=1000 --eval_lengths=1-12,14,16,20,24,30,36')
 MORE_SCAN = 'configs/scan_cot_prism.py --max_steps=20000 --eval_interval=2000'
 OLD_STACK = f'configs/stack_prism.py {NARROW}', [20]
 NO_WEIGHTS = ('--prism_input=0.5 --prism_info=0 --prism_whole=0 --prism_whole_at=0 '
@@ -456,16 +453,17 @@ GRIDS = PAPER | {
          'addition_cot, to 12': (
              'configs/addition_prism.py --train_lengths=1-12 '
              '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]', [24]),
-         'addition_cot, to 12, 7,000 steps, seeds 0 to 11': (f'{MORE_ADDITION} --seeds=0-11', [24]),
+         'addition_cot, to 12, 7,000 steps, seeds 0 to 11': (
+             'configs/addition_prism.py --train_lengths=1-12 '
+             '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)] --max_steps=7000 '
+             '--eval_interval=1000 --eval_lengths=1-12,14,16,20,24,30,36 --seeds=0-11', [24]),
          'scan_cot, 3,000 steps': (
              'configs/scan_cot_prism.py --max_steps=3000 --eval_interval=1000', range(24, 49)),
          'scan_cot, 20,000 steps, seeds 0 to 7': (f'{MORE_SCAN} --seeds=0-7', range(24, 49))}),
     'prism_more': Grid(
-        'Baselines with more steps: addition to 12 digits, 7,000 as PRISM above; SCAN and copying, '
-        '20,000',
+        'Baselines with 20,000 steps',
         {'more steps': ''},
-        {'addition_cot, shifted_ape': (f'{MORE_ADDITION} --pe=shifted_ape', [24]),
-         'scan_cot, shifted_ape': (f'{MORE_SCAN} --pe=shifted_ape', range(24, 49)),
+        {'scan_cot, shifted_ape': (f'{MORE_SCAN} --pe=shifted_ape', range(24, 49)),
          'scan_cot, rope': (f'{MORE_SCAN} --pe=rope', range(24, 49)),
          'string_copy, shifted_ape': (
              'configs/string_copy_prism.py --pe=shifted_ape --max_steps=20000 --eval_interval=2000',
