@@ -552,9 +552,9 @@ def of_chains():
                 column for column in plan.GRIDS['prism_more'].columns if '_cot' in column]),
             'addition_cot, 84 features': in_row('prism_wide', 'addition_cot', 'all')},
             ':<br>'),
-        'In part: with five of the seven recipes run on three seeds, addition goes on for some '
-        'digits on one or two seeds of three, and stops at once on the others; with two it stops '
-        'on all. Trained to 12 digits instead of 8, and for twice the steps, one seed of twelve '
+        'In part. Seven recipes for addition ran on three seeds. With five of them one or two '
+        'seeds go on for some digits, and the others stop at once; with two all stop. Trained to '
+        '12 digits instead of 8, and for twice the steps, one seed of twelve '
         'has 95 percent right at 24. Of multiplication to 5 or 8 digits not even the trained '
         'lengths are learned on every seed. After 20,000 steps SCAN goes on to most of the longer '
         'commands on seven of eight seeds, and the baseline does on three of three. At most 20,000 '
