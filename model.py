@@ -1,7 +1,5 @@
 """One pre-norm decoder Transformer that knows no encoding by name: pe.py supplies the attention.
 
-    python model.py configs/parity_rope.py --d_model=128       prints every parameter's shape
-
 Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules
 that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], which
 exist only while a hook is on that tap; tap_head_out [B, H, T, out_dim] before the output
@@ -162,7 +160,7 @@ class Transformer(nn.Module):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.training:
-            loss = loss + sum(block.attn.pe.penalty(loss) for block in self.blocks)
+            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks)
         return logits, loss
 
     @torch.no_grad()
@@ -204,21 +202,3 @@ class Transformer(nn.Module):
         usual = dict(lr=lr, weight_decay=0.0)
         return [dict(params=params, name=name, **(usual | special.get(name, {})))
                 for name, params in groups.items() if params]
-
-
-def main(argv):
-    """Print the parameters of the model that config files and --key=value flags describe."""
-    from engine import config
-    if config.wants_help(argv):
-        return config.print_help(__doc__, ModelConfig)
-    cfg = config.make(ModelConfig, config.read(ModelConfig, argv, extra_keys_in_files=True))
-    model = Transformer(cfg)
-    for name, p in model.named_parameters():
-        print(f'{name:40} {str(list(p.shape)):>14} {p.numel():>10,}')
-    print(f'{"total":40} {"":14} {sum(p.numel() for p in model.parameters()):>10,}')
-    print(f'for a vocabulary of {cfg.vocab_size} tokens; --vocab_size=N counts another')
-
-
-if __name__ == '__main__':
-    from engine import config
-    config.run(main, ValueError)

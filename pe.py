@@ -17,18 +17,17 @@ one; state = enc.state(x, pos) once per sequence; in each layer enc.attend(q, k,
     python pe.py zoo.png         draws it
 """
 import copy
+import difflib
 import math
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_origin
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from engine.config import suggestion
-from engine.operators import fused_attention
 from engine.scan import EPS, check_scan
 
 
@@ -67,14 +66,9 @@ class PEConfig:
     pope_frequencies: Literal['all', 'half'] = 'all'
     # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
-    # what pos is, for an encoding that reads it: index, 0..T-1 | randomized, T different ones of
-    # positions_max, in order | abacus, a digit's place in its number, from 1, plus a random offset
-    # in training; 0 for other tokens | coupled, the same, but other tokens stand at the offset
-    positions: Literal['index', 'randomized', 'abacus', 'coupled'] = 'index'
+    # the positions that encodings read: index (0..T-1) | randomized (T of 0..positions_max-1)
+    positions: Literal['index', 'randomized'] = 'index'
     positions_max: int = 2048      # randomized: positions to draw from
-    abacus_offset: int = 99        # abacus, coupled: the largest random offset in training
-    # abacus, coupled: the digits' token ids (train.py sets it from the task)
-    digits: list = ()
     n_layer: int = 2               # blocks
     nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     causal: bool = True            # False: a token sees every token but the last, the answer
@@ -82,7 +76,6 @@ class PEConfig:
     prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
     prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
-    prism_input: float = 0.5       # prism: size of the GRU's input; larger learns symbols sooner
     # prism: W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
     prism_recurrent: Literal['free', 'orthogonal', 'penalty', 'norm'] = 'free'
     prism_reset: bool = True       # prism: cursors can return to 0; False: that gate stays shut
@@ -93,17 +86,6 @@ class PEConfig:
     prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
     # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
-    prism_whole: float = 0.0       # prism: weight of the gates' entropy in the loss: whole steps
-    prism_whole_at: float = 0.0    # prism: if > 0, prism_whole is times exp(-loss / this)
-    # prism: weight of the mutual information of gates and tokens in the loss: simple gates
-    prism_info: float = 0.0
-    # prism: how W_h, the GRU's three matrices stacked, starts. fading: with orthonormal columns, so
-    # that each of the three shrinks the state. bits: half of the units keep their sign, the others
-    # flip it at every token
-    prism_start: Literal['fading', 'bits'] = 'fading'
-    # prism: deviation of Gaussian noise on the GRU's state in training. It is meant to keep gates
-    # from reading small differences of the state, such as how many tokens there were
-    prism_noise: float = 0.0
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py, for encodings with `gains`: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
@@ -113,18 +95,11 @@ class PEConfig:
         check_positive(self, 'd_model', 'n_head', 'n_layer', 'train_len', 'max_len', 'fire_width',
                        'positions_max', 'dape_width', 'cope_positions', 'path_rank',
                        't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
-                       'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_input',
-                       'prism_alpha_lr')
-        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', 'prism_whole', 'prism_whole_at',
-                       'prism_info', 'prism_noise', 'abacus_offset', zero=True)
+                       'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_alpha_lr')
+        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', zero=True)
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
             raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, not '
                              f'{self.nope_every}')
-        if self.prism_start == 'bits' and self.prism_recurrent != 'free':
-            raise ValueError('prism_start=bits wants prism_recurrent=free, which leaves W_h as '
-                             'it starts')
-        if self.prism_whole_at and not self.prism_whole:
-            raise ValueError('prism_whole_at weighs prism_whole, which is 0: set it')
         if not 0 < self.rope_fraction <= 1:
             raise ValueError(f'rope_fraction must be above 0 and at most 1, not '
                              f'{self.rope_fraction}')
@@ -179,13 +154,13 @@ class At:
     s: torch.Tensor
     state: object          # what state() returned
     content: torch.Tensor  # x, or None where the caller has none
-    ascending: bool = True  # positions ascend, and a causal mask hides what is later
+    causal: bool = True    # a mask hides later keys
 
     @property
     def distance(self):
-        """t - s [1, Tq, T] or [B, 1, Tq, T]; if positions ascend, 0 where a causal mask hides s."""
+        """t - s [1, Tq, T] or [B, 1, Tq, T], 0 where the mask hides s; |t - s| if not causal."""
         d = self.t[..., :, None] - self.s[..., None, :]
-        return d.clamp(min=0) if self.ascending else d
+        return d.clamp(min=0) if self.causal else d.abs()
 
     @property
     def x(self):
@@ -215,7 +190,7 @@ class Encoding(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         if self.needs_causal and not cfg.causal:
-            raise ValueError(f'{type(self).__name__} wants a causal mask: causal=True')
+            raise ValueError(f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
@@ -236,7 +211,7 @@ class Encoding(nn.Module):
         return None                             # final length, if known
     def restate(self, x, pos, state):           # -> the state from this layer on; x: its input
         return state
-    def penalty(self, loss):                    # -> added to the training loss; loss: without it
+    def penalty(self):                          # -> added to the training loss
         return 0.0
     def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
@@ -263,8 +238,7 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)
-        ascending = self.cfg.causal and self.cfg.positions in ('index', 'randomized')
-        return At(s[..., s.shape[-1] - q_len:], s, state, x, ascending)
+        return At(s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def scaled_qk(self, q, k, at):
         """q' and k' times the factors of rescale(), which are computed from the raw q and k."""
@@ -395,35 +369,26 @@ def check_positions(pos, B, T):
 
 
 def positions(cfg, tokens, training, total_len=None):
-    """pos [T], or [B, T], of tokens [B, T], as cfg.positions says.
+    """Positions [T] of tokens [B, T], as cfg.positions says.
 
-    randomized (Ruoss et al. 2023): T of 0..positions_max-1, the same for the whole batch; in
-    evaluation one draw for each total_len, by default T. abacus (McLeish et al. 2024): a digit's
-    place in its number, from 1, and 0 for other tokens; in training an offset is added to digits,
-    the same for the whole batch, uniform on 0..abacus_offset. It is meant for numbers written
-    lowest digit first, where digits of one significance then share a position. coupled (Cho et al.
-    2024): the offset is added to other tokens as well, which keeps them just before a number's
-    first place. Seeds that train together draw other positions than each alone.
+    index: 0..T-1. randomized (Ruoss et al. 2023): T different ones of 0..positions_max-1 in order,
+    one draw for the whole batch; in evaluation one draw for each total_len, by default T. Seeds
+    that train together draw other positions than each alone.
     """
     T = tokens.shape[1]
-    index = torch.arange(T, device=tokens.device)
-    if cfg.positions == 'randomized':
-        total, high = max(T, total_len or 0), cfg.positions_max
-        if total > high:
-            raise ValueError(f'{total} tokens want positions_max={total} or more, not {high}')
-        if training:
-            drawn = torch.rand(high, device=tokens.device).argsort()[:total]
-        else:
-            drawn = np.random.RandomState(total).permutation(high)[:total]
-            drawn = torch.from_numpy(drawn).to(tokens.device)
-        return drawn.sort().values[:T]
-    if cfg.positions in ('abacus', 'coupled'):
-        digit = torch.stack([tokens == digit for digit in cfg.digits]).any(dim=0)
-        before = torch.where(digit, -1, index).cummax(dim=1).values    # the latest other token
-        offset = torch.randint(cfg.abacus_offset + 1, (), device=tokens.device) if training else 0
-        place = index - before + offset    # of other tokens: the offset
-        return place if cfg.positions == 'coupled' else torch.where(digit, place, 0)
-    return index
+    if cfg.positions == 'index':
+        return torch.arange(T, device=tokens.device)
+    total = max(T, total_len or 0)
+    if total > cfg.positions_max:
+        raise ValueError(f'{total} tokens require positions_max={total} or more, got '
+                         f'{cfg.positions_max}')
+    if training:
+        drawn = torch.rand(cfg.positions_max, device=tokens.device).argsort()[:total]
+    else:
+        import numpy as np
+        drawn = np.random.RandomState(total).permutation(cfg.positions_max)[:total]
+        drawn = torch.from_numpy(drawn).to(tokens.device)
+    return drawn.sort().values[:T]
 
 
 def kernels_serve(cfg, q):
@@ -484,6 +449,54 @@ def check_even(n, name, what):
     """ValueError if n is odd."""
     if n % 2:
         raise ValueError(f'{name} rotates pairs of features: {what} must be even, not {n}')
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch's fused attention, which has no vmap rule of its own
+
+def fused_attention(q, k, v, mask, scale):
+    """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
+    added to the logits and takes the place of causality."""
+    if mask is not None:
+        mask = mask.to(q.dtype).expand(*mask.shape[:-3], q.shape[1], -1, -1)
+        mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
+    width = v.shape[-1]
+    q, k, v = pad_to_one_width(q, k, v)
+    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
+        return seeds_attention(q, k, v, mask, scale)[..., :width]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                          scale=scale)[..., :width]
+
+
+def pad_to_one_width(*xs):
+    """Zeros behind the last features: no dot product changes, and no other channel of y."""
+    width = max(x.shape[-1] for x in xs)
+    if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
+        width += -width % 8  # the fused CUDA kernels want that
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
+
+
+@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
+def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+                    scale: float) -> torch.Tensor:
+    """fused_attention under vmap, which has no rule for it: seeds_attention_rule is the rule."""
+    raise NotImplementedError('seeds_attention exists for its vmap rule only')
+
+
+@seeds_attention.register_vmap
+def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
+    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
+    S = info.batch_size
+    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
+               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
+    if mask is None or in_dims[3] is None and len(mask) == 1:  # one mask: seeds into the batch
+        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
+        return y.unflatten(0, (S, -1)), 0
+    H = q.shape[2]  # a mask per seed or row: seeds into the heads
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
+    mask = mask.expand(S, *mask.shape) if in_dims[3] is None else mask.movedim(in_dims[3], 0)
+    mask = mask.transpose(0, 1).flatten(1, 2)  # (1 or B, S H, Tq, T)
+    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -696,7 +709,7 @@ class ALiBi(Encoding):
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
 
     def by_distance(self, d):
-        return -self.slope[:, None, None] * d.abs()
+        return -self.slope[:, None, None] * d
 
 
 class T5(Encoding):
@@ -704,8 +717,8 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
-    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). Without a causal mask, n is half of the
-    buckets: one half is for earlier keys, the other, by -d, for later ones. (T5 has no 1/sqrt(d).)
+    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). (T5 itself has no 1/sqrt(d), and in its
+    encoder a table for later keys as well; here causal=False takes |t - s|.)
     """
     shared = True
     shift_invariant = True
@@ -714,20 +727,16 @@ class T5(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        sides = 1 if cfg.causal else 2  # earlier keys, and later ones
-        self.buckets = cfg.t5_buckets // sides
-        if self.buckets < 2 or cfg.t5_max_distance <= self.buckets // 2:
-            raise ValueError(f't5 needs t5_buckets >= {2 * sides} and t5_max_distance > '
-                             f't5_buckets / {2 * sides}')
+        if cfg.t5_buckets < 2 or cfg.t5_max_distance <= cfg.t5_buckets // 2:
+            raise ValueError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
         self.table = nn.Parameter(torch.zeros(cfg.t5_buckets, cfg.heads))
 
     def bucket(self, d):  # distances [..] -> [..]
-        n, exact, away = self.buckets, self.buckets // 2, d.abs()
-        log = torch.log(away.clamp(min=1) / exact)  # 0 at exact
+        n, exact = self.cfg.t5_buckets, self.cfg.t5_buckets // 2
+        log = torch.log(d.clamp(min=1) / exact)  # 0 at exact
         log = log / math.log(self.cfg.t5_max_distance / exact)  # 1 at t5_max_distance
         far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)
-        bucket = torch.where(away < exact, away.long(), far)
-        return bucket if self.cfg.causal else torch.where(d < 0, bucket + n, bucket)
+        return torch.where(d < exact, d.long(), far)
 
     def by_distance(self, d):
         return heads_first(F.embedding(self.bucket(d), self.table))
@@ -740,6 +749,8 @@ class FIRE(Encoding):
     f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are
     learned, in each layer. The bias also depends on t, so it is passed as a mask [H, T, T].
     """
+    needs_causal = True
+
     def __init__(self, cfg):
         super().__init__(cfg)
         n = cfg.fire_width
@@ -753,7 +764,7 @@ class FIRE(Encoding):
     def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
-        distance = at.distance.abs().to(reach.dtype)
+        distance = at.distance.to(reach.dtype)
         x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
         return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
 
@@ -763,6 +774,7 @@ class Kerple(Encoding):
     a from U(0, 2), b from U(0, 1), learned per head and layer and held above 0.01, as there."""
     shift_invariant = True
     gains = True
+    needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -772,7 +784,7 @@ class Kerple(Encoding):
     def by_distance(self, d):
         # the gradient passes the clamp, so that a parameter below can come back
         a, b = ((p + (p.clamp(min=0.01) - p).detach())[:, None, None] for p in (self.a, self.b))
-        return -a * torch.log(1 + b * d.abs())
+        return -a * torch.log(1 + b * d)
 
 
 class DAPE(Kerple):
@@ -898,6 +910,7 @@ class SSMax(Encoding):
     shift_invariant = True
     gains = True
     drawable = False  # it knows the number of keys, not their order
+    needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -906,8 +919,6 @@ class SSMax(Encoding):
     def rescale(self, q, k, at):
         Tq, T = q.shape[2], k.shape[2]
         n = torch.arange(T - Tq + 1, T + 1, device=q.device, dtype=q.dtype)[:, None]  # (Tq, 1)
-        if not self.cfg.causal:
-            n = torch.full_like(n, T - 1)
         return self.s * n.log(), torch.ones_like(k[..., :1])
 
 
@@ -1023,23 +1034,10 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     return torch.cat(encodings, dim=2)
 
 
-def entropy(logits):
-    """Entropy in nats of softmax(logits) along the first axis."""
-    log_p = logits.log_softmax(dim=0)
-    return -(log_p.exp() * log_p).sum(dim=0)
-
-
-def mutual_information(logits):
-    """I(action; token) = H(mean of p) - mean of H(p) in nats, p = softmax(logits [k, B, C, T]) a
-    gate's actions at the tokens of a batch, all equally likely, padding too; mean over cursors."""
-    log_mean = logits.log_softmax(dim=0).logsumexp(dim=(1, 3))  # up to a constant, (k, C)
-    return (entropy(log_mean) - entropy(logits).mean(dim=(0, 2))).mean()
-
-
 class Cursors(nn.Module):
     """A PRISM layer: a GRU reads content and opens gates that move cursors, histograms of offsets.
 
-    gates_t = W u_t, u_t = GRU(prism_input norm(x_t), u_(t-1)); p_reset = sigmoid,
+    gates_t = W u_t, u_t = GRU(norm(x_t) / 2, u_(t-1)); p_reset = sigmoid,
     (p_incr, p_decr, p_keep) = softmax. cursor_scan moves the histograms h (Algorithm 1) and
     superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithm 2). With prism_copy, every fifth
     query cursor can also jump to the place of a past token (5.0.3).
@@ -1056,13 +1054,6 @@ class Cursors(nn.Module):
         with torch.no_grad():
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
-            if cfg.prism_start == 'bits':   # a unit becomes tanh(2 its state), or minus that
-                sign = torch.ones(hidden)
-                sign[::2] = -1.0
-                self.W_h.weight[:2 * hidden].mul_(0.5)
-                self.W_h.weight[2 * hidden:] = 2 * sign.diag()
-                self.W_h.bias[:hidden] = 2.0                # the old state is read,
-                self.W_h.bias[hidden:2 * hidden] = -2.0     # and replaced
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
@@ -1083,34 +1074,16 @@ class Cursors(nn.Module):
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
         return W
 
-    def penalty(self, loss):
-        """What is added to the loss, of the gates of the latest (micro-)batch, used or not.
-
-        prism_whole times their mean entropy: whole steps add up over any length; fractions blur,
-        unless sharpening takes them back. With prism_whole_at it waits until the task's loss is
-        that small: times exp(-loss / prism_whole_at).
-
-        prism_info times the information that they carry about which token, of all in the batch,
-        they stand at. A gate that depends on the kind of token alone costs little; one that depends
-        on which digit it is, or on how many came before, costs more. Without prism_whole this blurs
-        the gates, for blurred gates tell little, too.
-
-        With prism_recurrent='penalty' also 1e-3 |W'W - 1|^2 (6.3)."""
-        weight = self.cfg.prism_whole
-        if self.cfg.prism_whole_at:
-            weight = weight * (-loss.detach() / self.cfg.prism_whole_at).exp()
-        total = weight * self.doubt if self.cfg.prism_whole else 0.0
-        if self.cfg.prism_info:
-            total = total + self.cfg.prism_info * self.info
-        if self.cfg.prism_recurrent == 'penalty':
-            W = self.W_h.weight
-            eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
-            total = total + 1e-3 * (W.T @ W - eye).square().sum()
-        return total
+    def penalty(self):
+        """With prism_recurrent='penalty' 1e-3 |W_h^T W_h - 1|^2 (6.3), else 0."""
+        if self.cfg.prism_recurrent != 'penalty':
+            return 0.0
+        W = self.W_h.weight
+        eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
+        return 1e-3 * (W.T @ W - eye).square().sum()
 
     def gru(self, x):
-        """[B, T, C] -> [B, T, hidden] (Cho et al. 2014); in training with noise of deviation
-        prism_noise on every state."""
+        """[B, T, C] -> its states [B, T, hidden] (Cho et al. 2014)."""
         W_h = self.W_recurrent()
         h = x.new_zeros(x.shape[0], self.cfg.prism_hidden)
         hs = []
@@ -1120,26 +1093,19 @@ class Cursors(nn.Module):
             z = torch.sigmoid(z_x + z_h)
             n = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
             h = (1 - z) * n + z * h
-            if self.training and self.cfg.prism_noise:
-                h = h + self.cfg.prism_noise * torch.randn_like(h)
             hs.append(h)
         return torch.stack(hs, dim=1)
 
     def gates(self, x):
         """p_reset [B, 2C, T], (p_incr, p_decr, p_keep) [B, 2C, T, 3], and p_copy [B, C', T, T + 1]
         of the C' copying cursors, or None."""
-        x = self.cfg.prism_input * F.layer_norm(x, x.shape[-1:])
+        x = 0.5 * F.layer_norm(x, x.shape[-1:])
         h = self.gru(x)
         # (4, B, 2C, T): on a CPU softmax along the first axis is several times as fast
         w = self.W(h).unflatten(-1, (2 * self.count, 4)).permute(3, 0, 2, 1)
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
-        logits = torch.stack([w[0], torch.zeros_like(w[0])]), w[1:]  # sigmoid(w) is softmax([w, 0])
-        if self.training and self.cfg.prism_whole:
-            self.doubt = sum(map(entropy, logits)).mean()
-        if self.training and self.cfg.prism_info:
-            self.info = sum(map(mutual_information, logits))
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':
@@ -1216,6 +1182,7 @@ class PRISM(Encoding):
     widens = True
     drawable = False  # equal content says nothing
     reads_content = True
+    needs_causal = True
 
     def __init__(self, cfg, layer=0):
         super().__init__(cfg)
@@ -1242,8 +1209,8 @@ class PRISM(Encoding):
     def restate(self, x, pos, state):
         return self.cursors(x, pos) if self.layer == 0 else state
 
-    def penalty(self, loss):
-        return self.cursors.penalty(loss) if self.layer == 0 else 0.0
+    def penalty(self):
+        return self.cursors.penalty() if self.layer == 0 else 0.0
 
     def qk(self, q, k, at):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]  # (B, H, T, branches d_pe)
@@ -1317,8 +1284,8 @@ class Sum(Encoding):
     def restate(self, x, pos, state):
         return [p.restate(x, pos, s) for p, s in zip(self.parts, state)]
 
-    def penalty(self, loss):
-        return sum(p.penalty(loss) for p in self.parts)
+    def penalty(self):
+        return sum(p.penalty() for p in self.parts)
 
     def qk(self, q, k, at):
         for p, here in sorted(self.each(at), key=lambda part: part[0].widens):
@@ -1432,19 +1399,16 @@ def check_names(cfg, names):
     """ValueError if the encodings of these names do not fit the other keys."""
     for name in names:
         if name not in ENCODINGS:
-            near = suggestion(name, ENCODINGS, '.')
-            raise ValueError(f'unknown encoding {name!r}{near} There are: {", ".join(ENCODINGS)}')
+            near = difflib.get_close_matches(name, ENCODINGS, 1)
+            hint = f', did you mean {near[0]!r}?' if near else '.'
+            raise ValueError(f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
     longest = max(cfg.train_len, cfg.eval_len)
     if cfg.positions == 'randomized' and longest > cfg.positions_max:
-        raise ValueError(f'{longest} tokens want positions_max={longest} or more')
-    rows, in_numbers = {'learned', 'random'} & set(names), cfg.positions in ('abacus', 'coupled')
-    needed = cfg.positions_max if cfg.positions == 'randomized' else cfg.abacus_offset + longest
-    if cfg.positions != 'index' and rows and cfg.max_len < needed:
-        raise ValueError(f'{min(rows)} has max_len={cfg.max_len} rows: {cfg.positions} positions '
-                         f'want {needed} of them')
-    if in_numbers and not cfg.digits:
-        raise ValueError(f'positions={cfg.positions} reads digits, and the task has none (in a '
-                         'model of your own: digits, their token ids)')
+        raise ValueError(f'{longest} tokens require positions_max={longest} or more')
+    table = {'learned', 'random'} & set(names)
+    if cfg.positions == 'randomized' and table and cfg.max_len < cfg.positions_max:
+        raise ValueError(f'{min(table)} has max_len={cfg.max_len} rows; randomized positions '
+                         f'require max_len={cfg.positions_max}')
     if cfg.rope_fraction < 1 and 'rope' not in names:
         raise ValueError(f'rope_fraction is for rope, not for pe={cfg.pe}')
     if cfg.nope_every and 'prism' in names:
@@ -1524,7 +1488,7 @@ def draw(path, T=48):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError('drawing needs matplotlib: pip install matplotlib') from None
+        sys.exit('pe.py: drawing requires matplotlib: pip install matplotlib')
     names = [name for name, cls in ENCODINGS.items() if cls.drawable] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
@@ -1540,17 +1504,8 @@ def draw(path, T=48):
     print(f'drew {path}')
 
 
-def main(argv):
-    """Print the zoo, or draw it to the file named."""
-    from engine import config
-    if config.wants_help(argv):
-        return print(__doc__)
-    _, paths = config.parse(config.NoFlags, argv)
-    if len(paths) > 1 or not all('.' in path for path in paths):
-        raise config.UserError('name one picture to draw, as in python pe.py zoo.png')
-    return draw(*paths) if paths else zoo()
-
-
 if __name__ == '__main__':
-    from engine import config
-    config.run(main, ValueError)
+    if sys.argv[1:]:
+        draw(sys.argv[1])
+    else:
+        zoo()

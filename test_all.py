@@ -11,6 +11,7 @@ kernels with their plain references, in Triton's interpreter where there is no G
 import cmath
 import collections
 import concurrent.futures
+import contextlib
 import doctest
 import itertools
 import json
@@ -18,10 +19,13 @@ import math
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 import warnings
+from unittest import mock
 
 # For torch and for the programs that tests run: on tensors this small, threads mostly wait.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -33,14 +37,12 @@ except ImportError:
     sys.exit('the tests need pytest: pip install pytest')
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 import pe
 import tasks
 import train
-from engine import bench, data
-from engine import scan as prism_scan
-from engine.config import UserError
 from model import ModelConfig, Transformer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -94,7 +96,7 @@ variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
 
 
 # ------------------------------------------------------------------------------------------------
-# helpers, for the tests in engine/ and probes/ as well
+# helpers
 
 def make(dtype=torch.float64, seed=0, **kw):
     """A small model in evaluation, its encoding's parameters moved off their starting values."""
@@ -286,6 +288,10 @@ def test_alibi():
     enc = encoding('alibi', causal=False)  # keys on both sides
     apart = (pos[:, None] - pos).abs()
     close(enc.bias(enc.at(len(pos), pos)), -enc.slope[:, None, None] * apart)
+    t5 = encoding('t5', causal=False)
+    torch.nn.init.normal_(t5.table)
+    bias = t5.bias(t5.at(len(pos), pos))
+    close(bias, bias.transpose(1, 2))
     assert 'slope' in dict(enc.named_buffers()) and not list(enc.parameters())
 
 
@@ -885,77 +891,6 @@ def test_prism_recurrent_matrices():
     close(excess, expected, 1e-8)
 
 
-def test_prism_starts_with_bits():
-    """Half of the units keep their sign for 100 tokens, half flip it at each, whatever they are."""
-    cursors = encoding('prism', prism_start='bits').cursors
-    x = 0.3 * torch.randn(20, 100, 16, generator=torch.Generator().manual_seed(0)).double()
-    with torch.no_grad():
-        signs = cursors.gru(x)[:, 10:].sign()
-    flips = (signs[:, 1:] != signs[:, :-1]).double().mean(dim=(0, 1))
-    assert flips[::2].min() > 0.9 and flips[1::2].max() < 0.1
-
-
-def test_prism_noise_disturbs_the_state_in_training():
-    """Fresh noise at every token, upon what the GRU makes of the disturbed state before."""
-    cursors = encoding('prism', prism_noise=0.5).cursors
-    x = torch.zeros(2000, 2, 16, dtype=torch.float64)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        calm, noisy = cursors.eval().gru(x), cursors.train().gru(x)
-    assert (calm == calm[:1]).all()
-    first, second = (noisy - calm).std(dim=(0, 2))
-    close(first, 0.5, 0.01)
-    assert 0.53 < second < 1
-
-
-def penalty_of_gates(**kw):
-    """A PRISM model, its loss, what training adds to it, and the gates (reset, step); certain
-    gates, too, must have finite gradients."""
-    model = make(pe='prism', n_layer=1, **kw)
-    tokens = torch.arange(12).view(2, 6) % 5
-    certain = make(pe='prism', n_layer=1, **kw)
-    bias = certain.blocks[0].attn.pe.cursors.W.bias
-    with torch.no_grad():
-        bias.copy_(torch.tensor([-2e3, 2e3, 0, 0]).repeat(len(bias) // 4))
-    certain(tokens, tokens)[1].backward()
-    assert all(p.grad.isfinite().all() for p in certain.parameters())
-    with torch.no_grad():
-        loss = model.eval()(tokens, tokens)[1]
-        excess = model.train()(tokens, tokens)[1] - loss
-        gates = model.blocks[0].attn.pe.cursors.gates(model.embedding(tokens))
-    return model, loss, excess, gates[:2]
-
-
-@pytest.mark.parametrize('at', [0.0, 2.0])
-def test_prism_whole_is_the_entropy_of_the_gates(at):
-    """With prism_whole_at it counts less while the loss is high."""
-    _, loss, excess, (reset, step) = penalty_of_gates(prism_whole=0.5, prism_whole_at=at)
-    total = 0.0
-    for p in reset.flatten().tolist():
-        total -= p * math.log(p) + (1 - p) * math.log(1 - p)
-    for p in step.flatten().tolist():
-        total -= p * math.log(p)
-    weight = 0.5 * math.exp(-loss / at) if at else 0.5
-    close(excess, weight * total / reset.numel(), 1e-12)
-
-
-def test_prism_info_is_the_mutual_information_of_gates_and_tokens():
-    """I(action; token) = sum p(token) p(action | token) log(p(action | token) / p(action))."""
-    model, _, excess, (reset, step) = penalty_of_gates(prism_info=0.5)
-    total = 0.0
-    for p in (torch.stack([reset, 1 - reset], dim=-1), step):
-        p = p.transpose(0, 1).flatten(1, 2)     # (2C, places, actions)
-        for cursor in p.tolist():
-            for action in zip(*cursor):
-                mean = sum(action) / len(action)
-                total += sum(x * math.log(x / mean) for x in action) / len(action)
-    close(excess, 0.5 * total / reset.shape[1], 1e-12)
-    tokens = torch.arange(12).view(2, 6) % 5
-    with torch.no_grad():
-        model.blocks[0].attn.pe.cursors.W.weight.zero_()    # equal gates everywhere tell nothing
-        close(model.train()(tokens, tokens)[1], model.eval()(tokens, tokens)[1], 1e-12)
-
-
 def set_by_hand(enc):
     """Fill every parameter of an encoding with a fixed ramp."""
     with torch.no_grad():
@@ -1075,9 +1010,9 @@ def test_any_two_encodings_add_or_say_why_not(first):
         assert logits.isfinite().all()
 
 
-def positions_of(training, length=9, **kw):
-    tokens = torch.tensor([[4, 9, 9, 0, 1, 2, 4, 3, 3]])[:, :length].expand(2, -1)
-    return pe.positions(pe.PEConfig(digits=[1, 2, 3], **kw), tokens, training).tolist()
+def positions_of(training, **kw):
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    return pe.positions(pe.PEConfig(**kw), tokens, training).tolist()
 
 
 def test_randomized_positions():
@@ -1089,7 +1024,7 @@ def test_randomized_positions():
     fixed = [positions_of(False, positions='randomized') for _ in range(3)]
     assert fixed[0] == fixed[1] == fixed[2]
     assert positions_of(True, positions='randomized', positions_max=9) == list(range(9))
-    with pytest.raises(ValueError, match='128 tokens want positions_max=128'):
+    with pytest.raises(ValueError, match='128 tokens require positions_max=128'):
         make(positions='randomized', positions_max=100, train_len=128)
     with pytest.raises(ValueError, match='learned has max_len=64 rows'):
         make(pe='learned', positions='randomized')
@@ -1099,40 +1034,10 @@ def test_randomized_positions():
         close(model(tokens[:, :7], total_len=12)[0], model(tokens)[0][:, :7])
 
 
-def test_abacus_positions():
-    """Each digit's place in its number; in training all numbers start at one place of many."""
-    assert positions_of(False, positions='abacus') == 2 * [[0, 0, 0, 0, 1, 2, 0, 1, 2]]
-    first = [positions_of(True, positions='abacus', abacus_offset=3) for _ in range(200)]
-    assert {tuple(row[0]) for row in first} == {(0, 0, 0, 0, a, a + 1, 0, a, a + 1)
-                                                for a in (1, 2, 3, 4)}
-    first = [positions_of(True, positions='coupled', abacus_offset=3) for _ in range(200)]
-    assert {tuple(row[0]) for row in first} == {(a, a, a, a, a + 1, a + 2, a, a + 1, a + 2)
-                                                for a in range(4)}
-    assert positions_of(False, positions='coupled') == positions_of(False, positions='abacus')
-    for positions in ('abacus', 'coupled'):     # the first tokens stand where they do in all
-        whole = positions_of(False, positions=positions)
-        assert positions_of(False, 5, positions=positions) == [row[:5] for row in whole]
-        with pytest.raises(ValueError, match=f'positions={positions} reads digits'):
-            make(positions=positions)
-        with pytest.raises(ValueError, match='learned has max_len=64 rows: '):
-            make(pe='learned', positions=positions, digits=[1])
-    pos = torch.arange(10)      # an earlier key at a higher place is still that far
-    pos[5:] = 0
-    enc = encoding('alibi', positions='abacus', digits=[1])
-    close(enc.bias(enc.at(10, pos))[0, 5], -2.0 ** -4 * pos)
-
-
-@pytest.mark.parametrize('positions', ['randomized', 'abacus', 'coupled'])
-def test_positions_in_a_run(positions, tmp_path):
-    """Two seeds in one pass train; a task whose numbers do not fit is refused in one line."""
-    assert not train.main(flags(task='addition:reversed=1', pe='learned', positions=positions,
-                                positions_max=1000, seeds='0-1', out_dir=tmp_path))
-    refused = {'abacus': ('scan', 'the task has none'),
-               'coupled': ('addition:reversed=1:hints=1', 'written lowest digit first')}
-    if positions in refused:
-        task, says = refused[positions]
-        with pytest.raises(UserError, match=says):
-            train.main(flags(task=task, positions=positions, out_dir=tmp_path))
+def test_randomized_positions_in_a_run(tmp_path):
+    """Two seeds in one pass train."""
+    assert not train.main(flags(pe='learned', positions='randomized', positions_max=1000,
+                                seeds='0-1', out_dir=tmp_path))
 
 
 @variants
@@ -1235,7 +1140,7 @@ def test_causal_and_prefix_consistent(kw):
 def test_an_encoder_sees_all_but_the_answer(kw):
     """causal=False: a late word reaches early tokens; the last token, the class, reaches none."""
     if any(pe.ENCODINGS[name].needs_causal for name in kw['pe'].split('+')):
-        with pytest.raises(ValueError, match='wants a causal mask'):
+        with pytest.raises(ValueError, match='requires a causal mask'):
             make(causal=False, **kw)
         return
     model = make(causal=False, **kw)
@@ -1271,14 +1176,6 @@ def test_a_bias_may_be_undefined_at_later_keys():
     q, k, v, pos = qkv()
     enc = Log(pe.PEConfig(d_model=16, n_head=2)).double()
     assert enc.attend(q, k, v, pos).isfinite().all()
-
-
-def test_t5_without_a_mask_tells_before_from_after():
-    """Half of 8 buckets for each side: 0 | 1 | 2, 3 | from 4 on, as in T5's encoder."""
-    enc = encoding('t5', causal=False, t5_buckets=8, t5_max_distance=8)
-    places = torch.arange(-9, 10)
-    expected = [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
-    close(enc.bucket(places), torch.tensor([4 + b for b in expected[:0:-1]] + expected))
 
 
 @variants
@@ -1483,9 +1380,6 @@ def test_optimizer_groups_hold_every_parameter_once():
     (dict(pe='rope', d_model=20, n_head=4), 'even'),
     (dict(pe='ape', d_model=21, n_head=1), 'even'),
     (dict(pe='t5', t5_buckets=1), 't5'),
-    (dict(pe='t5', t5_buckets=3, causal=False), 't5_buckets >= 4'),
-    (dict(prism_start='bits', prism_recurrent='norm'), 'free'),
-    (dict(prism_whole_at=0.1), 'prism_whole'),
     (dict(rope_heads=9), 'rope_heads'),
     (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
     (dict(vipe_s='both'), 'length'),
@@ -1496,1083 +1390,812 @@ def test_impossible_shapes_say_what_to_do(kw, says):
 
 
 # ------------------------------------------------------------------------------------------------
-# tasks.py, against oracles: oracle(name, length, prompt, answer) asserts that the answer, a list of
-# words, is right for the prompt, by slow and obvious means
+# train.py: runs and their files, resuming, many seeds, bad input
 
-def iterative_oracle(name, length, prompt, answer):
-    """BoS x_1..x_L EoI s_1..s_m EoS."""
-    assert prompt[0] == 'BoS' and prompt[-1] == 'EoI'
-    assert answer[-1] == 'EoS'
-    x = prompt[1:-1]
-    assert len(x) == (2 if name == 'count' else length)
-    if name == 'mode':
-        assert len(statistics.multimode(x)) == 1
-        assert answer[:-1] == [statistics.mode(x)]
-        return
-    x = [int(word) for word in x]
-    if name == 'sort':
-        assert len(set(x)) == len(x)
-    states = {
-        'copy': x,
-        'reverse': x[::-1],
-        'sort': sorted(x),
-        'count': range(x[0], x[-1] + 1),
-        'parity': itertools.accumulate(x, lambda s, x_t: (s + x_t) % 2),
-        'polynomial': itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 5),
-        'product': itertools.accumulate(x, lambda s, x_t: s * x_t % 5),
-    }[name]
-    assert answer[:-1] == [str(s) for s in states]
-    assert name != 'count' or len(answer) == length + 1
+CONFIGS = os.path.join(HERE, 'configs')
+CPU = torch.device('cpu')
 
 
-def classification_oracle(name, length, prompt, answer):
-    """x_1..x_L ? class: how many triggers there are, or how far they are apart."""
-    assert prompt[-1] == '?' and len(prompt) == length + 1
-    triggers = [word for word in prompt if word.startswith('trigger')]
-    place = {word: prompt.index(word) for word in triggers}
-    if name == 'trigger_count':
-        assert answer == [f'class{len(triggers)}']
-        return
-    assert len(triggers) == len(place)  # each once
-    if name == 'distance':
-        label = abs(place['trigger0'] - place['trigger1']) // 4
-    else:
-        first = abs(place['trigger0'] - place['trigger1'])
-        second = abs(place['trigger2'] - place['trigger3'])
-        label = (first + second) // 8
-    assert answer == [f'class{label}']
+def read_config(*argv):
+    """The configuration that train.py makes of a command line."""
+    return train.make_config(train.read_options(list(argv)))
 
 
-def indexing_oracle(name, length, prompt, answer):
-    """The letter that stands `shift` places from a given one: 'abcd,b,+2,d'."""
-    source, letter, shift, nothing = ''.join(prompt).split(',')
-    assert nothing == ''
-    assert len(source) == length == len(set(source)) and source.isalpha()
-    assert re.fullmatch(r'[+-]\d{1,2}', shift) and abs(int(shift)) <= 15
-    place = source.index(letter) + int(shift)
-    assert place >= 0
-    assert answer == [source[place]]
+def small(**kw):
+    """The configuration of a run of seconds, with the given keys."""
+    return read_config(*flags(**kw))
 
 
-def string_answer(name, x):
-    """What the string tasks ask for."""
-    if name in ('string_copy', 'copy_varied', 'copy_repeated'):
-        assert name != 'copy_repeated' or len(set(x)) == 1
-        return x
-    if name == 'even_pairs':
-        return str((x.count('01') + x.count('10') + 1) % 2)
-    if name == 'cycle_navigation':
-        return str((x.count('1') - x.count('2')) % 5)
-    if name == 'modular_arithmetic':
-        return str(eval(x) % 5)
-    if name == 'missing_duplicate':
-        half = len(x) // 2
-        answer = x[x.index('x') - half]                    # from either half: -1 is the last
-        whole = x.replace('x', answer)
-        assert whole[half:] == whole[:half]
-        return answer
-    if name in ('string_reverse', 'reverse_words'):
-        return x[::-1]
-    if name == 'odds_first':
-        return x[1::2] + x[::2]
-    if name == 'bucket_sort':
-        assert set(x) <= set('01234')
-        return ''.join(sorted(x))
-    left = []  # the stack: bits first, then actions
-    assert re.fullmatch('[01]+[234]*', x)
-    for symbol in x:
-        if symbol == '2':
-            left = left[:-1]
+def smaller(**kw):
+    """A model and batches for single steps."""
+    keys = dict(d_model=16, n_head=4, n_layer=2, batch_size=4, train_lengths=[1, 2, 3, 4],
+                eval_lengths=[3], warmup_steps=5)
+    return train.Config(**(keys | kw))
+
+
+def read_checkpoint(folder):
+    return torch.load(os.path.join(folder, 'ckpt.pt'), weights_only=True)
+
+
+def weights(folder, seed=0):
+    return read_checkpoint(folder)['seeds'][seed]['model']
+
+
+def same(a, b):
+    """Whether two dictionaries of tensors are bitwise equal."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def read_json(path):
+    with open(path) as f:
+        return json.load(f)
+
+
+def log_lines(folder):
+    """The lines of a run's log, without the one value that a clock gives."""
+    with open(os.path.join(folder, 'log.jsonl')) as f:
+        lines = [json.loads(line) for line in f]
+    return [{key: x for key, x in line.items() if key != 'steps_per_s'} for line in lines]
+
+
+def assert_same_run(a, b, tol=1e-9):
+    """Two runs have the same scores, and the same losses to `tol`."""
+    for x, y in zip(log_lines(a), log_lines(b), strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key] == y[key] if key == 'eval' else abs(x[key] - y[key]) <= tol
+    assert read_json(a / 'lengths.json') == read_json(b / 'lengths.json')
+
+
+@contextlib.contextmanager
+def sigterm_in_step(step):
+    """A SIGTERM reaches this process in training step number `step`, counted from 1."""
+    learning_rate = train.learning_rate
+
+    def learning_rate_and_signal(cfg, number):
+        if number + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learning_rate(cfg, number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, 'learning_rate', learning_rate_and_signal)
+        yield
+
+
+def wait_for_a_save(path, before, run):
+    """Wait until a running process has written the checkpoint at `path` once more."""
+    while not path.exists() or path.stat().st_mtime_ns == before:
+        assert run.poll() is None, run.stdout and run.stdout.read()
+        time.sleep(0.005)
+
+
+def draw(batches, step):
+    """The tokens [B, T] of a step."""
+    return batches.next(step)[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# a run and its files
+
+def test_a_run_and_its_files(tmp_path, capsys):
+    run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
+    assert train.main(flags(out_dir=run, seeds='3,4', results=results)) == 0
+    out = capsys.readouterr().out
+    for text in ('pe=rope', 'exact match', 'last state', '│'):
+        assert text in out
+    scores = read_json(run / 'lengths.json')
+    assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345')
+    assert set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
+    logged = [(line['step'], line['seed']) for line in log_lines(run) if 'loss' in line]
+    assert logged == [(step, seed) for step in range(2, 13, 2) for seed in (3, 4)]
+    assert read_json(run / 'config.json')['seeds'] == [3, 4]
+    record = read_json(results)                            # a single line
+    for seed, by_length in scores.items():
+        for n, x in by_length.items():
+            close(record['lengths'][seed][n], [x['exact'], x['token'], x['last']], 1e-4)
+    assert record['config']['seeds'] == '3,4' and record['config']['train_lengths'] == '1-3'
+    assert 'pe' not in record['config'] and record['torch']        # the default is not written
+    model, cfg = train.load(run, seed=4)
+    assert cfg.task == 'parity' and not model.training
+    assert same(model.state_dict(), weights(run, 4))
+    assert same(train.load(run)[0].state_dict(), weights(run, 3))
+    with pytest.raises(train.UserError, match='seed 9 in .*there are: 3; 4'):
+        train.load(run, seed=9)
+
+
+def test_same_seed_same_losses_other_seed_other_losses(tmp_path):
+    losses = {}
+    for name, seed in (('a', 0), ('b', 0), ('c', 1)):
+        folder = tmp_path / name
+        train.main(flags(out_dir=folder, seeds=seed, dropout=0.1, pe='shifted_ape'))
+        losses[name] = [line['loss'] for line in log_lines(folder) if 'loss' in line]
+    assert losses['a'] == losses['b'] != losses['c']
+    assert same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
+
+
+RESUMED = [dict(pe='shifted_ape', dropout=0.1, log_interval=5),
+           dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'),
+           dict(seeds='0,1', dtype='float64')]
+
+
+@pytest.mark.parametrize('kw', RESUMED, ids=str)
+def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path):
+    whole = tmp_path / 'whole'
+    train.main(flags(out_dir=whole, **kw))
+    for stop_at in (1, 4, 7, 11):
+        folder = tmp_path / str(stop_at)
+        with sigterm_in_step(stop_at):
+            assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
+        assert read_checkpoint(folder)['step'] == stop_at
+        train.main(flags(out_dir=folder, resume=True, **kw))
+        for seed in small(**kw).seeds:
+            assert same(weights(whole, seed), weights(folder, seed))
+        assert log_lines(folder) == log_lines(whole)
+
+
+def test_a_run_of_a_task_that_has_changed_is_refused(tmp_path):
+    """string_reverse had no start symbol once; its sequences were a token shorter."""
+    train.main(flags(task='string_reverse', out_dir=tmp_path))
+    state = read_checkpoint(tmp_path)
+    state['config']['train_len'] -= 1
+    torch.save(state, tmp_path / 'ckpt.pt')
+    with pytest.raises(train.UserError, match='string_reverse, or its data, has changed'):
+        train.load(tmp_path)
+    with pytest.raises(train.UserError, match='string_reverse, or its data, has changed'):
+        train.main(flags(task='string_reverse', out_dir=tmp_path) + ['--eval_only'])
+
+
+def test_runs_with_removed_options_are_refused(tmp_path):
+    """Older checkpoints are read if what they lack, or have besides, had its default value."""
+    train.main(flags(out_dir=tmp_path))
+    for change, readable in ((dict(prism_input=0.5, abacus_offset=99), True),
+                             (dict(prism_noise=0.3), False), (dict(ema=0.9), False)):
+        state = read_checkpoint(tmp_path)
+        state['config'] |= change
+        del state['config']['pope_frequencies']
+        torch.save(state, tmp_path / 'ckpt.pt')
+        if readable:
+            assert train.load(tmp_path)[1].pope_frequencies == 'all'
         else:
-            left.append({'0': '0', '1': '1', '3': '0', '4': '1'}[symbol])
-    return (''.join(reversed(left)) + '2').ljust(len(x) + 1, '0')
-
-
-def string_oracle(name, length, prompt, answer):
-    """digits=digits."""
-    x = ''.join(prompt).removesuffix('=')
-    if name in ('string_reverse', 'reverse_words'):
-        assert x[0] == '^'
-        x = x[1:]
-    symbols = {'modular_arithmetic': 2 * length - 1, 'missing_duplicate': 2 * length}
-    assert len(x) == symbols.get(name, length)
-    assert ''.join(answer) == string_answer(name, x) + '.'
-
-
-def dyn_str_cpy_oracle(name, length, prompt, answer):
-    """string,digit=the string from that digit on."""
-    string, digit = ''.join(prompt).removesuffix('=').split(',')
-    assert len(string) == length
-    assert string.count(digit) == 1
-    assert ''.join(answer) == string[string.index(digit):] + '.'
-
-
-def addition_oracle(name, length, prompt, answer):
-    """a+b=, lowest digits first; digits of a, b, carry and sum for each place; the sum."""
-    a, b = ''.join(prompt).removesuffix('=').split('+')
-    assert max(len(a), len(b)) == length
-    numbers = int(a[::-1]), int(b[::-1])
-    assert (a, b) == tuple(str(x)[::-1] for x in numbers)  # no zeros in front
-    steps, carry = [], 0
-    for t in range(length):
-        d_a, d_b = (x // 10 ** t % 10 for x in numbers)
-        carry, digit = divmod(d_a + d_b + carry, 10)
-        steps.append(f'{d_a}{d_b}{carry}{digit}')
-    total = str(sum(numbers))[::-1].ljust(length, '0')
-    assert ''.join(answer) == ','.join(steps) + '→' + total + '.'
-
-
-def plain_addition_oracle(name, length, prompt, answer):
-    """a+b=c. as everyone writes it."""
-    a, b = ''.join(prompt).removesuffix('=').split('+')
-    assert max(len(a), len(b)) == length
-    assert ''.join(answer) == f'{int(a) + int(b)}.'
-
-
-@pytest.mark.parametrize('hints', [0, 1])
-@pytest.mark.parametrize('pad', [0, 1])
-@pytest.mark.parametrize('reversed', [0, 1])
-def test_formats_of_addition(reversed, pad, hints):
-    """Numbers are right however they are written; hints begin at all letters that can."""
-    task = tasks.make(f'addition:reversed={reversed}:pad={pad}:hints={hints}')
-    first_letters = set()
-    for row in task.sample(600, 9, torch.Generator().manual_seed(0))[0]:
-        numbers = re.fullmatch(r'(\w+)\+(\w+)=(\w+)\.', task.decode(row)).groups()
-        if not reversed:    # the lowest digit first, and its letter before it
-            pairs = [re.findall(r'[a-z]?\d', number) for number in numbers]
-            numbers = [''.join(digits[::-1]) for digits in pairs]
-        if hints:
-            letters = [number[::2] for number in numbers]
-            numbers = [number[1::2] for number in numbers]
-            first_letters.add(letters[0][0])
-            alphabet = 'abcdefghijklmnopqrstuvwyz'
-            assert all(of in alphabet and of[0] == letters[0][0] for of in letters)
-        if pad:
-            assert [len(number) for number in numbers] == [9, 9, 10]
-        a, b, total = (int(number[::-1]) for number in numbers)
-        assert a + b == total
-    assert len(first_letters) == 16 * hints
-
-
-def multiplication_oracle(name, length, prompt, answer):
-    """axb=ax[ and for each digit of b: digit*(digit+1)(lower digit+0)...; as in the paper."""
-    a, b = ''.join(prompt).removesuffix('=').split('x')
-    assert len(b) == length
-    assert (a, b) == (str(int(a)), str(int(b)))  # no zeros in front
-    terms = []
-    for i, digit in enumerate(b):
-        lower = ''.join(f'({d}+0)' for d in b[i + 1:])
-        terms.append(f'{digit}*({digit}+1){lower}')
-    assert ''.join(answer) == f'{a}x[{"+".join(terms)}].'
-
-
-def scan_actions(words):
-    """What a SCAN command means (Lake & Baroni 2018, Figure 7), by recursion."""
-    for word in ('and', 'after'):
-        if word in words:
-            x = scan_actions(words[:words.index(word)])
-            y = scan_actions(words[words.index(word) + 1:])
-            return x + y if word == 'and' else y + x
-    if words[-1] == 'twice':
-        return scan_actions(words[:-1]) * 2
-    if words[-1] == 'thrice':
-        return scan_actions(words[:-1]) * 3
-    verb = [] if words[0] == 'turn' else ['I_' + words[0].upper()]
-    turn = ['I_TURN_' + words[-1].upper()]
-    if len(words) == 1:
-        return verb
-    if words[1] == 'opposite':
-        return turn * 2 + verb
-    if words[1] == 'around':
-        return (turn + verb) * 4
-    return turn + verb
-
-
-def scan_oracle(name, length, prompt, answer):
-    """A command, a mark, its actions; in the chain of thought other words stand between these."""
-    command = [word for word in prompt[:-1] if word != 'BoS']
-    actions = [word for word in answer if word.startswith('I_')]
-    assert actions == scan_actions(command)
-    assert len(actions) == length
-    if name != 'scan_cot':
-        assert answer == [*actions, 'EoS']
-
-
-def flip_flop_answers(words):
-    """{place: bit} of the bits after r."""
-    written, answers = None, {}
-    for i in range(0, len(words), 2):
-        if words[i] == 'w':
-            written = words[i + 1]
-        if words[i] == 'r':
-            answers[i + 1] = written
-    assert words[0] == 'w' and words[-2] == 'r'
-    return answers
-
-
-def recall_answers(words):
-    """{place: value} of values whose key and value stood there before."""
-    seen, answers = {}, {}
-    for i in range(0, len(words), 2):
-        if words[i] in seen:
-            answers[i + 1] = seen[words[i]]
-        if words[i].startswith('key'):
-            seen[words[i]] = words[i + 1]
-    return answers
-
-
-@pytest.mark.parametrize('name, answers, length', [
-    ('flip_flop', flip_flop_answers, 40), ('flip_flop:ignore=10', flip_flop_answers, 2),
-    ('mqar', recall_answers, 8), ('mqar:keys=3', recall_answers, 30),
-    ('needle', recall_answers, 4), ('needle:keys=1:words=5', recall_answers, 25)])
-def test_recall_against_an_oracle(name, answers, length):
-    """What is supervised is what a reader would know, and it is right."""
-    task = tasks.make(name)
-    for tokens, targets in zip(*task.sample(300, length, torch.Generator().manual_seed(0))):
-        words = [task.vocab[i] for i in tokens]
-        asked = {t + 1: task.vocab[i] for t, i in enumerate(targets) if i != -100}
-        assert asked == answers(words)
-        assert len(words) == 2 * length + 2 * (task.name.startswith('needle'))
-        if name.startswith('mqar'):
-            assert len(asked) == task.keys == len({word for word in words if 'key' in word})
-
-
-def test_flip_flop_ignores_as_often_as_asked():
-    for ignore in (10, 80, 98):
-        task = tasks.make(f'flip_flop:ignore={ignore}')
-        tokens, _ = task.sample(200, 100, torch.Generator().manual_seed(0))
-        share = [(tokens[:, 2:-2:2] == i).double().mean() for i in (1, 2, 3)]
-        rest = (1 - ignore / 100) / 2
-        close(share, [rest, ignore / 100, rest], 0.02)
-
-
-@pytest.mark.parametrize('name, size', [('s3', 6), ('s5', 120), ('a5', 60), ('z60', 60)])
-def test_group(name, size):
-    """A label does what its tokens do, one after the other; z adds; all elements are drawn."""
-    task = tasks.make(f'group:name={name}')
-    tokens, labels = task.sample(200, 12, torch.Generator().manual_seed(0))
-    assert len(task.vocab) == size + 2 == len(tokens.unique()) and (tokens[:, 0] == 1).all()
-    for row, label in zip(tokens[:, 1:-1].tolist(), labels[:, 1:-1].tolist()):
-        words = [task.vocab[i] for i in row]
-        places, total = range(len(words[0])), 0
-        for word, i in zip(words, label):
-            if name == 'z60':
-                total = (total + int(word)) % 60
-                assert task.vocab[i] == str(total)
-            else:   # what stood at place i goes to place word[i]
-                places = [int(word[place]) for place in places]
-                assert task.vocab[i] == ''.join(map(str, places))
-
-
-# task: its oracle, and the lengths to try; for other tasks 5 and 20, without an oracle
-TEXT_LENGTHS = (1, 2, 7, 23)
-STRINGS = ('string_copy string_reverse odds_first bucket_sort stack copy_repeated copy_varied '
-           'reverse_words even_pairs cycle_navigation modular_arithmetic missing_duplicate').split()
-ORACLES = {name: (string_oracle, TEXT_LENGTHS) for name in STRINGS}
-ORACLES |= {
-    'copy': (iterative_oracle, (1, 5, 48)),
-    'reverse': (iterative_oracle, (1, 5, 48)),
-    'sort': (iterative_oracle, (1, 5, 48, 100)),
-    'count': (iterative_oracle, (1, 5, 48, 128)),
-    'mode': (iterative_oracle, (1, 2, 7, 48)),
-    'parity': (iterative_oracle, (1, 5, 48)),
-    'polynomial': (iterative_oracle, (1, 5, 48)),
-    'product': (iterative_oracle, (1, 5, 48)),
-    'indirect_indexing': (indexing_oracle, (1, 20, 40, 52)),
-    'distance': (classification_oracle, (2, 9, 128, 200)),
-    'trigger_count': (classification_oracle, (1, 9, 128, 200)),
-    'distance_sum': (classification_oracle, (4, 9, 128, 200)),
-    'addition': (plain_addition_oracle, TEXT_LENGTHS),
-    'dyn_str_cpy': (dyn_str_cpy_oracle, TEXT_LENGTHS),
-    'addition_cot': (addition_oracle, TEXT_LENGTHS),
-    'multiplication_cot': (multiplication_oracle, TEXT_LENGTHS),
-    'scan': (scan_oracle, (1, 22, 48)),
-    'scan_simple': (scan_oracle, (2, 5)),
-    'scan_cot': (scan_oracle, (2, 24)),
-}
-CHARACTERS = [name for name in ORACLES if isinstance(tasks.TASKS[name], tasks.Characters)]
-
-
-def oracle_and_lengths(name):
-    return ORACLES.get(name, (None, (5, 20)))
-
-
-def all_problems():
-    """(task, length) of each task and each length to try."""
-    for name, task in tasks.TASKS.items():
-        _, lengths = oracle_and_lengths(name)
-        for length in lengths:
-            yield name, min(max(length, task.min_length), task.max_length)
-
-
-@pytest.mark.parametrize('name, length', list(all_problems()))
-def test_every_task(name, length):
-    """tokens, targets [n, T]: padding last; targets are next tokens, or -100, one a row or more."""
-    task = tasks.TASKS[name]
-    tokens, targets = task.sample(300, length, torch.Generator().manual_seed(length))
-    assert tokens.dtype == targets.dtype == torch.int64
-    assert tokens.shape == targets.shape and len(tokens) == 300
-    assert len(set(task.vocab)) == len(task.vocab)
-    assert tokens.min() >= 0 and tokens.max() < len(task.vocab)
-    padding = tokens == tasks.PAD
-    assert torch.equal(padding, padding.int().cummax(dim=1).values > 0)
-    supervised = targets != -100
-    assert supervised.any(dim=1).all() and not supervised[:, -1].any()
-    assert task.labels or torch.equal(targets[supervised], tokens.roll(-1, dims=1)[supervised])
-    assert not (targets == tasks.PAD).any()
-    words = [task.vocab[i] for i in tokens[0].tolist() if i != tasks.PAD]
-    assert task.decode(tokens[0]).replace(' ', '') == ''.join(words)
-
-
-@pytest.mark.parametrize('name, length', [x for x in all_problems() if x[0] in ORACLES])
-def test_tasks_against_an_oracle(name, length):
-    """The answer is supervised, to the last token, and it is right."""
-    task = tasks.TASKS[name]
-    n = 400 if name in CHARACTERS else 2000 if length < 60 else 300
-    tokens, targets = task.sample(n, length, torch.Generator().manual_seed(length))
-    oracle, _ = ORACLES[name]
-    for row, target in zip(tokens.tolist(), targets.tolist()):
-        words = [task.vocab[i] for i in row if i != 0]
-        first = next(t for t, i in enumerate(target) if i != -100)  # the last token of the prompt
-        assert -100 not in target[first:len(words) - 1]
-        oracle(name, length, words[:first + 1], words[first + 1:])
-
-
-@pytest.mark.parametrize('name', CHARACTERS)
-def test_tasks_in_characters(name):
-    """PRISM's vocabulary of 64; rows as wide as the longest problem; which prompts vary in size."""
-    task = tasks.TASKS[name]
-    assert len(task.vocab) == 64
-    tokens, targets = task.sample(400, 7, torch.Generator().manual_seed(7))
-    assert (tokens[:, -1] != 0).any() or name.startswith('addition')  # a column for the last carry
-    sizes = (targets != -100).int().argmax(dim=1).unique()  # of the prompts
-    assert (len(sizes) > 1) == (name in ('addition', 'addition_cot', 'multiplication_cot'))
-
-
-def first_action(text):
-    """Where the actions of a stack problem begin; 0 where there are none."""
-    return min([text.index(c) for c in '234' if c in text.split('=')[0]], default=0)
-
-
-@pytest.mark.parametrize('name, size, values', [
-    ('dyn_str_cpy', lambda text: text[:10].index(text[11]), 10),
-    ('addition_cot', lambda text: min(map(len, text.split('=')[0].split('+'))), 10),
-    ('multiplication_cot', lambda text: text.index('x'), 10),
-    ('stack', first_action, 9)], ids=['dyn_str_cpy', 'addition_cot', 'multiplication_cot', 'stack'])
-def test_places_and_sizes_are_uniform(name, size, values):
-    task = tasks.TASKS[name]
-    rows, _ = task.sample(6000, 10, torch.Generator().manual_seed(0))
-    counts = collections.Counter(size(task.decode(row)) for row in rows)
-    assert len(counts) == values
-    assert all(abs(n / 6000 - 1 / values) < 0.03 for n in counts.values())
-
-
-@pytest.mark.parametrize('name, length, expected', [
-    ('distance', 128, [3 / 127] + [4 / 127] * 31),
-    ('trigger_count', 128, [1 / 32] * 32),
-    ('indirect_indexing', 30, [1 / 52] * 52),
-    ('mode', 9, [1 / 10] * 10),
-    ('count', 9, [1 / 120] * 120),
-    ('product', 9, [1 / 4] * 4),
-    ('parity', 9, [1 / 2] * 2)], ids=lambda x: '' if isinstance(x, list) else None)
-def test_task_distributions(name, length, expected):
-    """The share of each last state, or class, within six standard deviations."""
-    tokens, targets = tasks.TASKS[name].sample(20000, length, torch.Generator().manual_seed(0))
-    answers = (targets != -100) & (targets != tasks.EOS)
-    last = (torch.arange(targets.shape[1]) * answers).argmax(dim=1, keepdim=True)
-    share = targets.gather(1, last).unique(return_counts=True)[1] / 20000
-    assert len(share) == len(expected)
-    assert (share - torch.tensor(expected)).abs().max() < 6 * math.sqrt(max(expected) / 20000)
-
-
-def test_distances_and_shifts_are_drawn_from_their_whole_range():
-    task = tasks.TASKS['distance']
-    tokens, _ = task.sample(20000, 128, torch.Generator().manual_seed(0))
-    i = (tokens == task.vocab.index('trigger0')).int().argmax(dim=1)
-    j = (tokens == task.vocab.index('trigger1')).int().argmax(dim=1)
-    assert set((i - j).abs().tolist()) == set(range(1, 128))
-    assert 0.48 < (i < j).float().mean() < 0.52  # both orders
-    task = tasks.TASKS['indirect_indexing']
-    rows, _ = task.sample(3000, 30, torch.Generator().manual_seed(0))
-    shifts = {int(task.decode(row).split(', ')[2]) for row in rows}
-    assert shifts == set(range(-15, 16))
-
-
-@pytest.mark.parametrize('name', tasks.TASKS)
-def test_tasks_are_seeded(name):
-    def draw(seed):
-        _, lengths = oracle_and_lengths(name)
-        return tasks.TASKS[name].sample(50, lengths[1], torch.Generator().manual_seed(seed))[0]
-
-    assert torch.equal(draw(3), draw(3))
-    assert not torch.equal(draw(3), draw(4))
-
-
-def test_tasks_show_an_example():
-    """Each docstring has a doctest; a reader of files says what `length` counts."""
-    assert doctest.testmod(tasks).failed == 0
-    for task in tasks.TASKS.values():
-        assert '>>> ' in type(task).__doc__, task
-    for task in data.READERS.values():
-        assert '`length`' in type(task).__doc__, task
-
-
-def test_polynomial_of_any_modulus():
-    task = tasks.make('polynomial:p=7')
-    tokens, _ = task.sample(500, 9, torch.Generator().manual_seed(0))
-    assert task.p == 7
-    assert len(task.vocab) == 11
-    assert tokens.max() == 10
-    numbers = [int(word) for word in task.decode(tokens[0]).split() if word.isdigit()]
-    x, states = numbers[:9], numbers[9:]
-    assert states == list(itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 7))
-
-
-def test_product_with_a_coefficient_for_each_place():
-    task = tasks.make('product:own=1')
-    beta = task.beta.tolist()
-    assert set(beta) == {1, 2, 3, 4}
-    for row in task.sample(20, 9, torch.Generator().manual_seed(0))[0]:
-        numbers = [int(word) for word in task.decode(row).split() if word.isdigit()]
-        x, states = numbers[:9], numbers[9:]
-        assert states == [math.prod(beta[:t] + x[:t]) % 5 for t in range(1, 10)]
-
-
-@pytest.mark.parametrize('name', ['parity', 'polynomial', 'product'])
-def test_without_steps_only_the_last_state_is_asked(name):
-    """The same problems; the answer is their last state, and EoS."""
-    rows = []
-    for option in ('', ':steps=0'):
-        task = tasks.make(name + option)
-        rows.append([task.decode(row).split() for row in
-                     task.sample(20, 9, torch.Generator().manual_seed(0))[0]])
-    for whole, short in zip(*rows):
-        assert short == whole[:11] + whole[-2:]
-        assert len(whole) == 11 + 9 + 1
-
-
-def test_indirect_indexing_of_fewer_letters():
-    task = tasks.make('indirect_indexing:letters=12:shift=2')
-    rows, _ = task.sample(500, 6, torch.Generator().manual_seed(0))
-    texts = [task.decode(row).split(', ') for row in rows]
-    assert {shift for _, _, shift, _ in texts} == {'+0', '+1', '+2', '-1', '-2'}
-    assert set(''.join(source for source, *_ in texts)) == set('ABCDEFGHIJKL')
-    for source, letter, shift, answer in texts:
-        assert answer == source[source.index(letter) + int(shift)]
-
-
-def test_distances_below_a_span():
-    """span=16: distances 1 to 15 in 40 tokens, and classes two apart."""
-    task = tasks.make('distance:span=16')
-    tokens, _ = task.sample(500, 40, torch.Generator().manual_seed(0))
-    triggers = [task.vocab.index(word) for word in ('trigger0', 'trigger1')]
-    places = torch.isin(tokens, torch.tensor(triggers))
-    i, j = places.nonzero()[:, 1].view(500, 2).T
-    assert set((j - i).tolist()) == set(range(1, 16))
-    assert torch.equal(tokens[:, 41] - task.vocab.index('class0'), 2 * (j - i))
-
-
-def test_trigger_counts_up_to_most():
-    """most=16: counts of 0 to 16 in 40 tokens."""
-    task = tasks.make('trigger_count:most=16')
-    tokens, _ = task.sample(500, 40, torch.Generator().manual_seed(0))
-    triggers = [i for i, word in enumerate(task.vocab) if word.startswith('trigger')]
-    count = torch.isin(tokens, torch.tensor(triggers)).sum(dim=1)
-    assert set(count.tolist()) == set(range(17))
-    assert torch.equal(tokens[:, 41] - task.vocab.index('class0'), count)
-
-
-@pytest.mark.parametrize('name, length, says', [
-    ('pairty', 5, 'unknown.*parity'),
-    ('polynomial:q=7', 5, 'options'),
-    ('polynomial:p=', 5, 'options'),
-    ('copy', 0, 'from 1'),
-    ('count', 200, '128'),
-    ('sort', 101, '100'),
-    ('distance', 1, 'from 2'),
-    ('distance:span=1', 5, 'at least 2'),
-    ('distance_sum', 3, 'from 4'),
-    ('trigger_count:most=32', 5, 'from 1 to 31'),
-    ('indirect_indexing', 53, '52'),
-    ('indirect_indexing:letters=53', 5, '1 to 52'),
-    ('indirect_indexing:letters=12:shift=2', 13, '12'),
-    ('flip_flop:ignore=101', 5, 'percentage'),
-    ('group:name=q3', 5, 'group:name is s2 to s5'),
-    ('group:name=s²', 5, 'group:name is s2 to s5'),
-    ('addition:pad=2', 5, '0 or 1'),
-    ('polynomial:p=x', 5, 'p must be a whole number, not x'),
-    ('parity:steps=2', 5, 'steps must be 0 or 1, not 2'),
-    ('parity:steps=-1', 5, 'steps must be 0 or 1, not -1'),
-    ('mqar:keys=65', 5, 'keys must be 1 to 64'),
-    ('mqar', 7, 'from 8'),
-    ('needle', 3, 'from 4')])
-def test_task_errors(name, length, says):
-    with pytest.raises(ValueError, match=says):
-        tasks.make(name).sample(2, length)
+            with pytest.raises(train.UserError, match='an option that was removed'):
+                train.load(tmp_path)
+
+
+def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
+    kw = dict(max_steps=300, eval_interval=30, log_interval=15, pe='pope', n_eval=2)
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    python('train.py', *flags(out_dir=whole, **kw), check=True)
+    rng, path = random.Random(time.time_ns()), killed / 'ckpt.pt'
+    for leg in range(3):
+        before = path.stat().st_mtime_ns if leg else None
+        argv = flags(out_dir=killed, resume=leg > 0, **kw)
+        run = subprocess.Popen([sys.executable, 'train.py', *argv], cwd=HERE,
+                               stdout=subprocess.DEVNULL)
+        if leg < 2:
+            wait_for_a_save(path, before, run)
+            time.sleep(rng.uniform(0, 0.2))
+            run.kill()
+        assert run.wait() == (-signal.SIGKILL if leg < 2 else 0)
+    assert same(weights(whole), weights(killed))
+    assert log_lines(whole) == log_lines(killed)
+
+
+def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    train.main(flags(out_dir=tmp_path))
+    before = (tmp_path / 'ckpt.pt').read_bytes()
+
+    def full(fd):
+        raise OSError(28, 'No space left on device')
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'fsync', full)
+        with pytest.raises(train.UserError, match='No space left'):
+            train.write_file(str(tmp_path / 'ckpt.pt'), b'new')
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
+    assert not list(tmp_path.glob('*.tmp'))
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+    forward, calls = Transformer.forward, []
+
+    def poisoned(self, tokens, targets=None, total_len=None):
+        logits, loss = forward(self, tokens, targets, total_len)
+        if self.training and targets is not None:
+            calls.append(1)
+            loss = loss * math.nan if len(calls) == 7 else loss
+        return logits, loss
+    monkeypatch.setattr(Transformer, 'forward', poisoned)
+    with pytest.raises(train.UserError, match='NaN or infinite at step 7'):
+        train.main(flags(out_dir=tmp_path))
+    entry = read_checkpoint(tmp_path)['seeds'][0]
+    assert entry['step'] == 4 and all(p.isfinite().all() for p in entry['model'].values())
+
+
+def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
+    train.main(flags(out_dir=tmp_path))
+    monkeypatch.setattr(train, 'train', lambda *args: None)           # as if stopped at once
+    train.main(flags(out_dir=tmp_path, lr=0.5))
+    assert not (tmp_path / 'ckpt.pt').exists() and not (tmp_path / 'lengths.json').exists()
+
+
+def test_a_run_goes_on_only_where_its_random_numbers_are(tmp_path):
+    argv = flags(out_dir=tmp_path, seeds='0,1')
+    train.main(argv)
+    state = read_checkpoint(tmp_path)
+    state['step'] = 8
+    state['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)] * 2          # a GPU's
+    torch.save(state, tmp_path / 'ckpt.pt')
+    says = 'was trained on another kind of device.*--device=cuda'
+    with pytest.raises(train.UserError, match=says):
+        train.main([*argv, '--resume'])
+    assert (tmp_path / 'lengths.json').exists()
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    train.main(flags(out_dir=tmp_path))
+    for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'),
+                     (dict(pe='nope'), 'trained with pe=rope'),
+                     (dict(train_lengths='1-4'), 'train_lengths'),
+                     (dict(task='copy'), 'trained with task=parity'),
+                     (dict(seeds='0,1'), 'trained with seeds'),
+                     (dict(lr=0.5), 'trained with lr=0.001'),
+                     (dict(max_steps=99), 'max_steps')):
+        with pytest.raises(train.UserError, match=says):
+            train.main(flags(out_dir=tmp_path, resume=True, **kw))
+    data = (tmp_path / 'ckpt.pt').read_bytes()
+    (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
+    for argv in [f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True):
+        with pytest.raises(train.UserError, match='not a whole checkpoint'):
+            train.main(argv)
 
 
 # ------------------------------------------------------------------------------------------------
-# SCAN
+# many seeds
 
-def scan_splits(split):
-    """The published split: (command, actions) for training and for the test."""
-    return tasks.scan_pairs(split, 'train'), tasks.scan_pairs(split, 'test')
-
-
-def test_scan_is_the_published_data_set():
-    """Its size, some lines, and the number of characters in the published tasks.txt."""
-    train, test = scan_splits('length')
-    pairs = train + test
-    actions_of = dict(pairs)
-    assert len(actions_of) == len(pairs) == 20910
-    assert sum(len(f'IN: {command} OUT: {actions}\n') for command, actions in pairs) == 4080388
-    for command, actions in pairs:
-        assert actions.split() == scan_actions(command.split())
-    jump = 'I_TURN_LEFT I_TURN_LEFT I_JUMP'
-    assert actions_of['jump opposite left twice after jump opposite left'] == ' '.join([jump] * 3)
-    run = 'I_TURN_RIGHT ' * 6 + 'I_RUN'
-    assert actions_of['run opposite right after turn opposite right twice'] == run
-    assert actions_of['walk around right after walk'] == 'I_WALK' + ' I_TURN_RIGHT I_WALK' * 4
+def losses_of(numbers, steps, together=True, **kw):
+    """Losses [S, steps] of seeds that train in one Trainer."""
+    trainer = train.Trainer(smaller(seeds=numbers, **kw), CPU)
+    if len(numbers) > 1:
+        assert trainer.model.together                      # models this small go under vmap
+        trainer.model.together = together
+    return torch.stack([trainer.step(step) for step in range(steps)], dim=1)
 
 
-def test_scan_splits_are_the_published_ones():
-    """Length: up to 22 actions for training, more for the test. Simple: 80 % and 20 % at random."""
-    train, test = scan_splits('length')
-    assert (len(train), len(test)) == (16990, 3920)
-    lengths = [{len(actions.split()) for _, actions in part} for part in (train, test)]
-    assert lengths[0] == set(range(1, 23))
-    assert lengths[1] == {24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48}
-    simple = scan_splits('simple')
-    assert [len(part) for part in simple] == [16728, 4182]
-    assert {*simple[0], *simple[1]} == {*train, *test}
-    with pytest.raises(ValueError, match='length and simple'):
-        tasks.scan_pairs('mcd', 'train')
+def compare_seeds(numbers, steps, tol, **kw):
+    """Seeds stacked under vmap, and in a loop, have the losses that each has alone."""
+    alone = torch.cat([losses_of([seed], steps, **kw) for seed in numbers])
+    assert alone[0, -1] != alone[1, -1] and (alone[:, -1] < alone[:, 0]).all()
+    close(losses_of(numbers, steps, **kw), alone, tol)
+    close(losses_of(numbers, steps, together=False, **kw), alone, tol)
 
 
-def test_scan_cot_spells_out_every_clause():
-    """command = the same with twice and thrice written out → clause : actions, as executed."""
-    task = tasks.make('scan_cot')
-    train, test = scan_splits('length')
-    for command, actions in random.Random(0).sample(train + test, 2000):
-        left, right = task.text(command, actions).split(' = ')
-        written, steps = right.removesuffix(' .').split(' → ')
-        assert left == command
-        assert 'twice' not in right and 'thrice' not in right
-        said = re.findall(r'((?:walk|look|run|jump|turn)[a-z ]*) : ((?:I_\w+ ?)+)', steps)
-        for clause, part in said:
-            assert scan_actions(clause.split()) == part.split()
-        assert ' '.join(part.strip() for _, part in said) == actions
-        halves = re.split(' (?:and|after) ', written)
-        if ' after ' in written:
-            halves.reverse()
-        clauses = [clause for half in halves for clause in half.split(' + ')]
-        assert clauses == [clause for clause, _ in said]
+@variants
+def test_seeds_together_train_as_each_alone(kw):
+    """20 steps of an encoding, 10 of one with switches or of a sum, in float64. Stick-breaking
+    learns more slowly at first: 20 in a sum, too."""
+    plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
+    long = plain or 'stickbreaking' in kw['pe']
+    compare_seeds([5, 6, 7], 20 if long else 10, 1e-9, dtype='float64', **kw)
 
 
-def test_scan_cot_is_the_example_of_table_4():
-    """PRISM Table 4, with four pairs of actions in every clause."""
-    command = 'walk around left thrice and look opposite right'
-    walk = 'walk around left'
-    walked = f'{walk} : ' + 'I_TURN_LEFT I_WALK ' * 4
-    assert tasks.make('scan_cot').text(command, '') == (
-        f'{command} = {walk} + {walk} + {walk} and look opposite right → '
-        + walked * 3 + 'look opposite right : I_TURN_RIGHT I_TURN_RIGHT I_LOOK .')
+@pytest.mark.parametrize('name', pe.ENCODINGS)
+def test_float32_seeds_together_train_as_each_alone(name):
+    compare_seeds([5, 6], 20, 1e-5, pe=name)
+
+
+def test_seeds_with_tied_embeddings_train_as_each_alone():
+    compare_seeds([5, 6, 7], 15, 1e-9, dtype='float64', tie=True)
+
+
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_phases_stay_in_their_bounds(numbers):
+    """A phase that is pushed against a bound for long leaves it as soon as the push turns."""
+    trainer = train.Trainer(smaller(pe='pope', seeds=numbers, lr=0.01, min_lr=0.01), CPU)
+    optimizer = trainer.optimizer
+    delta = next(g for g in optimizer.param_groups if g['name'] == 'delta')['params'][0]
+    gradient = -1.0
+
+    def push(*_):
+        delta.grad.fill_(gradient)
+
+    optimizer.register_step_pre_hook(push)
+    for step in range(100):
+        trainer.step(step)
+    assert (delta == 0).all()
+    gradient = 1.0
+    for step in range(100, 130):
+        trainer.step(step)
+    assert (delta < -0.01).all()
+
+
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_compiled_seeds_are_eager_ones(numbers, monkeypatch):
+    """--compile compiles what a step calls in one graph: the model, or the pass of all seeds."""
+    compiler = torch.compile
+
+    def compile_whole(function, dynamic):
+        return compiler(function, fullgraph=True, backend='aot_eager', dynamic=dynamic)
+    monkeypatch.setattr(torch, 'compile', compile_whole)
+    kw = dict(pe='pope+vipe', n_layer=1, n_head=2, train_lengths=[2, 3], dtype='float64')
+    compiled = losses_of(numbers, 4, compile=True, **kw)
+    close(compiled, losses_of(numbers, 4, compile=False, **kw), 1e-9)
+
+
+def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsys):
+    a, b, results = tmp_path / 'a', tmp_path / 'b', tmp_path / 'r.jsonl'
+    train.main(flags(out_dir=a, seeds='0,1,2'))
+    clip, calls = train.clip_each, []
+
+    def poisoned(params, largest):
+        clip(params, largest)
+        calls.append(1)
+        if len(calls) == 6:                                # so that the loss of step 7 is NaN
+            for p in params:
+                p.grad[1] = math.nan
+    monkeypatch.setattr(train, 'clip_each', poisoned)
+    with pytest.raises(train.UserError, match='1 diverged: seed 1'):
+        train.main(flags(out_dir=b, seeds='0,1,2', results=results))
+    line = read_json(results)
+    assert list(line['lengths']) == ['0', '2']
+    assert 'seed 1: the loss' in line['failed'][0]
+    out = capsys.readouterr().out
+    assert 'seed 1: the loss or a weight became NaN or infinite at step 7' in out
+    for seed in (0, 2):
+        assert same(weights(a, seed), weights(b, seed))
+    assert list(read_json(b / 'lengths.json')) == ['0', '2']
+    assert train.main(['--eval_only', f'--out_dir={b}']) == 0
+    assert 'left out: seed 1: the loss' in capsys.readouterr().out
+    assert list(read_json(b / 'lengths.json')) == ['0', '2']
+    failed = read_checkpoint(b)['seeds'][1]
+    assert failed['step'] == 4 and all(p.isfinite().all() for p in failed['model'].values())
+
+
+def test_micro_batches_give_the_same_gradient(tmp_path):
+    """Micro-batches count by what is supervised in them, not by their rows."""
+    for accumulate in (1, 3, 8):
+        train.main(flags(dtype='float64', seeds='0,1', accumulate=accumulate,
+                         out_dir=tmp_path / str(accumulate)))
+    assert_same_run(tmp_path / '1', tmp_path / '3')
+    assert_same_run(tmp_path / '1', tmp_path / '8')
 
 
 # ------------------------------------------------------------------------------------------------
-# kernels.py: in Triton's interpreter without a GPU, compiled with one
+# GPUs
 
-CUDA = torch.cuda.is_available()
-DEVICE = 'cuda' if CUDA else 'cpu'
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason='needs Triton')
-kernel_test = gpu if CUDA else needs_triton
+class Operators(TorchDispatchMode):
+    """The names of the operators that are called within it."""
+    def __init__(self):
+        super().__init__()
+        self.names = set()
 
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
 
-def kernel_and_reference(name):
-    return getattr(kernels, f'{name}_attention'), getattr(kernels, f'{name}_attention_reference')
 
+# the host waits inside these, or may, which tensors without values do not show
+WAITS = {'linalg_matrix_exp', 'linalg_householder_product', 'linalg_qr', 'linalg_inv_ex',
+         '_linalg_solve_ex', 'nonzero'}
 
-def own_argument(name, H, T, D):
-    """The argument of NAME_attention after q, k, v."""
-    return bench.kernel_inputs(f'{name}_attention', 1, H, T, D, torch.float32, DEVICE)[3]
 
+@variants
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_no_step_waits_for_the_device(numbers, kw, monkeypatch):
+    """A CUDA graph can record a step: the host reads no value and makes no tensor in it.
 
-def strided_qkv(B, H, T, D, dtype, layout, g):
-    """q, k, v [B, H, T, D]: slices of a projection, contiguous, or with a last axis that is not."""
-    if layout == 'projected':
-        parts = torch.randn(B, T, 3 * H * D, generator=g).to(DEVICE, dtype).chunk(3, dim=-1)
-        return [x.view(B, T, H, D).transpose(1, 2).requires_grad_() for x in parts]
-    xs = torch.randn(3, B, H, T, D, generator=g).to(DEVICE, dtype)
-    if layout == 'other':
-        xs = xs.transpose(3, 4).contiguous().transpose(3, 4)
-    return [x.requires_grad_() for x in xs.unbind()]
-
-
-@kernel_test
-@pytest.mark.usefixtures('nan_memory')
-@pytest.mark.parametrize('name', ['pope', 'vipe', 'bias'])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize('seed', range(16 if CUDA else 6))
-def test_kernels_against_their_references(name, dtype, seed):
-    """Random shapes and strides, every output and gradient."""
-    rng, g = random.Random(seed), torch.manual_seed(seed)
-    B, H = rng.randint(1, 2), rng.randint(1, 3)
-    T = rng.choice([1, 2, 17, 64, 65, 100, 131])
-    D = rng.choice([16, 20, 32, 64, 80, 128])
-    q, k, v = strided_qkv(B, H, T, D, dtype, rng.choice(['projected', 'contiguous', 'other']), g)
-    inputs = [q, k, v, own_argument(name, H, T, D)]
-    worst = bench.largest_error(*kernel_and_reference(name), inputs)
-    assert worst < bench.largest_allowed(f'{name}_attention', inputs)
-
-
-@kernel_test
-@pytest.mark.parametrize('on, G', [
-    ('', 2), ('polar', 2), ('pope', 2), ('vipe', 2), ('bias', 2), ('pope vipe', 2),
-    ('pope bias', 2), ('vipe bias', 2), ('pope vipe bias', 1), ('pope vipe bias', 2)])
-def test_kernels_with_every_switch(on, G):
-    """attention() with any of its parts, each for G groups of the batch; outputs and gradients."""
-    g = torch.Generator().manual_seed(1)
-    B, H, T, D = 2, 2, 70, 24
-    shapes = {}
-    if 'pope' in on:
-        shapes |= dict(delta=(G, H, D))
-    if 'vipe' in on:
-        shapes |= dict(row=(G, H, T), col=(B, H, T))
-    if 'bias' in on:
-        shapes |= dict(bias=(G, H, T))
-    tensors = strided_qkv(B, H, T, D, torch.float32, 'contiguous', g)
-    for shape in shapes.values():
-        tensors.append((torch.rand(shape, generator=g) * 2).to(DEVICE).requires_grad_())
-    base = 100.0 if on[:2] == 'po' else 0.0
-
-    def by_kernel(q, k, v, *rest):
-        return kernels.attention(q, k, v, base=base, distance=True, **dict(zip(shapes, rest)))
-
-    def by_reference(q, k, v, *rest):
-        return kernels.attention_reference(q, k, v, base=base, **dict(zip(shapes, rest)))
-
-    assert bench.largest_error(by_kernel, by_reference, tensors) < 1e-5
-
-
-@pytest.fixture
-def nan_memory():
-    """New tensors hold NaN, so that an element that a kernel does not write shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@kernel_test
-@pytest.mark.parametrize('name', ['pope', 'vipe', 'bias'])
-def test_kernels_repeat_themselves(name):
-    """Bit for bit, but for the bias's gradient, which blocks add to in any order."""
-    def once():
-        g = torch.manual_seed(0)
-        q, k, v = strided_qkv(1, 2, 70, 32, torch.float32, 'contiguous', g)
-        own = own_argument(name, 2, 70, 32)
-        found = bench.outputs_and_gradients(kernel_and_reference(name)[0], [q, k, v, own])
-        return found[:-1] if name == 'bias' else found
-
-    assert all(torch.equal(a, b) for a, b in zip(once(), once()))
-
-
-def attention_arguments():
-    """Small q, k, v, delta, row, col, bias of kernels.attention."""
-    g = torch.Generator().manual_seed(0)
-    q, k, v = strided_qkv(2, 2, 20, 16, torch.float32, 'projected', g)
-    shapes = ((1, 2, 16), (1, 2, 20), (2, 2, 20), (1, 2, 20))
-    parts = (torch.rand(shape, generator=g).to(DEVICE).requires_grad_() for shape in shapes)
-    return q, k, v, *parts
-
-
-@kernel_test
-def test_attention_as_an_operator():
-    """Schema, fake tensors and gradients, as torch.compile needs them; no second gradient."""
-    q, k, v, delta, _, _, bias = attention_arguments()
-    checks = ('test_schema', 'test_autograd_registration', 'test_faketensor')
-    for args in ((q, k, v, bias, 0.25, True), (q, k, v, None, 0.25, False)):
-        torch.library.opcheck(kernels.attention_forward, args, test_utils=checks)
-    for phases in (delta, None):
-        torch.library.opcheck(kernels.polar, (q, phases, 100.0, True), test_utils=checks)
-    y = kernels.bias_attention(q, k, v, bias[0])
-    grad, = torch.autograd.grad(y.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match='second-order'):
-        grad.sum().backward()
-
-
-@kernel_test
-def test_attention_says_what_does_not_fit():
-    q, k, v, delta, row, _, bias = attention_arguments()
-    for args, kw, says in (
-            ((q.double(), k, v), {}, 'float32, bfloat16 or float16'),
-            ((q[:, :1], k, v), {}, 'must all be'),
-            ((q, k, v), dict(delta=delta), 'delta and softplus go with base'),
-            ((q, k, v), dict(delta=delta[:, :1], base=9.0), r'delta must be \[1, 2, 16\]'),
-            ((q, k, v), dict(row=row), 'row with col'),
-            ((q, k, v), dict(bias=bias[..., :9]), r'bias must be \[1, 2, 20\]'),
-            ((q, k, v), dict(bias=bias.expand(3, 2, 20)), '3 groups do not divide')):
-        with pytest.raises(ValueError, match=says):
-            kernels.attention(*args, **kw)
-
-
-def test_blocks_divide():
-    for table in (kernels.BLOCKS, bench.CANDIDATES):
-        for name, rows in table.items():
-            for M, N, *_ in rows:
-                assert (N % M if name == 'keys_kernel' else M % N) == 0
-
-
-@needs_triton
-def test_positions_are_a_multiple_of_16_numbers_apart():
-    """Of what the kernels write, and of what they read: others are copied."""
-    x = torch.randn(1, 3, 65, 20)
-    assert kernels.new_rows(x, 40).stride() == (65 * 128, 40, 128, 1)
-    rows = x.transpose(1, 2).contiguous().transpose(1, 2)
-    assert rows.stride(2) == 60 and kernels.readable(rows).stride(2) == 64
-    assert torch.equal(kernels.readable(rows), x)
-
-
-@kernel_test
-@pytest.mark.parametrize('encoding', ['plain', 'pope', 'vipe', 'bias'])
-def test_launches_for_timing(encoding):
-    """What `python kernels.py --blocks` times are the kernels: each writes all its outputs."""
-    for launch in bench.launches(encoding, 16, 20, 1, 2, DEVICE).values():
-        outputs = [x for x in launch.args[2] if x is not None]
-        for x in outputs:
-            x.zero_()
-        launch()
-        assert all(x.any() for x in outputs)
-
-
-@kernel_test
-def test_bias_without_parameters_has_no_gradient(monkeypatch):
-    """ALiBi's has none: the kernel for keys then leaves out the sums over diagonals."""
-    q, k, v, _, _, _, bias = attention_arguments()
-    wanted = []
-
-    def launch(kernel, inputs, outputs, *args):
-        if kernel is kernels.keys_kernel:
-            wanted.append(outputs[2] is not None)
-        return plain(kernel, inputs, outputs, *args)
-
-    plain = kernels.launch
-    monkeypatch.setattr(kernels, 'launch', launch)
-    for x in (bias, bias.detach()):
-        kernels.attention(q, k, v, bias=x)[0].sum().backward()
-    assert wanted == [True, False]
-
-
-def test_auto_takes_the_reference_where_shared_memory_is_small(monkeypatch):
-    """And says so once."""
-    class Half:
-        is_cuda, shape, dtype, device = True, (1, 1, 512, 64), torch.bfloat16, 'a small GPU'
-
-    auto = pe.PEConfig(d_model=64, n_head=1)
-    monkeypatch.setattr(kernels, 'triton', object())
-    monkeypatch.setattr(kernels, 'shared_memory', lambda device: 64 * 1024)
-    kernels.fits.cache_clear()
-    with pytest.warns(UserWarning, match='need 101376 bytes') as said:
-        assert not pe.kernels_serve(auto, Half) and not pe.kernels_serve(auto, Half)
-    assert len(said) == 1
-    monkeypatch.setattr(kernels, 'shared_memory', lambda device: 99 * 1024)
-    kernels.fits.cache_clear()
-    assert pe.kernels_serve(auto, Half)
-
-
-@kernel_test
-def test_bias_kernel_with_a_window():
-    """A bias of -inf beyond a distance may hide whole blocks of keys from a row."""
-    g = torch.Generator().manual_seed(0)
-    inputs = strided_qkv(1, 2, 150, 16, torch.float32, 'projected', g)
-    window = torch.where(torch.arange(150, device=DEVICE) < 8, 0.0, -math.inf).expand(2, 150)
-
-    def by_kernel(q, k, v):
-        return kernels.bias_attention(q, k, v, window)
-
-    def by_reference(q, k, v):
-        return kernels.bias_attention_reference(q, k, v, window.double())
-
-    assert bench.largest_error(by_kernel, by_reference, inputs) < 1e-5
-
-
-@kernel_test
-@pytest.mark.parametrize('name', ['pope', 'vipe', 'pope+vipe', 't5'])
-def test_kernels_under_autocast(name):
-    """q, k and v in half precision; factors, bias and the expected distance stay in float32."""
-    tokens = torch.randint(1, 11, (1, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    exact = make(torch.float32, pe=name, kernel='reference').to(DEVICE)(tokens)[0]
-    with torch.autocast(DEVICE, torch.bfloat16):
-        half = make(torch.float32, pe=name, kernel='triton').to(DEVICE)(tokens)[0]
-    assert (half - exact).abs().max() < 0.1 * exact.abs().max()
-
-
-@kernel_test
-@pytest.mark.parametrize('name', ['pope+vipe', 'rope+alibi'])
-def test_sums_compile_in_one_graph(name):
-    model = make(torch.float32, pe=name, kernel='reference').to(DEVICE)
-    tokens = torch.randint(1, 11, (1, 9)).to(DEVICE)
-    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
-    close(compiled(tokens)[0].detach(), model(tokens)[0].detach(), 1e-4)
-
-
-def gains(kw):
-    """Whether a kernel computes this encoding's attention faster."""
-    try:
-        enc = pe.build(pe.PEConfig(**(dict(d_model=32, n_head=4) | kw)))
-    except Exception:  # a class that is not done yet: other tests fail
-        return False
-    return enc.fusable and enc.gains
-
-
-GAINS = {name: kw for name, kw in VARIANTS.items() if gains(kw)}
-# whose cursors have a kernel of their own
-GAINS['prism copy'] = dict(VARIANTS['prism copy'], n_head=2, prism_cursors=1)
-
-
-@kernel_test
-@pytest.mark.parametrize('kw', GAINS.values(), ids=GAINS)
-def test_encodings_by_kernels(kw):
-    """kernel=triton has the loss and the gradients of kernel=reference: alone, and under vmap."""
-    T = 6 if kw['pe'] == 'prism' else 17  # the interpreter is slow at the scan's steps
-    tokens = torch.randint(1, 11, (1, T + 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-
-    def losses_and_gradients(kernel):
-        """Of two seeds."""
-        cfg = dict(n_layer=1, kernel=kernel, **kw)
-        models = [make(torch.float32, seed, **cfg).to(DEVICE) for seed in (0, 1)]
-        params, buffers = torch.func.stack_module_state(models)
-
-        def loss_of(params, buffers):
-            state = params, buffers
-            return torch.func.functional_call(
-                models[0], state, (inputs, targets), dict(total_len=30), tie_weights=False)[1]
-
-        alone = torch.stack([model(inputs, targets, total_len=30)[1] for model in models])
-        alone.sum().backward()
-        together = torch.func.vmap(loss_of)(params, buffers)
-        together.sum().backward()
-        grads = [p.grad for p in params.values()]
-        for name in params:
-            grads.append(torch.stack([model.get_parameter(name).grad for model in models]))
-        return [alone.detach(), together.detach()], grads
-
-    losses, grads = losses_and_gradients('triton')
-    expected_losses, expected_grads = losses_and_gradients('reference')
-    for a, b in zip(losses, expected_losses):
-        assert (a - b).abs().max() < 1e-4
-    for a, b in zip(grads, expected_grads):
-        assert (a - b).norm() <= 2e-4 * b.norm() + 1e-6
-
-
-def random_scan(B, C, T, P, d_pe):
-    """Inputs of cursor_scan, all of which want gradients; copies are of tokens up to this one."""
-    return bench.kernel_inputs('cursor_scan', B, C, T, d_pe, torch.float32, DEVICE, P)
-
-
-def scan_error(shape, sharpen, copy, seed=0, scan=kernels.cursor_scan):
-    """Largest error of a scan, of its output and the gradients of gates, gamma, table and jumps."""
-    torch.manual_seed(sum(shape) + seed)
-    reset, step, gamma, table, jumps = random_scan(*shape)
-    inputs = [reset, step, table, *[gamma] * sharpen, *[jumps] * copy]
-
-    def called(function):
-        def call(reset, step, table, *rest):
-            gamma = rest[0] if sharpen else None
-            jumps = rest[-1] if copy else None
-            return function(reset, step, gamma, table, jumps)
-        return call
-
-    return bench.largest_error(called(scan), called(pe.cursor_scan), inputs)
-
-
-@kernel_test
-@pytest.mark.usefixtures('nan_memory')
-@pytest.mark.parametrize('shape', [
-    (2, 2, 12, 12, 8), (1, 1, 50, 50, 3), (3, 1, 1, 1, 4), (1, 2, 16, 100, 34)])  # B, C, T, P, d_pe
-@pytest.mark.parametrize('sharpen, copy', [(True, False), (True, True), (False, True)])
-def test_cursor_scan_by_the_kernel(shape, sharpen, copy):
-    assert scan_error(shape, sharpen, copy) < 1e-4
-
-
-@kernel_test
-def test_cursor_scan_widens_its_window_twice():
-    """120 tokens: 128 bins for the first 48, then 256, then 512."""
-    assert scan_error((1, 1, 120, 512, 5), sharpen=True, copy=True) < 1e-4
-
-
-@gpu
-@pytest.mark.parametrize('copy', [False, True])
-def test_gpu_cursor_scan_at_length(copy):
-    """1e-4, or where ties amplify rounding, ten times the error of the reference in float32."""
-    shape = (2, 3, 2048, 2048, 84)
-    own = scan_error(shape, True, copy, scan=pe.cursor_scan)
-    assert scan_error(shape, True, copy) < max(1e-4, 10 * own)
-
-
-@kernel_test
-@pytest.mark.parametrize('exponent', [1.0001, 1e4])
-def test_cursor_scan_with_extreme_exponents(exponent):
-    torch.manual_seed(0)
-    reset, step, _, table, jumps = (x.detach() for x in random_scan(2, 2, 9, 12, 4))
-    gamma = torch.full((2,), exponent, device=DEVICE)
-    expected = pe.cursor_scan(reset, step, gamma, table, jumps)
-    close(kernels.cursor_scan(reset, step, gamma, table, jumps), expected, 1e-5)
-
-
-@kernel_test
-def test_kernels_refuse_other_positions():
-    """Fractions take the reference; whole numbers that do not count up by 1 give NaN."""
-    q, k, v, pos = (x.to(DEVICE) for x in qkv())
-    q, k, v = q.float(), k.float(), v.float()
-    enc = encoding('alibi', kernel='triton').float().to(DEVICE)
-    plain = encoding('alibi', kernel='reference').float().to(DEVICE)
-    assert enc.attend(q, k, v, 3 * pos).isnan().any()
-    close(enc.attend(q, k, v, pos + 7), plain.attend(q, k, v, pos), 1e-4)
-    close(enc.attend(q, k, v, pos * 0.5), plain.attend(q, k, v, pos * 0.5), 1e-4)
-
-
-@kernel_test
-def test_cursor_scan_as_an_operator():
-    """Schema and fake tensors, as torch.compile needs them, of both directions."""
-    torch.manual_seed(0)
-    reset, step, gamma, table, jumps = (x.detach() for x in random_scan(2, 2, 9, 12, 4))
-    inputs = (reset, step, gamma.expand(2, -1), table, jumps)
-    _, checkpoints = prism_scan.scan_forward(*inputs)
-    dout = torch.randn(2, 2, 9, 4, device=DEVICE)
-    checks = ('test_schema', 'test_faketensor')
-    torch.library.opcheck(prism_scan.scan_forward, inputs, test_utils=checks)
-    backward = (dout, *inputs, checkpoints, True)
-    torch.library.opcheck(prism_scan.scan_backward, backward, test_utils=checks)
-
-
-@kernel_test
-@pytest.mark.parametrize('scan', [kernels.cursor_scan, pe.cursor_scan])
-def test_cursor_scan_says_what_does_not_fit(scan):
-    torch.manual_seed(0)
-    reset, step, gamma, table, jumps = random_scan(2, 2, 9, 12, 4)
-    for wrong, says in (
-            ((reset, step[..., :2], gamma, table), r'step must be \[2, 2, 9, 3\]'),
-            ((reset, step, gamma[:1], table), r'gamma must be \[(1, )?2\]'),
-            ((reset, step, gamma, table, jumps[..., :9]), r'copy must be \[2, 2, 9, 10\]'),
-            ((reset, step, gamma, table[:24]), r'\[2P\+1, d_pe\]'),
-            ((reset, step, gamma, table[:17]), 'must hold offsets -9..9')):
-        with pytest.raises(ValueError, match=says):
-            scan(*wrong)
-
-
-COMPILE = """
-import functools, json, sys
-import torch
-import kernels
-from engine import bench
-
-def everything():
-    q, k, v, delta = bench.kernel_inputs('pope_attention', 1, 1, 4096, 64, torch.bfloat16, 'cpu')
-    row, col, bias = (torch.zeros(1, 1, 4096, requires_grad=True) for _ in range(3))
-    y, e = kernels.attention(q, k, v, delta[None], 9.0, row, col, bias, distance=True)
-    (y.sum() + e.sum()).backward()
-
-for call in sys.argv[2:]:
-    name, D, dtype = call.split('/')
-    name = 'cursor_scan' if name == 'scan' else f'{name}_attention'
-    T = 40 if name == 'cursor_scan' else 4096
-    run = functools.partial(bench.forward_and_backward, name, int(D), dtype, T)
-    run = everything if 'everything' in name else run
-    for row in bench.compile_kernels(int(sys.argv[1]), [run]):
-        print(json.dumps(dict(row, dtype=dtype, **{'in': call})))
-"""
-
-
-def test_without_triton_everything_but_the_kernels_works():
-    code = ("import sys; sys.modules['triton'] = None; import torch, kernels, pe; "
-            "x = torch.randn(1, 1, 4, 4); kernels.attention_reference(x, x, x); "
-            "pe.build(pe.PEConfig(pe='pope')); kernels.attention(x, x, x)")
-    run = python('-c', code)
-    assert 'RuntimeError: the kernels need Triton' in run.stderr
-
-
-@needs_triton
-@pytest.mark.parametrize('arch, calls', [
-    (90, ['pope/64/bfloat16', 'pope/128/float16', 'bias/64/bfloat16', 'scan/64/float32']),
-    (89, ['pope/128/bfloat16', 'bias/64/bfloat16', 'bias/128/float32']),
-    (80, ['pope/128/bfloat16', 'everything/64/bfloat16'])])
-def test_kernels_compile(arch, calls):
-    """Without a GPU, by Triton's compiler alone: shared memory fits, and registers suffice.
-
-    On sm_90 products in half precision are asynchronous (wgmma, no mma.sync); those in float32 are
-    exact (neither); the scan's logarithm is one instruction. The spills are those that are known
-    of Triton 3.8; 3.6, with an older ptxas, has one more.
+    Here the step runs on meta tensors, which have no values; all but AdamW, which is torch's.
     """
-    run = python('-c', COMPILE, str(arch), *calls, env=os.environ | dict(TRITON_INTERPRET='0'))
-    assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
-    spills = {90: {('pope/128/float16', 'queries'): 92, ('pope/128/float16', 'keys'): 108,
-                   ('bias/64/bfloat16', 'keys'): 252},
-              89: {('pope/128/bfloat16', 'queries'): 8, ('bias/64/bfloat16', 'keys'): 116,
-                   ('bias/128/float32', 'keys'): 16},
-              80: {('pope/128/bfloat16', 'queries'): 4, ('everything/64/bfloat16', 'keys'): 76,
-                   ('everything/64/bfloat16', 'queries'): 16,
-                   ('everything/64/bfloat16', 'polar_backward'): 4}}
-    if kernels.triton.__version__.startswith('3.6.'):
-        spills[90] |= {('pope/64/bfloat16', 'polar_backward'): 4}
-    for row in rows:
-        attention = row['kernel'] in ('forward', 'queries', 'keys')
-        assert row['shared'] <= bench.SHARED[arch], row
-        if attention or 'polar' in row['kernel']:
-            assert row['spilled'] <= 2 * spills[arch].get((row['in'], row['kernel']), 0), row
-        else:
-            assert row['fast_logarithms'], row
-        if attention and row['dtype'] == 'float32':
-            assert row['mma'] == row['wgmma'] == 0, row
-        elif attention:
-            assert (row['mma'] == 0, row['wgmma'] > 0) == (arch == 90, arch == 90), row
-    found = {row['kernel'] for row in rows}
-    assert {'forward', 'queries', 'keys', 'polar', 'polar_backward'} <= found
-    assert arch != 90 or {'scan', 'scan_backward'} <= found
-
-
-def exact_row(name, q, k, v, own, row):
-    """(y, expected distance) [H, D], [H] of one query in float64; ViPE's enlarged queries and keys
-    are rounded as the kernels take them."""
-    T, D = q.shape[2:]
-    dtype = q.dtype
-    s = torch.arange(row + 1, device=DEVICE)
-    q, own = q[0, :, row].double(), own.double()
-    k, v = (x[0, :, :row + 1].double() for x in (k, v))
-    if name == 'pope':
-        theta = 1e4 ** (-torch.arange(D, device=DEVICE, dtype=torch.float64) / D)
-        phase = (s - row)[:, None] * theta + own[:, None]  # (H, row + 1, D)
-        x = torch.einsum('hd,hsd->hs', F.softplus(q), F.softplus(k) * phase.cos()) / D ** 0.5
+    if kw.get('prism_recurrent') == 'orthogonal':
+        pytest.skip('train.Trainer makes no graph of this one')
+    trainer = train.Trainer(smaller(seeds=numbers, **kw), CPU)
+    model = trainer.model
+    for batches in trainer.batches:
+        batches.next(0)
+        for name in ('tokens', 'targets', 'order'):
+            setattr(batches, name, getattr(batches, name).to('meta'))
+    if isinstance(model, train.Stack):
+        model.params = {name: p.detach().to('meta').requires_grad_()
+                        for name, p in model.params.items()}
+        model.buffers = {name: x.to('meta') for name, x in model.buffers.items()}
+        params = list(model.params.values())
     else:
-        if name == 'vipe':
-            q = (q * math.log(row + 1)).to(dtype).double()
-            k = (k * (1 + torch.einsum('hd,hsd->hs', own, k))[..., None]).to(dtype).double()
-        x = torch.einsum('hd,hsd->hs', q, k) / D ** 0.5
-    if name == 'bias':
-        x = x + own[:, row - s]
-    p = x.softmax(dim=-1)
-    return torch.einsum('hs,hsd->hd', p, v), (p * (row - s)).sum(dim=-1)
+        params = list(model.to('meta').parameters())
+    trainer.optimizer = mock.Mock(param_groups=[dict(params=params, bounds=(-1, 1))])
+    # autocast knows no meta device
+    monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
+    monkeypatch.setattr(torch, 'autocast', lambda *args, **kw: contextlib.nullcontext())
+    with Operators() as operators:
+        loss = trainer.update(*trainer.next_batch(0))
+    assert loss.is_meta and all(p.grad.is_meta for p in params)
+    assert 'embedding' in operators.names and not operators.names & WAITS
 
 
 @gpu
-@pytest.mark.parametrize('name', ['pope', 'vipe', 'bias'])
-def test_gpu_kernels_at_32768_tokens(name):
-    """Finite, and right on sampled rows."""
-    H, T, D = 2, 32768, 64
-    g = torch.manual_seed(0)
-    q, k, v = strided_qkv(1, H, T, D, torch.bfloat16, 'projected', g)
-    own = own_argument(name, H, T, D)
-    function, _ = kernel_and_reference(name)
-    out = function(q, k, v, own)
-    y, e = out if name == 'vipe' else (out, None)
-    loss = y.float().square().sum() + (0 if e is None else e.sum())
-    assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(loss, (q, k, v, own))))
-    for row in (0, 1, 4095, 20000, T - 1):
-        expected, distance = exact_row(name, q, k, v, own, row)
-        assert (y[0, :, row].double() - expected).norm() < 0.02 * expected.norm()
-        if e is not None and row:
-            assert ((e[0, :, row] - distance).abs() / (row + 1)).max() < 0.01
+@variants
+@pytest.mark.parametrize('numbers', [[0], [0, 1]], ids=str)
+def test_gpu_graph_trains_as_eager_steps(numbers, kw):
+    """Through an epoch's end and a change of lengths, each of which a graph must notice."""
+    losses = {}
+    for graph in (False, True):
+        cfg = smaller(d_model=32, batch_size=8, train_lengths=[1, 2, 4], n_train=8, seeds=numbers,
+                      length_schedule=[(0, 2), (6, 4)], graph=graph, **kw)
+        trainer = train.Trainer(cfg, torch.device('cuda'))
+        losses[graph] = torch.stack([trainer.step(step) for step in range(20)]).cpu()
+    close(losses[True], losses[False], 1e-4)
+
+
+@gpu
+@pytest.mark.parametrize('numbers', ['0', '0,1'])
+def test_gpu_run_stops_and_resumes(numbers, tmp_path):
+    argv = flags(device='cuda', seeds=numbers, dropout=0.1, max_steps=40, eval_interval=20)
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    train.main([*argv, f'--out_dir={a}'])
+    with sigterm_in_step(25):
+        assert train.main([*argv, f'--out_dir={b}']) == 128 + signal.SIGTERM
+    train.main([*argv, f'--out_dir={b}', '--resume'])
+    assert_same_run(a, b, 1e-4)
+
+
+# ------------------------------------------------------------------------------------------------
+# sweeps and evaluation
+
+def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
+    argv = flags(pe='nope,rope', lr='1e-3,1e-2', out_dir=tmp_path)
+    train.main(argv)
+    out = capsys.readouterr().out
+    names = [f'pe={name},lr={lr}' for name in ('nope', 'rope') for lr in (0.001, 0.01)]
+    with pytest.raises(train.UserError, match='of a sweep, one of its runs'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}'])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names)
+    assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', out, re.M)) == 4
+    first, third = tmp_path / names[0] / 'ckpt.pt', tmp_path / names[2] / 'lengths.json'
+    third.unlink()                                         # as if killed in the third run
+    before = first.stat().st_mtime_ns
+    train.main(argv)
+    assert capsys.readouterr().out.count('finished earlier') == 3 and third.exists()
+    assert first.stat().st_mtime_ns == before
+
+
+def test_a_diverging_point_does_not_end_a_sweep(tmp_path, capsys):
+    results = tmp_path / 'r.jsonl'
+    with pytest.raises(train.UserError, match='1 diverged: 1e\\+30'):
+        train.main(flags(lr='1e30,1e-3', out_dir=tmp_path, results=results))
+    assert re.search(r'^0.001 .*│', capsys.readouterr().out, re.M)
+    bad, good = map(json.loads, results.read_text().splitlines())
+    assert bad['lengths'] == {} and len(bad['failed']) == 1
+    assert list(good['lengths']) == ['0'] and 'failed' not in good
+
+
+def test_eval_only_with_other_options_of_the_task(tmp_path):
+    """Scores of flip_flop:ignore=98 do not replace those of flip_flop; they go into results."""
+    train.main(flags(task='flip_flop', train_lengths='4', eval_lengths='4', out_dir=tmp_path))
+    before = (tmp_path / 'lengths.json').read_text()
+    train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=flip_flop:ignore=98',
+                f'--results={tmp_path}/lines.jsonl'])
+    assert (tmp_path / 'lengths.json').read_text() == before
+    line = json.loads((tmp_path / 'lines.jsonl').read_text())
+    assert line['config']['task'] == 'flip_flop:ignore=98'
+    scores = read_json(tmp_path / 'eval.json')['0']['4']
+    assert line['lengths']['0']['4'] == [round(scores[x], 4) for x in ('exact', 'token', 'last')]
+    assert scores != json.loads(before)['0']['4']
+    with pytest.raises(train.UserError, match='task=flip_flop; parity is another'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=parity'])
+    train.main(flags(task='group:name=s3', out_dir=tmp_path))
+    with pytest.raises(train.UserError, match='task=group:name=s3; group:name=z6 is another'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=group:name=z6'])
+    with pytest.raises(train.UserError, match='continues no prompt'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=012'])
+    train.main(flags(task='distance:span=4', train_lengths='4', eval_lengths='4', causal=False,
+                     out_dir=tmp_path))
+    with pytest.raises(train.UserError, match='no causal mask'):
+        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=w1 ?'])
+
+
+def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
+    train.main(flags(out_dir=tmp_path, pe='vipe'))
+    before = (tmp_path / 'ckpt.pt').read_bytes()
+    capsys.readouterr()
+    train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
+    out = capsys.readouterr().out
+    assert '--eval_lengths=2,9' in out and 'parity with vipe' in out
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
+    assert list(read_json(tmp_path / 'lengths.json')['0']) == list('123459')
+    config_file = tmp_path / 'again.py'
+    config_file.write_text(f'eval_only = True\nout_dir = {str(tmp_path)!r}\n')
+    train.main([str(config_file), '--eval_lengths=7'])
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
+
+
+def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
+    """--eval_only at other lengths reports what training with these eval_lengths would have."""
+    kw = dict(pe='vipe', vipe_s='global', max_steps=60)
+    train.main(flags(out_dir=tmp_path / 'a', eval_lengths='1-9', **kw))
+    train.main(flags(out_dir=tmp_path / 'b', eval_lengths='1-5', **kw))
+    train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--eval_lengths=1-9'])
+    assert read_json(tmp_path / 'a/lengths.json') == read_json(tmp_path / 'b/lengths.json')
+    train.main(['--eval_only', f'--out_dir={tmp_path / "b"}', '--vipe_s=one'])
+
+
+def test_evaluate_counts():
+    class Fixed(torch.nn.Module):
+        """A model that gives the answers that it was told."""
+        def forward(self, tokens):
+            return F.one_hot(self.answers, 8).float(), None
+    task = tasks.make('copy')
+    tokens, targets = task.sample(4, 3, torch.Generator().manual_seed(0))
+    model = Fixed()
+    model.answers = targets.clamp(min=0)
+    model.answers[0, 4] += 1                               # row 0: its first state is wrong
+    model.answers[1, 6] += 1                               # row 1: its last state
+    model.answers[2, 7] += 1                               # row 2: its end token
+    scores = train.evaluate(model, task, {3: (tokens, targets)})[3]
+    assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
+
+
+# ------------------------------------------------------------------------------------------------
+# batches and the learning rate
+
+def test_batches_mix_lengths_and_repeat_fixed_data():
+    task = tasks.make('parity')
+    batches = train.Batches(small(n_train=8, batch_size=6), 0, task, CPU)
+    epoch = torch.cat([draw(batches, 0) for _ in range(4)])
+    again = torch.cat([draw(batches, 0) for _ in range(4)])
+    assert epoch.shape == (24, 9) and not torch.equal(epoch, again)
+    assert sorted(epoch.tolist()) == sorted(again.tolist())
+    assert len({(row != 0).sum().item() for row in epoch[:6]}) > 1
+    fresh = train.Batches(small(), 0, task, CPU)
+    rows = torch.cat([draw(fresh, 0) for _ in range(200)]).tolist()
+    assert len({tuple(row) for row in rows}) == 2 + 4 + 8
+
+
+def test_schedule_limits_lengths():
+    cfg = small(length_schedule='[(0, 1), (5, 3)]')
+    assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
+    batches = train.Batches(cfg, 0, tasks.make('parity'), CPU)
+    assert draw(batches, 0).shape == (8, 5) and draw(batches, 5).shape == (8, 9)
+
+
+@pytest.mark.parametrize('n_train', [0, 1500])
+def test_held_out_problems_come_from_generators_of_their_own(n_train):
+    """Problems of length 40, where chance repeats are impossible: none is in two parts."""
+    cfg = small(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200, n_train=n_train)
+    task = tasks.make('parity')
+    batches = train.Batches(cfg, 0, task, CPU)
+    parts = [torch.cat([draw(batches, 0) for _ in range(200)])]
+    parts += [train.held_out(cfg, task, split, CPU)[40][0] for split in ('eval', 'test')]
+    trained, validation, test = ({tuple(row) for row in part.tolist()} for part in parts)
+    assert len(trained) > 1000
+    assert not (trained & validation or trained & test or validation & test)
+    with pytest.raises(train.UserError, match='seeds'):          # no seed reaches another generator
+        small(seeds=2 ** 40)
+
+
+def test_held_out_text_is_never_trained_on(tmp_path):
+    """40 files, each of a byte of its own, and the standard library: no file is in two parts."""
+    for i in range(1, 41):
+        (tmp_path / f'{i}.txt').write_bytes(bytes([i]) * 50)
+    cfg = small(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32')
+    task = tasks.make('text', str(tmp_path))
+    batches = train.Batches(cfg, 0, task, CPU)
+    drawn = [[draw(batches, 0) for _ in range(200)]]
+    for split in ('eval', 'test'):
+        sets = train.held_out(cfg, task, split, CPU)
+        drawn.append([tokens for tokens, _ in sets.values()])
+    parts = []
+    for part in drawn:
+        tokens = torch.cat([x.flatten() for x in part])
+        parts.append(set(tokens.tolist()) - {tasks.PAD})
+    assert [len(part) for part in parts] == [36, 2, 2] and len(set().union(*parts)) == 40
+
+    files = {}
+    for part, documents in tasks.make('stdlib').parts.items():
+        files[part] = {bytes(x) for x in documents if len(x) > 38}    # two hold one short comment
+    assert all(files.values())
+    for a, b in (('train', 'val'), ('train', 'test'), ('val', 'test')):
+        assert not files[a] & files[b]
+
+
+def test_learning_rate_schedules():
+    def rate(step, **kw):
+        cfg = small(lr=1.0, max_steps=100, warmup_steps=10, min_lr=0.1, **kw)
+        return train.learning_rate(cfg, step)
+    assert rate(0) == 0.1 and rate(9) == 1 == rate(10)
+    close(rate(55), 0.55)
+    close(rate(55, decay='cosine'), 0.55)
+    close(rate(100, decay='cosine'), 0.1)
+    assert rate(99, decay='none') == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# input
+
+BAD = {
+    # names and types
+    'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"),
+    'wrong type': (['--lr=fast'], "--lr=fast: lr must be a number >= 0, got 'fast'"),
+    'no value': (['--lr'], '--lr: lr must be a number'),
+    'negative': (['--n_layer=-1'], 'n_layer must be an integer >= 0'),
+    'unknown task': (['--task=pairty'], "'parity'"),
+    'unknown encoding': (['--pe=rop'], "'rope'"),
+    # the model and the lengths
+    'heads': (['--n_head=5'], 'divisible'),
+    'odd head': (['--d_model=21'], 'even'),
+    'an encoder of padding': (['--task=distance', '--train_lengths=8,9', '--causal=False'],
+                              'one training length'),
+    'zero length': (['--eval_lengths=[]'], 'eval_lengths'),
+    'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'),
+    'no such length': (['--task=scan', '--train_lengths=23'], 'no problems of the lengths'),
+    'zero steps': (['--max_steps=0'], 'max_steps must be positive'),
+    'bad schedule': (['--length_schedule=[(5, 3)]'], 'from step 0 on'),
+    'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'too few problems'),
+    'small set': (['--n_train=1'], 'too few problems'),
+    'a point of a sweep': (['--d_model=32,33'], 'even'),
+    # data, files and devices
+    'no data': (['--task=jsb'], 'give --data=PATH'),
+    'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
+    'no cuda': (['--device=cuda:7'], 'not available'),
+    'bad device': (['--device=tpu'], 'not available'),
+    'no graph': (['--graph'], '--graph requires a CUDA device'),
+    # what goes together
+    'nothing to resume': (['--resume', '--out_dir=nowhere'], 'nowhere/config.json is missing'),
+    'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'is missing'),
+    'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one trained run'),
+    'untrained prompt': (['--prompt=x'], '--prompt requires --eval_only'),
+    'two tables': (['--task=copy,scan', '--eval_lengths=22-24'], 'a sweep prints one table'),
+}
+
+
+def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, capsys):
+    train.main(flags(out_dir=tmp_path))
+    (tmp_path / 'probe_axes.json').touch()
+    assert 'replaces' not in capsys.readouterr().out
+    train.main(flags(out_dir=tmp_path, pe='alibi'))
+    assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
+    assert not (tmp_path / 'probe_axes.json').exists() and (tmp_path / 'ckpt.pt').exists()
+
+
+@pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {word.split('=')[0] for word in argv}
+    others = [word for word in flags() if word.split('=')[0] not in given]
+    with pytest.raises(train.UserError, match=re.escape(says)) as error:
+        train.main(others + argv)
+    assert '\n' not in str(error.value)
+    assert not list(tmp_path.rglob('ckpt.pt'))
+
+
+BAD_FILES = [('lr = 1e-3\npee = 1\n', "unknown option 'pee', did you mean 'pe'"),
+             ('lr = = 2', 'line 1: SyntaxError'),
+             ('lr = 1\nseeds = [x]', 'line 2: NameError'),
+             ('prism_info = 0.1', 'unknown option'),
+             ('vocab_size = None', 'unknown option')]
+
+
+@pytest.mark.parametrize('text, says', BAD_FILES)
+def test_bad_config_files(text, says, tmp_path):
+    (tmp_path / 'bad.py').write_text(text)
+    with pytest.raises(train.UserError, match=re.escape(says)) as error:
+        train.main([str(tmp_path / 'bad.py')])
+    assert 'bad.py' in str(error.value)
+
+
+def test_exit_code_2_without_a_traceback(tmp_path):
+    argvs = [['train.py', '--lr=fast'],
+             ['train.py', '--task=jsb', f'--data={tmp_path}'],
+             ['tasks.py', 'pairty'],
+             ['train.py', '--out_dir=/dev/null/x'],
+             ['tasks.py', 'jsb']]
+    for argv, run in zip(argvs, pythons(*argvs)):
+        assert run.returncode == 2, run.stderr
+        assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
+
+
+def test_files_and_flags_chain(tmp_path):
+    a, b = tmp_path / 'a.py', tmp_path / 'b.py'
+    a.write_text('task = "copy"\nlr = 0.5\nmax_steps = 10\n')
+    b.write_text('# on top of a\nlr = lr / 2\neval_lengths = range(1, 4)\n')
+    cfg = read_config(str(a), str(b), '--max_steps=1e3', '--eval_lengths=1-3,7', '--rope_heads=1')
+    assert (cfg.task, cfg.lr, cfg.max_steps, cfg.rope_heads) == ('copy', 0.25, 1000, 1)
+    assert cfg.eval_lengths == [1, 2, 3, 7] and cfg.out_dir == 'out/copy_rope'
+    assert (cfg.vocab_size, cfg.train_len, cfg.eval_len) == (6, 35, 17)
+    sweep = train.read_options(['--task=copy,reverse', '--n_head=1,2'])
+    assert sweep['out_dir'] == 'out/rope_n_head'
+
+
+VALUES = [('d_model', '1e2', 100), ('d_model', 4.0, 4), ('lr', '3', 3.0), ('lr', 1, 1.0),
+          ('decay', 'none', 'none'), ('compile', 'true', True), ('compile', 'False', False),
+          ('compile', 'None', None), ('data', '12', '12'), ('seeds', '2-4,7', [2, 3, 4, 7]),
+          ('seeds', '5', [5]), ('length_schedule', '[(0, 5), (9, 7)]', [(0, 5), (9, 7)]),
+          ('d_model', '1.5', None), ('d_model', True, None), ('lr', 'inf', None),
+          ('decay', 'exp', None), ('compile', '2', None), ('data', 3, None), ('seeds', '1-', None)]
+
+
+@pytest.mark.parametrize('key, given, value', VALUES)
+def test_a_value_takes_the_type_of_its_field(key, given, value):
+    """None, except where it is given: refused."""
+    if value is None and given != 'None':
+        with pytest.raises(train.UserError, match=f'{key} must be'):
+            train.check(train.Config, key, given, 'a test')
+    else:
+        found = train.check(train.Config, key, given, 'a test')
+        assert found == value and type(found) is type(value)
+
+
+def test_help_names_every_option(capsys):
+    train.main(['--help'])
+    out = capsys.readouterr().out
+    for key in train.keys(train.Config):
+        line = re.search(rf'^  --{key}=(.*)$', out, re.M)
+        assert line and len(line[1].split()) > 1, key
+
+
+# ------------------------------------------------------------------------------------------------
+# configs
+
+def config_file(name):
+    return os.path.join(CONFIGS, name + '.py')
+
+
+CHORALE = [[60, -1, 60, 60]]
+SMALL_DATA = {'jsb': json.dumps(dict(train=[CHORALE], valid=[CHORALE], test=[CHORALE])).encode(),
+              'genome': b'>x\n' + b'ACGT' * 999,
+              'openwebtext': bytes(9998)}
+
+
+@pytest.mark.parametrize('name', sorted(os.listdir(CONFIGS)))
+def test_configs_are_valid(name, tmp_path, request):
+    values = train.read_options([os.path.join(CONFIGS, name)])
+    task = values['task']
+    if task in SMALL_DATA:
+        (tmp_path / 'data.bin').write_bytes(SMALL_DATA[task])
+        values['data'] = str(tmp_path / 'data.bin')
+    elif task == 'cfq':
+        values |= dict(data=str(request.getfixturevalue('cfq')), batch_size=12)
+    elif task == 'maestro':
+        pytest.importorskip('miditok')
+        values['data'] = str(request.getfixturevalue('midi'))
+    cfg = train.make_config(values)
+    if not name.startswith('paper_') and name != 'addition_prism.py':
+        assert name == f'{cfg.task}_{cfg.pe}.py'
+    with torch.device('meta'):    # of the right shape, without numbers
+        Transformer(cfg)
+
+
+def paper_prism_chains():
+    """{task's config: the words after it} of the chains that configs/paper_prism.py lists."""
+    with open(config_file('paper_prism')) as f:
+        listed = re.findall(r'^#   (.+)$', f.read(), re.M)
+    chains = {}
+    for line in listed:
+        words = re.split(', | or ', line)
+        first = words.index('paper_prism')
+        for name in words[:first]:
+            chains[name] = words[first:]
+    return chains
+
+
+@pytest.mark.parametrize('baseline', [False, True])
+def test_the_chains_of_paper_prism_are_the_papers(baseline):
+    """The lengths of PRISM section 6, the layers with PRISM, and where the copy branch is."""
+    settings = {}
+    for name, words in paper_prism_chains().items():
+        words = [name, *words, *['paper_prism_baseline'] * baseline]
+        cfg = read_config(*(word if word.startswith('--') else config_file(word) for word in words))
+        settings[name] = (max(cfg.train_lengths), cfg.length_schedule[-1], max(cfg.eval_lengths),
+                          cfg.prism_layers, cfg.prism_copy)
+        assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
+        assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
+        assert cfg.prism_reset
+        with torch.device('meta'):
+            Transformer(cfg)
+    long, short = (40, [30000, 40], 150), (10, [5000, 10], 30)
+    assert settings == {'string_copy_prism': (*long, [1], 'none'),
+                        'string_reverse_prism': (*long, [1], 'fixed'),
+                        'odds_first_prism': (*long, [1, 4], 'none'),
+                        'stack_prism': (*long, [1, 4], 'none'),
+                        'addition_prism': (*short, [1], 'none'),
+                        'dyn_str_cpy_prism': (*short, [1], 'fixed'),
+                        'multiplication_cot_prism': (*short, [1], 'none'),
+                        'scan_cot_prism': (22, [10000, 22], 48, [1], 'fixed')}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2587,18 +2210,15 @@ def test_every_program_has_help():
 
 
 def test_every_file_runs():
-    """pe.py prints the zoo, tasks.py all tasks or examples of one, model.py shapes."""
-    zoo, known, examples, shapes = (run.stdout for run in pythons(
-        ['pe.py'], ['tasks.py'], ['tasks.py', 'parity', '3'],
-        ['model.py', 'configs/parity_rope.py', '--d_model=128']))
+    """pe.py prints the encodings, tasks.py all tasks or examples of one."""
+    encodings, known, examples = (run.stdout for run in pythons(
+        ['pe.py'], ['tasks.py'], ['tasks.py', 'parity', '3']))
     for name in pe.ENCODINGS:
-        assert re.search(rf'^{name}\b', zoo, re.MULTILINE), name
-    assert 'delta [4, 16]' in zoo
-    for name in (*tasks.TASKS, *data.READERS):
+        assert re.search(rf'^{name}\b', encodings, re.MULTILINE), name
+    assert 'delta [4, 16]' in encodings
+    for name in tasks.TASKS:
         assert re.search(rf'^{name}\b', known, re.MULTILINE), name
     assert 'predicted: ' in examples
-    assert re.search(r'embedding.weight +\[\d+, 128\]', shapes)
-    assert 'total' in shapes
 
 
 def test_readme_code_runs(tmp_path, capsys):

@@ -2,26 +2,38 @@
 
     python train.py configs/parity_rope.py                           one run
     python train.py configs/parity_rope.py --pe=nope,rope,alibi      a sweep: a run each, one table
-    python train.py configs/parity_rope.py --resume                  go on where a run was stopped
+    python train.py configs/parity_rope.py --resume                  continue a run that was stopped
     python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
     python train.py --eval_only --out_dir=out/stdlib_pope --prompt="def "
-    python train.py --help                                           every key and its meaning
+    python train.py --help                                           every option and its meaning
 
 Config files are plain Python assignments, read in the given order; --key=value comes last. A run's
-folder holds ckpt.pt, config.json, log.jsonl (a line per logged point), lengths.json ({seed:
-{length: {exact, token, last, n}}}) and, with matplotlib, lengths.png.
+folder contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
+{length: {exact, token, last, n}}}).
 
-In this file, top to bottom: the keys, the batches, a training step (Trainer), evaluation, the
-training loop (train), and the program around it. engine/ holds what a reader may skip.
+In this file, top to bottom: the options and how they are read, batches, a training step, several
+seeds and CUDA graphs, evaluation, the files of a run, tables, the training loop, the program.
 """
+import ast
 import contextlib
+import copy
+import difflib
+import gc
+import inspect
+import io
+import itertools
 import json
 import math
 import os
-import shlex
+import platform
+import re
+import signal
+import subprocess
+import sys
 import time
-from dataclasses import dataclass, fields
-from typing import Literal
+import traceback
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -30,27 +42,25 @@ from tqdm import tqdm
 
 import pe as encodings
 import tasks
-from engine import bench, checkpoint, config, report, runs, seeds
-from engine.config import UserError
 from model import ModelConfig, Transformer
 
 # --------------------------------------------------------------------------------------------------
-# the keys
+# options
 
 @dataclass
 class Config(ModelConfig):
-    """Every key that a config file or --key=value may set, in addition to model.ModelConfig's."""
+    """Every option of a run, in addition to those of model.ModelConfig and pe.PEConfig."""
     # data
     task: str = 'parity'           # what to learn, with its options, as in polynomial:p=7
     data: str = ''                 # file or folder, for a task that reads one
     train_lengths: list = range(1, 17)  # problem lengths trained on, mixed within a batch
     eval_lengths: list = range(1, 49)   # problem lengths evaluated
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
-    n_train: int = 0               # training problems per length, drawn once; 0: endless fresh ones
-    n_eval: int = 128              # validation problems per length, seen during training
+    n_train: int = 0               # training problems per length, drawn once; 0: sampled online
+    n_eval: int = 128              # validation problems per length, evaluated during training
     n_test: int = 1024             # test problems per length, from a random stream of their own
     # optimization: AdamW, linear warm-up, decay
-    seeds: list = (0,)             # a model per seed, all trained together
+    seeds: list = (0,)             # one model per seed, all trained together
     batch_size: int = 64           # sequences per step
     max_steps: int = 4000          # optimizer steps
     lr: float = 1e-3               # peak learning rate
@@ -61,136 +71,287 @@ class Config(ModelConfig):
     beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
     weight_decay: float = 0.01     # on matrices only; 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
-    # decay of the weights' exponential moving average, evaluated and saved in their place; 0: none
-    ema: float = 0.0
     # running
     out_dir: str = ''              # the run's folder; empty: out/TASK_PE
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
     dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
-    accumulate: int = 1            # micro-batches that a batch is cut into, to save memory
+    accumulate: int = 1            # micro-batches that a batch is split into, to save memory
     compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
-    graph: bool = None             # replay a step from a CUDA graph; None: on CUDA, if not compiled
-    resume: bool = False           # go on from out_dir's checkpoint, with the config of that run
+    graph: bool = None             # replay a step as a CUDA graph; None: on CUDA, if not compiled
+    resume: bool = False           # continue from out_dir's checkpoint, with that run's config
     eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
     prompt: str = ''               # with eval_only: continue this text instead of evaluating
     new_tokens: int = 200          # largest number of tokens that continue a prompt
-    temperature: float = 0.8       # sampling temperature for a prompt; 0: the likeliest token
-    benchmark: bool = False        # do not train: time a step of the first 1, 2, 4, ... seeds
+    temperature: float = 0.8       # sampling temperature for a prompt; 0: greedy
     results: str = ''              # append a JSON line about each finished run to this file
 
-    DERIVED = ('vocab_size', 'digits', 'train_len', 'eval_len')    # the task sets these
+    DERIVED = ('vocab_size', 'train_len', 'eval_len')      # computed from the task
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_name('task', self.task.partition(':')[0], tasks.known())
-        self.check_numbers()
+        encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
+                                 'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
         self.check_lengths()
-        self.check_task()
-        self.check_schedule()
-        if self.kernel == 'triton' and self.dtype == 'float64':
-            raise ValueError('kernel=triton computes in float32: use kernel=reference for float64')
-        if self.accumulate > self.batch_size:
-            raise ValueError(f'accumulate={self.accumulate} is larger than '
-                             f'batch_size={self.batch_size}')
         task = self.the_task
-        if task.vocab[tasks.PAD] != '<pad>':
-            raise ValueError(f"the vocab of {self.task} must begin with '<pad>', for token 0 pads "
-                             'short problems')
+        if task.corpus:
+            for part in ('val', 'test') if self.eval_only else tasks.PARTS:
+                task.of_part(part)                         # raises if the data are missing
+        if task.fixed and self.n_train:
+            raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
+        if not self.causal and not (isinstance(task, tasks.Classification)
+                                    and len(self.train_lengths) == 1):
+            raise ValueError('causal=False requires an answer of one class (distance, distance_sum,'
+                             ' trigger_count) and one training length, as padding would be visible')
         self.vocab_size = len(task.vocab)
-        numbers = [i for i, word in enumerate(task.vocab) if word.isdecimal()]
-        is_written_in_digits = all(len(task.vocab[i]) == 1 for i in numbers)
-        self.digits = numbers if is_written_in_digits else []
-        if self.positions == 'coupled' and not task.couples:
-            raise ValueError('positions=coupled wants numbers written lowest digit first, as in '
-                             f'--task=addition:reversed=1, not {self.task}')
         self.train_len = task.width(self.train_lengths)
         self.eval_len = task.width(self.eval_lengths)
-        self.out_dir = self.out_dir or runs.default_out_dir(vars(self))
-        encodings.build(self)                              # ValueError if it does not fit
+        self.out_dir = self.out_dir or default_out_dir(vars(self))
+        encodings.build(self)                              # raises if the options do not fit
 
     @property
     def the_task(self):
+        """The task object, which tasks.make caches."""
         return tasks.make(self.task, self.data)
 
-    def check_numbers(self):
-        """ValueError if a number is out of range."""
-        encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
-                                 'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
-        encodings.check_positive(self, 'n_train', 'min_lr', 'warmup_steps', 'weight_decay',
-                                 'grad_clip', 'temperature', zero=True)
-        for key in ('beta1', 'beta2', 'ema'):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f'{key} must be in [0, 1), not {getattr(self, key)}')
-        if self.min_lr > self.lr:
-            raise ValueError(f'min_lr={self.min_lr} is above lr={self.lr}: lower it')
-
     def check_lengths(self):
-        """ValueError if lengths or seeds are not whole numbers in range; drop repeats."""
-        for key, low in (('train_lengths', 1), ('eval_lengths', 1), ('seeds', 0)):
-            value = list(getattr(self, key))
-            if not value or any(type(x) is not int or not low <= x < 2 ** 28 for x in value):
-                raise ValueError(f'{key} must be whole numbers from {low} on, as in 1-16 or 1,2,4; '
-                                 f'it is {value}')
-            setattr(self, key, list(dict.fromkeys(value)))
-
-    def check_task(self):
-        """ValueError if the task does not fit the keys; drop the lengths that a data set lacks."""
-        task = self.the_task
-        for key, part in (('train_lengths', 'train'), ('eval_lengths', None)):
-            lengths = task.existing(sorted(getattr(self, key)), part)
-            if not lengths:
-                raise ValueError(f'{self.task} has no problems of the lengths '
-                                 f'{key}={getattr(self, key)}')
-            setattr(self, key, lengths)
-        if task.corpus:
-            for part in ('val', 'test') if self.eval_only else tasks.PARTS:
-                task.of_part(part)                         # says now what is missing
-        if not self.causal and not (isinstance(task, tasks.Classification)
-                                    and len(self.train_lengths) == 1):
-            raise ValueError('causal=False needs an answer of one class (distance, distance_sum, '
-                             'trigger_count) and one length in train_lengths, for padding would '
-                             'be seen')
-        if task.fixed and self.n_train:
-            raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
-
-    def check_schedule(self):
-        """ValueError if length_schedule is malformed or leaves too few problems at some step."""
-        stages = [list(x) if isinstance(x, (list, tuple)) else [x] for x in self.length_schedule]
-        self.length_schedule = stages
-        steps = [stage[0] for stage in stages]
-        if any([type(x) for x in stage] != [int, int] for stage in stages) \
-                or steps and (steps[0] != 0 or steps != sorted(set(steps))):
-            raise ValueError('length_schedule must be pairs (first step, longest length) in order '
-                             f'of steps and begin at step 0; it is {stages}')
-        for step in steps or [0]:
+        """Sort the lengths, keep those that the task has; raise ValueError if that leaves none."""
+        for key in 'seeds', 'train_lengths', 'eval_lengths':
+            values = list(dict.fromkeys(getattr(self, key)))       # no repeats
+            if not values or any(type(x) is not int or not 0 <= x < 2 ** 28 for x in values):
+                raise ValueError(f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values}')
+            if key != 'seeds':
+                part = 'train' if key == 'train_lengths' else None
+                values = self.the_task.existing(sorted(values), part)
+            if not values:
+                raise ValueError(f'{self.task} has no problems of the lengths {key}')
+            setattr(self, key, values)
+        stages = self.length_schedule = [list(stage) for stage in self.length_schedule]
+        steps = [stage[0] for stage in stages] or [0]
+        if any(len(stage) != 2 for stage in stages) or steps[0] != 0 or steps != sorted(steps):
+            raise ValueError('length_schedule must be pairs (first step, longest length), in order '
+                             f'of steps, from step 0 on; got {stages}')
+        for step in steps:
             lengths = lengths_at(self, step)
-            if not lengths:
-                raise ValueError('length_schedule leaves no length of train_lengths '
-                                 f'at step {step}')
-            size = self.n_train * len(lengths) or self.the_task.count(lengths)
-            if size and size < self.batch_size:
-                raise ValueError(f'there are {size} problems to train on at step {step}, '
-                                 f'fewer than batch_size={self.batch_size}')
+            size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
+            if not lengths or size and size < self.batch_size:
+                raise ValueError(f'at step {step}, the lengths {lengths} have too few problems for '
+                                 f'batch_size={self.batch_size}')
 
 
-# keys that must match for weights to fit (vipe_s may differ: s is 1 in training)
-ARCHITECTURE = ['task', 'train_lengths']
-ARCHITECTURE += [f.name for f in fields(ModelConfig)
-                 if f.name not in (*Config.DERIVED, 'vipe_s', 'kernel', 'prism_alpha_lr')]
-# the type of the weights
+# options that may differ between a run and its continuation
+FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval',
+        'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume', 'eval_only',
+        'prompt', 'new_tokens', 'temperature')
+# options that must agree for the weights to fit (vipe_s may differ: s is 1 in training)
+ARCHITECTURE = ['train_lengths'] + [
+    f.name for f in fields(ModelConfig)
+    if f.name not in ('vocab_size', 'train_len', 'eval_len', 'vipe_s', 'kernel', 'prism_alpha_lr')]
+# options of former versions: the files of a run may have them, at these values only
+REMOVED = dict(prism_input=0.5, prism_whole=0.0, prism_whole_at=0.0, prism_info=0.0,
+               prism_noise=0.0, prism_start='fading', ema=0.0)
+# dtype of the weights
 DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.float32,
           'float64': torch.float64}
 
 
+# --------------------------------------------------------------------------------------------------
+# reading options: a field's type says what a value may be, its comment is the help text
+
+class UserError(Exception):
+    """Something that the user can fix: a program prints it as one line and exits with status 2."""
+
+
+class Sweep(list):
+    """The values of an option that was given a comma-separated list: a run for each."""
+
+
+def check_name(what, name, known):
+    """Raise UserError, with the nearest known name, if `name` is not among them."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f', did you mean {near[0]!r}?' if near else '.'
+        raise UserError(f'unknown {what} {name!r}{hint} There are: {", ".join(known)}')
+
+
+def slug(text):
+    """Text as part of a file name."""
+    return re.sub(r'[^\w.+=,-]', '_', text)
+
+
+def keys(cls):
+    """{name: field} of what a user may set in a dataclass."""
+    return {f.name: f for f in fields(cls) if f.name not in getattr(cls, 'DERIVED', ())}
+
+
+def defaults(cls):
+    """{option: default}; lists as lists."""
+    return {name: list(f.default) if f.type is list else f.default for name, f in keys(cls).items()}
+
+
+def as_typed(value):
+    """A value as one would type it; a list as 1-16 if its numbers are consecutive, or as 1,2,4."""
+    if not isinstance(value, (list, tuple, range)):
+        return str(value)
+    items = list(value)
+    if any(isinstance(x, (list, tuple)) for x in items):
+        return str(items)
+    if len(items) > 2 and all(b == a + 1 for a, b in itertools.pairwise(items)):
+        return f'{items[0]}-{items[-1]}'
+    return ','.join(map(str, items))
+
+
+def parse_list(text):
+    """1-16 | 1,2,4-6 | [(0, 5), (400, 10)] -> list."""
+    if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', text):
+        return ast.literal_eval(text)
+    numbers = []
+    for part in text.split(','):
+        first, _, last = part.partition('-')
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def convert(field, value, where):
+    """The value as the type of its field, text as Python reads it; raise UserError if it is not."""
+    kind, given = field.type, value
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise UserError(f'{where} must be one of {", ".join(get_args(kind))}, got {value!r}')
+    if isinstance(value, str) and kind is not str:
+        text = value.capitalize() if kind is bool else value       # true, True
+        with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            value = parse_list(text) if kind is list else ast.literal_eval(text)
+    if value is None and field.default is None:
+        return value
+    if kind is list and isinstance(value, (tuple, range)):
+        return list(value)
+    if type(value) in (int, float) and kind in (int, float) and math.isfinite(value):
+        value = kind(value) if kind(value) == value else value     # 1e4 steps, a rate of 1
+    name = {list: 'a list as in 1-16 or 1,2,4', int: 'an integer >= 0', float: 'a number >= 0',
+            bool: 'True or False', str: 'text'}[kind]
+    if type(value) is not kind or kind in (int, float) and not 0 <= value < math.inf:
+        raise UserError(f'{where} must be {name}, got {given!r}')
+    return value
+
+
+def check(cls, key, value, where, swept=()):
+    """The value of an option, or the Sweep that a comma-separated list gives to one in `swept`."""
+    if key not in keys(cls):
+        near = difflib.get_close_matches(key, keys(cls), 1)
+        hint = f', did you mean {near[0]!r}?' if near else '; --help lists the options'
+        raise UserError(f'{where}: unknown option {key!r}{hint}')
+    if key in swept and isinstance(value, str) and ',' in value:
+        return Sweep(check(cls, key, part.strip(), where) for part in value.split(','))
+    return convert(keys(cls)[key], value, f'{where}: {key}')
+
+
+def parse(cls, argv, swept=()):
+    """({option: value}, the other words) of a command line. --key alone means True."""
+    flags, words = {}, []
+    for arg in argv:
+        key, equals, value = arg.lstrip('-').partition('=')
+        if arg.startswith('-'):
+            flags[key] = check(cls, key, value if equals else True, arg, swept)
+        else:
+            words.append(arg)
+    return flags, words
+
+
+def read_file(path, values, swept):
+    """`values` with the assignments of a config file on top; it may use values set before it."""
+    names = dict(values)
+    try:
+        with open(path) as f:
+            exec(compile(f.read(), path, 'exec'), names)
+    except OSError as error:
+        raise UserError(f'cannot read config file {path}: {error.strerror}') from None
+    except Exception as error:                             # whatever its lines raise
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        line = getattr(error, 'lineno', line)              # of a SyntaxError
+        raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
+    del names['__builtins__']
+    changed = {key: x for key, x in names.items() if key not in values or x is not values[key]}
+    return values | {key: check(Config, key, x, path, swept) for key, x in changed.items()}
+
+
+def read_options(argv):
+    """Config files and flags -> the value of every option, a Sweep where a list was given.
+
+    With --eval_only or --resume the run's own configuration replaces the files; flags come on top.
+    """
+    # in a list, and in these options, a comma belongs to the value
+    swept = [key for key, field in keys(Config).items()
+             if field.type is not list and key not in ('out_dir', 'results', 'data', 'prompt')]
+    flags, paths = parse(Config, argv, swept)
+    values = defaults(Config)
+    for path in paths:
+        values = read_file(path, values, swept)
+    values |= flags
+    values['out_dir'] = values['out_dir'] or default_out_dir(values)
+    sweeps = any(isinstance(value, Sweep) for value in values.values())
+    if values['prompt'] and not values['eval_only'] or values['eval_only'] and sweeps:
+        raise UserError('--prompt requires --eval_only, which takes one trained run: --out_dir=RUN')
+    if (values['eval_only'] or values['resume']) and not sweeps:
+        path = os.path.join(values['out_dir'], 'config.json')
+        saved = read_json(path)
+        check_removed(saved, path)
+        here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only')}
+        values |= {key: check(Config, key, saved[key], path) for key in values.keys() & saved}
+        values |= flags | here
+    return values
+
+
+def check_removed(saved, path):
+    """Raise UserError for a run that used an option which no longer exists."""
+    for key, value in REMOVED.items():
+        if saved.get(key, value) != value:
+            raise UserError(f'{path} has {key}={saved[key]}, an option that was removed; '
+                            'commit 670674a is the last that reads it')
+
+
+def default_out_dir(values):
+    """out/TASK_PE; a sweep leaves out which of these it varies and adds the others it varies."""
+    swept = [key for key, value in values.items() if isinstance(value, Sweep)]
+    names = [slug(values[key]) for key in ('task', 'pe') if key not in swept]
+    names += [key for key in swept if key not in ('task', 'pe')]
+    return 'out/' + ('_'.join(names) or 'sweep')
+
+
 def make_config(values):
-    """The Config of {key: value}, other keys aside; UserError if the values do not fit together."""
-    return config.make(Config, {k: v for k, v in values.items() if k in config.keys(Config)})
+    """The Config of {option: value}; raise UserError if the values do not fit together."""
+    check_name('task', values['task'].partition(':')[0], tasks.TASKS)
+    try:
+        return Config(**{key: x for key, x in values.items() if key in keys(Config)})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def print_help(doc, cls):
+    """Print a program's docstring and, from the source of its dataclass, each option's comment: the
+    one on its line, else the comment lines above it."""
+    print(doc)
+    for base in cls.__mro__[:-1]:
+        print(f'{base.__module__}.{base.__name__}'.replace('__main__', 'train'))
+        above = []
+        for line in inspect.getsource(base).splitlines():
+            key = re.match(r'    (\w+): .+? = .*?(?: +# (.*))?$', line)
+            comment = re.match(r'    # (.*)', line)
+            if key and key[1] in keys(cls):
+                field, text = keys(cls)[key[1]], key[2] or ' '.join(above)
+                choices = ' | '.join(map(str, get_args(field.type)))
+                if choices and ' | ' not in text:
+                    text += f': {choices}'
+                flag = f'--{key[1]}={as_typed(field.default)}'
+                print(f'  {flag:25} {text}')
+            above = above + [comment[1]] if comment else []
+        print()
 
 
 # --------------------------------------------------------------------------------------------------
-# the batches
+# batches
 
 def lengths_at(cfg, step):
     """The problem lengths trained on at a step, up to the limit of length_schedule's stage."""
@@ -199,17 +360,17 @@ def lengths_at(cfg, step):
 
 
 def generator(device, stream, number):
-    """A random generator of its own for every stream and number."""
+    """A random generator of its own for every stream (train, fixed, eval, test) and number."""
     stream = ('train', 'fixed', 'eval', 'test').index(stream) + 1
-    # the CPU's generator uses the lowest 32 bits of its seed only
+    # the CPU's generator uses only the lowest 32 bits of its seed
     return torch.Generator(device).manual_seed(stream << 28 | number)
 
 
 class Batches:
-    """Shuffled batches [B, T] of mixed lengths, rows padded on the right. They live on the device.
+    """Shuffled batches [B, T] of mixed lengths, rows padded on the right, on the device.
 
     An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order.
-    It follows from the generator's state at its start, which is what a checkpoint keeps.
+    It follows from the generator's state at its start, which is what a checkpoint stores.
     """
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
@@ -217,7 +378,7 @@ class Batches:
         self.lengths, self.at = None, 0
 
     def pool(self, lengths, source):
-        """The problems of an epoch: tokens, targets [N, T]."""
+        """The problems of an epoch: tokens, targets [N, T], padded to the longest."""
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.pool(per_length, length, source) for length in lengths]
         T = max(tokens.shape[1] for tokens, _ in problems)
@@ -248,7 +409,7 @@ class Batches:
         return self.tokens[rows].long(), self.targets[rows].long()
 
     def resume(self, start, lengths, at):
-        """Go on at place `at` of the epoch that began with the generator's state `start`."""
+        """Continue at row `at` of the epoch that began with the generator's state `start`."""
         self.generator.set_state(start)
         self.begin_epoch(lengths)
         self.at = at
@@ -279,36 +440,62 @@ def learning_rate(cfg, step):
 
 
 class Trainer:
-    """A model, its optimizer and its batches: one seed on one device.
+    """The models of all seeds, their batches and their optimizer.
 
-    engine/seeds.py can replace them by objects with the same methods: a Stack of many models,
-    for which tokens are [S, B, T] and losses [S], its clipping, and a Graph for update().
+    With one seed, step() reads as in any training script. Several seeds, torch.compile and a CUDA
+    graph are other things that self.model, self.clip and self.update can be bound to.
     """
-    def __init__(self, cfg, model, batches, device, clip=clip_grad_norm_, graph=False):
-        self.cfg, self.model, self.batches, self.clip = cfg, model, batches, clip
-        groups = model.optim_groups(cfg.lr, cfg.weight_decay)
+    def __init__(self, cfg, device):
+        self.cfg, self.device = cfg, device
+        self.models, self.batches = [], []
+        for seed in cfg.seeds:
+            torch.manual_seed(seed)
+            self.models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
+            self.batches.append(Batches(cfg, seed, cfg.the_task, device))
+
+        on_gpu = device.type == 'cuda'
+        size = sum(p.numel() for p in self.models[0].parameters())
+        compiled = on_gpu and size >= 1e7 if cfg.compile is None else cfg.compile
+        # a capture refuses the factorization that keeps PRISM's matrix orthogonal
+        captures = on_gpu and not compiled and cfg.prism_recurrent != 'orthogonal'
+        if compiled:
+            torch._dynamo.reset()                          # or a sweep's ninth model runs eagerly
+        self.model, self.clip = self.models[0], clip_grad_norm_
+        if len(self.models) > 1:
+            self.model, self.clip = Stack(cfg, self.models, device, compiled), clip_each
+        groups = self.model.optim_groups(cfg.lr, cfg.weight_decay)
+        if compiled and len(self.models) == 1:
+            self.model = torch.compile(self.model, dynamic=False)
         for group in groups:                               # a CUDA graph reads rates from tensors
-            dtype = torch.float32 if device.type == 'cuda' else torch.float64
+            dtype = torch.float32 if on_gpu else torch.float64
             group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
         self.peaks = [group['lr'].item() for group in groups]
         self.optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
-                                           capturable=device.type == 'cuda')
-        self.autocast = seeds.precision(cfg, device)
-        self.run_update = seeds.Graph(self.update) if graph else self.update
+                                           capturable=on_gpu)
+        self.autocast = precision(cfg, device)
+        if captures if cfg.graph is None else cfg.graph:
+            self.update = Graph(self.update)
+
+    def next_batch(self, step):
+        """tokens, targets: [B, T], or [S, B, T] of S seeds."""
+        if len(self.batches) == 1:
+            return self.batches[0].next(step)
+        tokens, targets = zip(*(batches.next(step) for batches in self.batches))
+        return torch.stack(tokens), torch.stack(targets)
 
     def step(self, number):
-        """One optimizer step; returns the loss before it."""
-        tokens, targets = self.batches.next(number)
+        """One optimizer step; the losses [S] before it. On a GPU nothing here waits for it."""
+        tokens, targets = self.next_batch(number)
         factor = learning_rate(self.cfg, number) / self.cfg.lr
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group['lr'].fill_(factor * peak)
-        return self.run_update(tokens, targets)
+        return self.update(tokens, targets).view(-1)
 
     def update(self, tokens, targets):
-        """One optimizer step on a batch: forward, backward, clip, AdamW. Returns the loss."""
+        """Forward, backward, clip, AdamW on a batch. Returns the loss, [] or [S]."""
         total = self.supervised(targets)
         loss = 0
-        pieces = self.cfg.accumulate
+        pieces = self.cfg.accumulate                       # micro-batches
         for x, y in zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2)):
             fraction = self.supervised(y) / total          # 1 if the batch is in one piece
             with self.autocast:
@@ -322,51 +509,180 @@ class Trainer:
             if 'bounds' in group:                          # PoPE's delta
                 for p in group['params']:
                     p.data.clamp_(*group['bounds'])
-        if self.cfg.ema:
-            self.update_ema()
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
 
-    def update_ema(self):
-        """ema <- decay ema + (1 - decay) weights, from the first step's weights on. It is kept with
-        AdamW's moments, which a checkpoint has."""
-        for p, state in self.optimizer.state.items():
-            if 'ema' not in state:
-                state['ema'] = p.detach().clone()
-            state['ema'].lerp_(p.detach(), 1 - self.cfg.ema)
-
     def supervised(self, targets):
-        """How many targets of a batch are supervised."""
+        """How many targets of a batch are supervised: [], or [S]."""
         return (targets != -100).sum(dim=(-2, -1), dtype=DTYPES[self.cfg.dtype])
 
+    def state(self):
+        """What restore() reads of a checkpoint, and the models {seed: state_dict}."""
+        models = {}
+        for seed, model in zip(self.cfg.seeds, self.models):
+            weights = model.state_dict().items()
+            models[seed] = {name: x.to('cpu', copy=True) for name, x in weights}
+        moments = {}
+        for i, state in self.optimizer.state_dict()['state'].items():
+            one = len(self.models) == 1                    # a single model has no axis of seeds
+            moments[i] = {key: (x[None] if x.dim() and one else x).cpu()
+                          for key, x in state.items()}
+        first = self.batches[0]
+        epoch = {'starts': [batches.start for batches in self.batches],
+                 'lengths': first.lengths, 'at': first.at}
+        rng = [torch.get_rng_state()]
+        if self.device.type == 'cuda':
+            rng.append(torch.cuda.get_rng_state())
+        return dict(models=models, moments=moments, batches=epoch, rng=[rng])
 
-def make_group(cfg, device):
-    """One Trainer for all seeds: of a plain model for one, of a Stack for several."""
-    models, batches = [], []
-    for seed in cfg.seeds:
-        torch.manual_seed(seed)
-        models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
-        batches.append(Batches(cfg, seed, cfg.the_task, device))
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
+        epoch = checkpoint['batches']
+        for seed, start, model, batches in zip(self.cfg.seeds, epoch['starts'], self.models,
+                                               self.batches):
+            entry = checkpoint['seeds'][seed]
+            if 'model' in entry:                           # else it diverged before its first one
+                model.load_state_dict(entry['model'])
+            batches.resume(start, epoch['lengths'], epoch['at'])
+        params = [p for group in self.optimizer.param_groups for p in group['params']]
+        for i, state in checkpoint['moments'].items():
+            p = params[i]
+            self.optimizer.state[p] = {key: (x.view_as(p) if x.dim() else x).to(p.device)
+                                       for key, x in state.items()}
+        cpu, *cuda = checkpoint['rng'][0]
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state(cuda[0])
 
-    compiled, graph = cfg.compile, cfg.graph
-    if compiled is None:
-        size = sum(p.numel() for p in models[0].parameters())
-        compiled = device.type == 'cuda' and size >= 1e7
-    if graph is None:
-        # a capture refuses the factorization that keeps PRISM's matrix orthogonal
-        capturable = cfg.prism_recurrent != 'orthogonal'
-        graph = device.type == 'cuda' and not compiled and capturable
-    if compiled:
-        torch._dynamo.reset()                              # or a sweep's ninth model runs eagerly
 
-    model, data, clip = models[0], batches[0], clip_grad_norm_
-    if len(models) > 1:
-        model, data = seeds.Stack(cfg, models, device, compiled), seeds.StackedBatches(batches)
-        clip = seeds.clip_each
-    elif compiled:
-        model = torch.compile(model, dynamic=False)
-    trainer = Trainer(cfg, model, data, device, clip, graph)
-    return seeds.Group(cfg, models, batches, trainer)
+# --------------------------------------------------------------------------------------------------
+# several seeds as one model, and a step as one launch
+
+class Stack:
+    """The models of several seeds as one: calling it on [S, B, T] gives (None, losses [S]).
+
+    Its parameters are stacks [S, ...]. Those of the models, and their gradients, are views of the
+    stacks, so a single model can be evaluated. Nothing in a step mixes seeds: each one trains as it
+    would alone.
+    """
+    def __init__(self, cfg, models, device, compiled):
+        self.cfg, self.models = cfg, models
+        # on a CPU one pass for all saves calls, not arithmetic, and a large one leaves the cache
+        work = cfg.batch_size * cfg.train_len * cfg.d_model
+        self.together = device.type == 'cuda' or work <= 2 ** 15
+        self.params, self.buffers = torch.func.stack_module_state(models)
+        for p in self.params.values():
+            p.grad = torch.zeros_like(p)
+        for i, model in enumerate(models):
+            for name, p in model.named_parameters():
+                p.data = self.params[name].data[i]
+                p.grad = self.params[name].grad[i]
+            for name, x in model.named_buffers():
+                x.data = self.buffers[name][i]
+        self.losses = torch.func.vmap(self.loss, randomness='different')
+        self.forward = models
+        if compiled:
+            self.losses = torch.compile(self.losses, dynamic=False)
+            self.forward = [torch.compile(model, dynamic=False) for model in models]
+
+    def __call__(self, tokens, targets):
+        if self.together:
+            return None, self.losses(self.params, self.buffers, tokens, targets)
+        losses = [model(x, y)[1] for model, x, y in zip(self.forward, tokens, targets)]
+        return None, torch.stack(losses)
+
+    def loss(self, params, buffers, tokens, targets):
+        """The loss on a batch [B, T] of a model with one seed's parameters and buffers."""
+        if self.cfg.tie:                                   # named once in params, used twice
+            params = dict(params) | {'head.weight': params['embedding.weight']}
+        model, state = self.models[0], (params, buffers)
+        return torch.func.functional_call(model, state, (tokens, targets), tie_weights=False)[1]
+
+    def parameters(self):
+        return self.params.values()
+
+    def optim_groups(self, lr, weight_decay):
+        """The parameter groups of one model, with the stacks in place of its parameters."""
+        names = {id(p): name for name, p in self.models[0].named_parameters()}
+        groups = self.models[0].optim_groups(lr, weight_decay)
+        for group in groups:
+            group['params'] = [self.params[names[id(p)]] for p in group['params']]
+        return groups
+
+
+def clip_each(params, largest):
+    """Scale each seed's gradient to a norm of at most `largest`; params: stacks [S, ...]."""
+    grads = [p.grad for p in params]
+    norms = [grad.reshape(len(grad), -1).norm(dim=1) for grad in grads]
+    norm = torch.stack(norms).norm(dim=0)                  # (S,)
+    scale = (largest / (norm + 1e-6)).clamp(max=1)
+    for grad in grads:
+        grad.mul_(scale.view(-1, *[1] * (grad.dim() - 1)))
+
+
+class Graph:
+    """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
+
+    The first three calls are eager, so that the libraries and the optimizer set themselves up; so
+    are the next three when the shapes of the arguments change.
+    """
+    def __init__(self, function):
+        self.function, self.shapes, self.side = function, None, torch.cuda.Stream()
+
+    def __call__(self, *args):
+        shapes = [x.shape for x in args]
+        if shapes != self.shapes:
+            self.shapes, self.calls, self.graph = shapes, 0, None
+            self.args = [torch.empty_like(x) for x in args]        # where the graph reads them
+        self.calls += 1
+        for mine, x in zip(self.args, args):
+            mine.copy_(x)
+        if self.calls <= 3:
+            current = torch.cuda.current_stream()
+            self.side.wait_stream(current)
+            with torch.cuda.stream(self.side):
+                result = self.function(*self.args)
+            current.wait_stream(self.side)
+            return result
+        if self.graph is None:
+            gc.collect()                                   # freeing a graph would break a capture
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.side):
+                self.result = self.function(*self.args)
+            # a capture resets dropout's counter on that stream, and replay() sets it on this one
+            torch.cuda.current_stream().wait_stream(self.side)
+        self.graph.replay()
+        return self.result.clone()
+
+
+def pick_device(cfg):
+    """The torch.device of cfg.device. On a CPU a small step uses one thread, because more of them
+    mostly wait for each other; OMP_NUM_THREADS overrides this."""
+    name = cfg.device
+    if name == 'auto':
+        name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f'--device={cfg.device} is not available: use cpu, or auto') from None
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        return torch.device('cuda', torch.cuda.current_device())
+    work = len(cfg.seeds) * cfg.batch_size * cfg.train_len * cfg.d_model
+    if work <= 2 ** 18 and 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(1)
+    if cfg.graph:
+        raise UserError('--graph requires a CUDA device; leave it out')
+    return device
+
+
+def precision(cfg, device):
+    """Set how matrices are multiplied; the autocast context of the forward pass."""
+    torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
+    if cfg.dtype == 'bfloat16':
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -382,9 +698,9 @@ def token_losses(logits, targets):
 def evaluate(model, task, sets, autocast=None):
     """{length: {exact, token, last, n}} under teacher forcing, for {length: (tokens, targets)}.
 
-    exact: share of sequences with every supervised token right, which equals greedy decoding;
-    token: share of supervised tokens; last: share of final states, the end token aside; n:
-    sequences; for a corpus also loss: the mean cross-entropy of a token, in nats.
+    exact: fraction of sequences with every supervised token correct, which equals greedy decoding;
+    token: fraction of supervised tokens; last: fraction of final states (the end token excluded);
+    n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats.
     """
     training = model.training
     model.eval()
@@ -415,171 +731,535 @@ def evaluate(model, task, sets, autocast=None):
 
 
 # --------------------------------------------------------------------------------------------------
+# the files of a run. ckpt.pt is a dictionary:
+#
+#   config    every field of Config
+#   step      optimizer steps done
+#   seeds     {seed: {model: state_dict, step: its step, failed: why}}
+#   moments   AdamW's averages, stacked over the seeds: {number of the parameter: {name: [S, ...]}}
+#   batches   where the data are: the generators' states at the start of the epoch, and the row
+#   rng       the states of torch's generators (dropout)
+#   losses    [steps, S] since the last line of the log
+
+class Diverged(UserError):
+    """No seed's loss is finite any more."""
+
+
+def write_file(path, data):
+    """Write bytes or text so that the file is always either the old one or the new one, whole."""
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(path + '.tmp')
+        reason = f'{error.strerror}; the old file, if any, is unchanged'
+        raise UserError(f'cannot write {path}: {reason}') from None
+
+
+def read_json(path):
+    """The dictionary in a JSON file of a run."""
+    try:
+        with open(path) as f:
+            return dict(json.load(f))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f'{path} is missing or damaged: name the folder of a run (of a sweep, one '
+                        'of its runs)') from None
+
+
+def read_checkpoint(folder):
+    """The dictionary of a run's ckpt.pt; options that it lacks get their defaults."""
+    path = os.path.join(folder, 'ckpt.pt')
+    if not os.path.exists(path):
+        raise UserError(f'no run in {folder}: train it first, or name another (of a sweep, one of '
+                        'its runs)')
+    checkpoint = {}
+    # torch says in many ways that a file is cut off, or not a checkpoint at all
+    with contextlib.suppress(Exception):
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    if not {'config', 'seeds', 'step'} <= set(checkpoint):
+        raise UserError(f'{path} is not a whole checkpoint of train.py; delete it and train again')
+    check_removed(checkpoint['config'], path)
+    checkpoint['config'] = defaults(Config) | checkpoint['config']
+    return checkpoint
+
+
+def save(cfg, checkpoint, state, alive, step, losses):
+    """Write ckpt.pt, given Trainer.state(). A seed that diverged keeps its last finite model."""
+    models = state.pop('models')
+    for seed in alive:
+        checkpoint['seeds'][seed].update(step=step, model=models[seed])
+    shape = len(losses), len(cfg.seeds)
+    checkpoint.update(state, step=step, losses=torch.cat([torch.empty(0), *losses]).view(shape))
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def check_same(cfg, checkpoint, names=None):
+    """Refuse a checkpoint whose config differs in one of these options (None: all but FREE)."""
+    saved = checkpoint['config']
+    for key in [key for key in keys(Config) if key not in FREE] if names is None else names:
+        if saved[key] != getattr(cfg, key):
+            raise UserError(f'the run in {cfg.out_dir} was trained with {key}={saved[key]}, not '
+                            f'{getattr(cfg, key)}: use the same, or another --out_dir')
+    for key in 'vocab_size', 'train_len':                  # the task sets these
+        if saved[key] != getattr(cfg, key):
+            raise UserError(f'the run in {cfg.out_dir} has {key}={saved[key]}, but {cfg.task}, or '
+                            f'its data, has changed to {getattr(cfg, key)}; train again')
+
+
+def failures(checkpoint):
+    """A line about each seed that diverged."""
+    return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
+
+
+def read_lengths(folder):
+    """{seed: {length: scores}} of a run's lengths.json, empty if there is none."""
+    path = os.path.join(folder, 'lengths.json')
+    table = read_json(path) if os.path.exists(path) else {}
+    return {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in table.items()}
+
+
+def finished(cfg):
+    """{seed: {length: scores}} at cfg.eval_lengths of a run that has ended; None if it has not."""
+    by_seed = read_lengths(cfg.out_dir)
+    # other lengths of a corpus are other text
+    enough = [set(cfg.eval_lengths) == scores.keys() if cfg.the_task.corpus else
+              set(cfg.eval_lengths) <= scores.keys() for scores in by_seed.values()]
+    if not enough or not all(enough):
+        return None
+    check_same(cfg, read_checkpoint(cfg.out_dir))
+    return {seed: {n: scores[n] for n in cfg.eval_lengths} for seed, scores in by_seed.items()}
+
+
+def begin(cfg, checkpoint):
+    """Prepare a run's folder: remove what is newer than the checkpoint, or belongs to a run that
+    this one replaces."""
+    os.makedirs(cfg.out_dir, exist_ok=True)
+    old = ['lengths.json']
+    if not checkpoint['step']:
+        there = os.listdir(cfg.out_dir)
+        old += ['ckpt.pt', 'eval.json', 'lengths.png', 'report.md']
+        old += [name for name in there if name.startswith('probe_')]
+        if 'ckpt.pt' in there:
+            print(f'replaces the run in {cfg.out_dir}')
+    for name in old:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(cfg.out_dir, name))
+    config = json.dumps(checkpoint['config'], indent=1)
+    write_file(os.path.join(cfg.out_dir, 'config.json'), config)
+    log, lines = os.path.join(cfg.out_dir, 'log.jsonl'), []
+    if checkpoint['step'] and os.path.exists(log):         # a resumed run repeats later lines
+        with open(log) as f:
+            for line in f:
+                with contextlib.suppress(ValueError):      # a line cut off by a kill
+                    if json.loads(line)['step'] <= checkpoint['step']:
+                        lines.append(line)
+    write_file(log, ''.join(lines))
+
+
+def append_record(cfg, device, by_seed, failed=()):
+    """Append a finished run to cfg.results, as results/tables.py reads it: the options that differ
+    from their defaults, {seed: {length: [exact, token, last, (loss)]}} to four digits, and the
+    versions that made it."""
+    config = {key: as_typed(value) if isinstance(value, list) else value
+              for key, usual in defaults(Config).items()
+              if key not in FREE or key in ('out_dir', 'eval_lengths', 'n_test')
+              if (value := getattr(cfg, key)) != usual}
+    metrics = 'exact', 'token', 'last', 'loss'
+    lengths = {seed: {n: [round(x[m], 4) for m in metrics if m in x] for n, x in scores.items()}
+               for seed, scores in by_seed.items()}
+    sizes = {n: x['n'] for scores in by_seed.values() for n, x in scores.items()
+             if x['n'] != cfg.n_test}
+    git = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'describe', '--always',
+           '--dirty', '--exclude=*']
+    commit = ''
+    with contextlib.suppress(OSError):                     # no git
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    hardware = torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()
+    record = dict(config=config, lengths=lengths, n=sizes, failed=list(failed),
+                  torch=torch.__version__, commit=commit, hardware=hardware)
+    record = {key: x for key, x in record.items() if x or key == 'lengths'}
+    with open(cfg.results, 'ab', buffering=0) as f:
+        f.write((json.dumps(record) + '\n').encode())      # in one piece
+
+
+# --------------------------------------------------------------------------------------------------
+# tables. rows: [(label, {length: scores}, metric)]
+
+def summary(cfg, scores, metric='exact'):
+    """(mean over the training lengths, mean over longer ones, the last length before the first with
+    less than 95 %). Means are over problems, None if there are none."""
+    def mean(lengths):
+        total = sum(scores[n].get('n', 1) for n in lengths)
+        return sum(scores[n].get('n', 1) * scores[n][metric] for n in lengths) / total
+
+    trained = [n for n in scores if n in cfg.train_lengths]
+    longer = [n for n in scores if n > max(cfg.train_lengths)]
+    accurate = itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores))
+    return (mean(trained) if trained else None, mean(longer) if longer else None,
+            max(accurate, default=0))
+
+
+def brief(cfg, scores):
+    """The summary of a run, or of the mean over seeds, as one line."""
+    if cfg.the_task.corpus:
+        lengths = sorted(scores)
+        shown = {max([n for n in lengths if n <= max(cfg.train_lengths)] or lengths), lengths[-1]}
+        return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
+                         f'{math.exp(scores[n]["loss"]):.2f}) in contexts of {n}'
+                         for n in sorted(shown))
+    trained, longer, largest = summary(cfg, scores)
+    return (f'exact match {percent(trained)} on training lengths, {percent(longer)} on longer '
+            f'ones; max length >= 95 %: {largest or "none"}')
+
+
+def percent(x):
+    """A fraction as text; - if there is none."""
+    return '-' if x is None else f'{100 * x:.1f} %'
+
+
+def mean_scores(by_seed):
+    """{length: scores}, each the mean over seeds."""
+    runs = list(by_seed.values())
+    return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in first}
+            for n, first in runs[0].items()}
+
+
+def print_strips(cfg, rows):
+    """A strip with a character per length for each row."""
+    lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]
+    inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # trained lengths
+    unicode = (sys.stdout.encoding or '').lower().startswith('utf')
+    shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
+    width = max(len(label) for label, _, _ in rows) + 2
+    ticks = ' ' * len(lengths)
+    for i in sorted({0, inside - 1, *range(7, len(lengths), 8)}):
+        text = str(lengths[i])
+        start = max(0, i + 1 - len(text))                  # a number ends above its column
+        if not ticks[max(0, start - 1):start + len(text)].strip():
+            ticks = ticks[:start] + text + ticks[start + len(text):]
+    print(f'{"":{width}}{ticks[:inside]} {ticks[inside:]}  training    longer  max length')
+    for label, scores, metric in rows:
+        strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)
+        trained, longer, largest = summary(cfg, scores, metric)
+        print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {percent(trained):>7}   '
+              f'{percent(longer):>7}  {largest or "none":>10}')
+    print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
+          f'100 %; {bar} ends the training lengths; max length: the last before one below 95 %')
+
+
+def print_rows(cfg, rows):
+    """A table by length: perplexity for a corpus, accuracy for other tasks."""
+    if not cfg.the_task.corpus:
+        return print_strips(cfg, rows)
+    width = max(len(label) for label, *_ in rows) + 2
+    print(f'{"context":{width}}' + ''.join(f'{n:>9}' for n in sorted(rows[0][1])))
+    for label, scores, _ in rows:
+        cells = (f'{math.exp(scores[n]["loss"]):>9.3f}' for n in sorted(scores))
+        print(f'{label:{width}}' + ''.join(cells))
+
+
+def show(cfg, by_seed):
+    """Print the table of a run: the mean over seeds of each metric, and each seed."""
+    scores, corpus = mean_scores(by_seed), cfg.the_task.corpus
+    metrics = dict(exact='exact match', token='tokens', last='last state')
+    rows = [(label, scores, metric) for metric, label in metrics.items()]
+    if corpus:
+        rows = [('perplexity', scores, 'loss')]
+    if len(by_seed) > 1:
+        rows += [(f'{rows[0][0]}, seed {seed}', run, rows[0][2]) for seed, run in by_seed.items()]
+    what = ('the same held-out text in contexts of every length' if corpus else
+            f'{scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
+    print(f'\n{cfg.task} with {cfg.pe}, seeds {as_typed(list(by_seed))}, {what}')
+    print_rows(cfg, rows)
+
+
+# --------------------------------------------------------------------------------------------------
 # the training loop
 
-def train(cfg, device, state, stop):
-    """Train all seeds from where the checkpoint `state` left them.
+class Stop:
+    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
+    def __init__(self):
+        self.signal = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
 
-    Returns {seed: {length: scores}} of the seeds that stayed finite, None if it was stopped.
+    def handle(self, number, frame):
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def train(cfg, device, checkpoint, stop):
+    """Train all seeds from where the checkpoint left them.
+
+    Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped.
     """
-    task, autocast = cfg.the_task, seeds.precision(cfg, device)
-    group = make_group(cfg, device)
+    task, first = cfg.the_task, checkpoint['step']
+    trainer = Trainer(cfg, device)
     validation, test = (held_out(cfg, task, split, device) for split in ('eval', 'test'))
-    run = checkpoint.Run(cfg, state)
-    first = state['step']
+    losses = []                                            # [S] each, since the log's last line
     if first:
-        group.restore(state)
-
-    print(report.title(cfg, group.models[0], device))
+        trainer.restore(checkpoint)
+        losses = list(checkpoint['losses'].to(device))
+    size = sum(p.numel() for p in trainer.models[0].parameters())
+    print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}')
+    log = open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a', buffering=1)
     began = time.time()
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', disable=None, leave=False)
-    losses = []                                            # (S,) each, still on the device
     for step in bar:
-        losses.append(group.step(step))                    # Group.step calls Trainer.step, above
+        losses.append(trainer.step(step))
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
-        logging = evaluating or done % cfg.log_interval == 0
-        if not (logging or stop.signal):
+        if done % cfg.log_interval and not evaluating and not stop.signal:
             continue
 
-        # the only place where the loop waits for the device
-        run.add_losses(done, torch.stack(losses).tolist())
-        losses.clear()
-        if logging:
-            speed = (done - first) / (time.time() - began)
-            mean = run.log_losses(done, group.learning_rate(), speed)
-            bar.set_postfix(loss=f'{mean:.4f}')
+        rows = torch.stack(losses).tolist()                # only here the loop waits for the device
+        alive = note_failures(checkpoint, done, rows, trainer.models)
+        if done % cfg.log_interval == 0 or evaluating:
+            speed = round((done - first) / (time.time() - began), 2)
+            lr = trainer.optimizer.param_groups[0]['lr'].item()
+            for seed, column in zip(cfg.seeds, zip(*rows)):
+                if seed in alive:
+                    point = dict(step=done, seed=seed, loss=sum(column) / len(column), lr=lr)
+                    log.write(json.dumps(point | dict(steps_per_s=speed)) + '\n')
+            bar.set_postfix(loss=f'{point["loss"]:.4f}')
+            losses = []
         if not (evaluating or stop.signal):
             continue
 
         pause = time.time()
-        group.swap_ema()
-        scores = group.evaluate(evaluate, run.alive, task, validation if evaluating else {},
-                                autocast)
-        run.drop(done, 'a weight', {seed: x is not None for seed, x in scores.items()})
         if evaluating:
-            run.log_scores(done, scores)
-            mean_scores = report.mean_scores({seed: scores[seed] for seed in run.alive})
-            tqdm.write(f'step {done:>6}  loss {mean:.4f}  {speed:6.1f} steps/s  '
-                       f'{report.brief(cfg, mean_scores)}')
-        run.save(done, group.state())
-        group.swap_ema()
+            scores = {seed: evaluate(model, task, validation, trainer.autocast)
+                      for seed, model in alive.items()}
+            for seed in alive:
+                log.write(json.dumps(dict(step=done, seed=seed, eval=scores[seed])) + '\n')
+            tqdm.write(f'step {done:>6}  loss {point["loss"]:.4f}  {speed:6.1f} steps/s  '
+                       f'{brief(cfg, mean_scores(scores))}')
+        save(cfg, checkpoint, trainer.state(), alive, done, losses)
         if stop.signal and done < cfg.max_steps:
             return None
         began += time.time() - pause                       # evaluations do not count as training
-    group.swap_ema()
-    return group.evaluate(evaluate, run.alive, task, test, autocast)
+    alive = note_failures(checkpoint, cfg.max_steps, [], trainer.models)
+    return {seed: evaluate(model, task, test, trainer.autocast) for seed, model in alive.items()}
 
 
-def load(run_dir, seed=None):
-    """(model, config) of a run, on the CPU in evaluation mode; seed None: the first sound one.
-    cfg.seeds: this seed."""
-    path = os.path.join(run_dir, 'ckpt.pt')
-    state = checkpoint.read(path, Config)
-    cfg = make_config(state['config'])
-    checkpoint.check_same(cfg, state['config'], path, [])  # what the task sets
+def note_failures(checkpoint, step, rows, models):
+    """{seed: model} of the seeds that have not diverged; raise Diverged if there is none. rows
+    [steps, S]: the losses of the last steps up to `step`."""
+    alive = {}
+    for i, (seed, entry) in enumerate(checkpoint['seeds'].items()):
+        bad = [number for number, row in enumerate(rows, step - len(rows) + 1)
+               if not math.isfinite(row[i])]
+        finite = not bad and all(p.isfinite().all() for p in models[i].parameters())
+        if not finite and 'failed' not in entry:
+            entry['failed'] = (f'seed {seed}: the loss or a weight became NaN or infinite at step '
+                               f'{bad[0] if bad else step}')
+            tqdm.write(entry['failed'])
+        if 'failed' not in entry:
+            alive[seed] = models[i]
+    if not alive:
+        raise Diverged('; '.join(failures(checkpoint)) + '; the last finite checkpoint, if any, is '
+                       'kept. A lower --lr or a longer --warmup_steps may help')
+    return alive
+
+
+# --------------------------------------------------------------------------------------------------
+# the program: a run, a sweep, an evaluation
+
+def run(cfg, stop):
+    """Train one configuration, with cfg.resume from its checkpoint: {seed: {length: scores}}, or
+    None if it was stopped."""
+    device = pick_device(cfg)
+    if cfg.results:
+        open(cfg.results, 'a').close()                     # fails now rather than after training
+    checkpoint = {'config': asdict(cfg), 'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0}
+    if cfg.resume and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
+        checkpoint = read_checkpoint(cfg.out_dir)
+        check_same(cfg, checkpoint)
+        checkpoint['config'] = asdict(cfg)
+        start = checkpoint['batches']['starts'][0]
+        if start.shape != torch.Generator(device).get_state().shape:
+            other = 'cuda' if device.type == 'cpu' else 'cpu'
+            raise UserError(f'the run in {cfg.out_dir} was trained on another kind of device, which'
+                            f' draws other random numbers: resume with --device={other}')
+    begin(cfg, checkpoint)
+    by_seed = {}
+    try:
+        by_seed = train(cfg, device, checkpoint, stop)
+    finally:
+        if cfg.results and (by_seed or by_seed == {} and failures(checkpoint)):
+            append_record(cfg, device, by_seed, failures(checkpoint))
+    if by_seed:
+        write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+    return by_seed
+
+
+def train_points(points, swept):
+    """Train the one configuration, or each (label, config) of a sweep, and show a table: the exit
+    status, 2 by UserError if a seed diverged."""
+    stop = Stop()
+    scores, failed = {}, []
+    for label, cfg in points:
+        by_seed = None
+        if swept:
+            print(f'--- {label} ({cfg.out_dir})')
+            by_seed = finished(cfg)
+        if by_seed:
+            print('finished earlier; delete the folder to train it again')
+        else:
+            try:
+                by_seed = run(cfg, stop)
+            except Diverged as error:
+                failed.append(f'{label} {error}')
+                continue
+        if by_seed is None:
+            print(f'stopped and saved; continue with {"the same command" if swept else "--resume"}')
+            return 128 + stop.signal
+        failed += [f'{label} {line}' for line in failures(read_checkpoint(cfg.out_dir))]
+        scores[label] = by_seed
+        if swept:
+            print(brief(cfg, mean_scores(by_seed)))
+        else:
+            show(cfg, by_seed)
+    if swept and scores:
+        what = 'perplexity' if cfg.the_task.corpus else 'exact match'
+        print(f'\n{what} by length, ' + ' x '.join(swept))
+        print_rows(cfg, [(label, mean_scores(x), 'exact') for label, x in scores.items()])
+    if failed:
+        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
+    return 0
+
+
+def load(run_dir, seed=None, cfg=None):
+    """(model, config) of a run, on the CPU in evaluation mode; seed None: the first that did not
+    diverge. cfg: a configuration for the same weights, if it differs from the run's, as in other
+    eval_lengths. In the config returned, seeds is this seed. UserError if there is no such model.
+    """
+    checkpoint = read_checkpoint(str(run_dir))
+    saved = checkpoint['config']
+    cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
+    check_same(cfg, checkpoint, ARCHITECTURE + ['data'] * cfg.the_task.own_vocab)
+    trained = tasks.make(saved['task'], cfg.data)
+    if cfg.the_task.vocab != trained.vocab or type(cfg.the_task) is not type(trained):
+        raise UserError(f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is '
+                        'another task or has another vocabulary')
+    models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
+              if 'model' in entry and 'failed' not in entry}
+    seed = next(iter(models), None) if seed is None else seed
+    if seed not in models:
+        raise UserError(f'no model of seed {seed} in {run_dir}; there are: '
+                        + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
-    chosen = checkpoint.first_sound(state) if seed is None else seed
-    model.load_state_dict(checkpoint.weights(state, chosen, path))
-    cfg.seeds, cfg.out_dir = [chosen], str(run_dir)
+    model.load_state_dict(models[seed])
+    cfg.seeds = [seed]
     return model.eval(), cfg
-
-
-def load_for_evaluation(cfg):
-    """(model, checkpoint, its path): a model on cfg.device, into which a seed's weights fit."""
-    path = os.path.join(cfg.out_dir, 'ckpt.pt')
-    state = checkpoint.read(path, Config)
-    same = ARCHITECTURE + ['data'] * cfg.the_task.own_vocab
-    checkpoint.check_same(cfg, state['config'], path, same)
-    trained = tasks.make(state['config']['task'], cfg.data)
-    if cfg.the_task.vocab != trained.vocab:
-        raise UserError(f'{cfg.task} has other tokens than {trained.name}, which was trained')
-    return Transformer(cfg).to(seeds.pick_device(cfg), DTYPES[cfg.dtype]), state, path
 
 
 def evaluate_run(cfg):
     """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths, added to lengths.json.
 
     The text that a corpus is tested on depends on the lengths. Its scores, and those of a task with
-    other options, go into eval.json and replace what it had.
+    other options, go into eval.json and replace what it contained.
     """
-    device, task = seeds.pick_device(cfg), cfg.the_task
-    model, state, path = load_for_evaluation(cfg)
-    failed = {seed: entry['failed'] for seed, entry in state['seeds'].items()
-              if 'failed' in entry and seed in cfg.seeds}
-    if len(failed) < len(cfg.seeds):                       # all failed: evaluate what they left
-        print(''.join(f'left out: {line}\n' for line in failed.values()), end='')
-        cfg.seeds = [seed for seed in cfg.seeds if seed not in failed]
+    device, task = pick_device(cfg), cfg.the_task
+    saved = read_checkpoint(cfg.out_dir)
+    print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
     sets, by_seed = held_out(cfg, task, 'test', device), {}
     for seed in cfg.seeds:
-        model.load_state_dict(checkpoint.weights(state, seed, path))
-        by_seed[seed] = evaluate(model, task, sets, seeds.precision(cfg, device))
-    apart = task.corpus or cfg.task != state['config']['task']
-    table = os.path.join(cfg.out_dir, 'eval.json' if apart else 'lengths.json')
-    known = {}
-    if os.path.exists(table) and not apart:
-        known = checkpoint.read_lengths(table)
+        if 'failed' not in saved['seeds'].get(seed, {}):
+            model = load(cfg.out_dir, seed, cfg)[0].to(device)
+            by_seed[seed] = evaluate(model, task, sets, precision(cfg, device))
+    apart = task.corpus or cfg.task != saved['config']['task']
+    known = {} if apart else read_lengths(cfg.out_dir)
     for seed, scores in by_seed.items():
         known[seed] = dict(sorted((known.get(seed, {}) | scores).items()))
-    checkpoint.write(table, json.dumps(known))
+    name = 'eval.json' if apart else 'lengths.json'
+    write_file(os.path.join(cfg.out_dir, name), json.dumps(known))
+    if cfg.results:
+        append_record(cfg, device, by_seed)
     return by_seed
 
 
 def continue_prompt(cfg):
     """cfg.prompt and how the first of the run's seeds continues it."""
-    device, task = seeds.pick_device(cfg), cfg.the_task
-    model, state, path = load_for_evaluation(cfg)
-    model.eval().load_state_dict(checkpoint.weights(state, cfg.seeds[0], path))
+    device, task = pick_device(cfg), cfg.the_task
+    if task.labels or not cfg.causal:
+        raise UserError(f'{cfg.task} labels tokens, or its model has no causal mask: it continues '
+                        'no prompt')
+    model = load(cfg.out_dir, cfg.seeds[0], cfg)[0].to(device)
     prompt = task.encode(cfg.prompt)[None].to(device)
     if not prompt.numel():
-        raise UserError(f'--prompt={cfg.prompt!r} has no token of this task in it')
-    if task.labels:
-        raise UserError(f'{cfg.task} labels tokens, so the model continues no prompt')
-    if not cfg.causal:
-        raise UserError('a model without causal mask answers at the query token alone and '
-                        'continues no prompt: leave --prompt out')
-    if cfg.positions == 'randomized' and prompt.shape[1] + cfg.new_tokens > cfg.positions_max:
-        raise UserError(f'there are {cfg.positions_max} positions: lower --new_tokens')
+        raise UserError(f'--prompt={cfg.prompt!r} contains no token of this task')
     torch.manual_seed(cfg.seeds[0])
-    with seeds.precision(cfg, device):
+    with precision(cfg, device):
         tokens = model.generate(prompt, cfg.new_tokens, cfg.temperature, task.end)
     return task.decode(tokens[0].cpu())
 
 
-def run_without_training(points, command):
-    """The benchmark of each configuration, the continuation of its prompt, or its scores."""
-    for label, cfg in points:
-        if cfg.benchmark:
-            bench.run(label, cfg, command, make_group)
-        elif cfg.prompt:
-            print(continue_prompt(cfg))
-        else:
-            by_seed = evaluate_run(cfg)
-            report.show(cfg, by_seed)
-            if cfg.results:
-                report.append_line(cfg, command, seeds.pick_device(cfg), lengths=by_seed)
+def read_points(values):
+    """[(label, config)] of the points of a sweep, or of the one run, and the options it varies."""
+    swept = [key for key, value in values.items() if isinstance(value, Sweep)]
+    points = []
+    for point in itertools.product(*(values[key] for key in swept)):
+        here = values | dict(zip(swept, point))
+        if swept:
+            name = ','.join(f'{key}={slug(str(x))}' for key, x in zip(swept, point))
+            here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
+        points.append((' '.join(map(str, point)), make_config(here)))
+    if len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) > 1:
+        raise UserError('a sweep prints one table, and these tasks differ in their eval_lengths or '
+                        'in what is scored; run them one by one')
+    return points, swept
 
 
 def main(argv):
     """One run, a sweep, or an evaluation; returns the exit status."""
-    if config.wants_help(argv):
-        return config.print_help(__doc__, Config)
-    values = runs.read_config(Config, argv)
-    command = 'python train.py ' + shlex.join(argv)
-    points, swept = runs.read_points(Config, values)
-    cfg = points[0][1]
-    usual = config.defaults(Config)
-    changed = {key: config.as_typed(value) for key, value in values.items()
+    if {'-h', '--help'} & set(argv):
+        return print_help(__doc__, Config)
+    values = read_options(argv)
+    points, swept = read_points(values)
+    cfg, usual = points[0][1], defaults(Config)
+    changed = {key: as_typed(value) for key, value in values.items()
                if key in ('task', 'pe') or value != usual[key]}
     print(' '.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
+    if cfg.prompt:
+        print(continue_prompt(cfg))
+        return 0
+    if cfg.eval_only:
+        show(cfg, evaluate_run(cfg))
+        return 0
+    return train_points(points, swept)
 
-    if cfg.eval_only or cfg.benchmark:
-        return run_without_training(points, command)
-    if swept:
-        return runs.train_sweep(points, swept, values['out_dir'], train, command)
-    return runs.train_run(cfg, train, command)
+
+def run_program(main, *errors):
+    """Run main(argv) and exit with its status; a UserError, or one of `errors`, is one line and
+    status 2, and so is a lack of memory."""
+    sys.stdout.reconfigure(errors='replace')
+    if hasattr(signal, 'SIGPIPE'):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # ... | head
+    try:
+        sys.exit(main(sys.argv[1:]) or 0)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except (UserError, OSError, *errors) as error:
+        says = error
+        if isinstance(error, OSError) and error.filename:
+            says = f'{error.filename}: {error.strerror}'
+    except (MemoryError, RuntimeError) as error:
+        lacks_memory = re.search('out of memory|allocate', str(error))
+        if not (lacks_memory or isinstance(error, MemoryError)):
+            raise
+        says = ('not enough memory: use a smaller batch_size, a larger accumulate, or fewer and '
+                'shorter problems (of a probe: a smaller --length or --n)')
+    print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == '__main__':
-    config.run(main, tasks.DataError)
+    run_program(main, tasks.DataError)

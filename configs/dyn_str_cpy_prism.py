@@ -1,7 +1,6 @@
-# PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10,
-# far beyond that (results/README.md). Copy branch on (PRISM section 6.0.1), with key cursors that
-# are trained; the paper's only step up. Compare: --prism_copy=none,fixed,trained and
-# --pe=prism,shifted_ape,rope
+# PRISM copies a string from a given digit on (5839472,3=39472.), trained on strings of at most 10.
+# The copy branch is on (PRISM section 6.0.1), with trained key cursors, where the paper's move up by
+# one at every token. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape,rope
 task = 'dyn_str_cpy'
 pe = 'prism'
 prism_copy = 'trained'
@@ -9,8 +8,6 @@ n_head = 2
 train_lengths = range(1, 11)
 length_schedule = [(0, 5), (400, 10)]
 eval_lengths = [*range(1, 16), 20, 30, 40, 60, 80, 100, 150]
-prism_input = 0.3
-prism_whole = 0.03              # as for string_reverse
 dropout = 0.1
 max_steps = 1000
 min_lr = 6.6e-4

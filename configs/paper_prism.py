@@ -5,8 +5,8 @@
 #   addition_prism or multiplication_cot_prism, paper_prism, paper_prism_short
 #   dyn_str_cpy_prism, paper_prism, paper_prism_short, --prism_copy=fixed
 #   scan_cot_prism, paper_prism, paper_prism_scan
-# and for the paper's baseline, after these, paper_prism_baseline. 150,000 steps want a GPU: not run
-# yet. 140 cursors at 4 per head, of queries and of keys: 7 heads in each of 5 layers. The paper's
+# and for the paper's baseline, after these, paper_prism_baseline. 150,000 steps require a GPU: not
+# run yet. 140 cursors at 4 per head, of queries and of keys: 7 heads in each of 5 layers. The paper's
 # content width of 192 is not divisible by 7: ours is 196.
 n_layer = 5
 n_head = 7
@@ -17,16 +17,6 @@ prism_cursors = 4
 prism_d_pe = 84                 # 4 cursors: a position stream of 336, as we read the paper's 340
 prism_hidden = 100
 prism_recurrent = 'orthogonal'
-prism_input = 0.5
-# what the small configs set for themselves, back at its default
-prism_start = 'fading'
-prism_reset = True
-prism_noise = 0.0
-prism_whole = 0.0
-prism_whole_at = 0.0
-prism_info = 0.0
-prism_alpha_lr = 0.03
-ema = 0.0
 dropout = 0.0
 batch_size = 100
 max_steps = 150000

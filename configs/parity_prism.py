@@ -1,5 +1,4 @@
-# PRISM carries parity to 100 bits, trained on at most 16. 2 minutes on 2 CPU cores. prism_input is
-# larger than for copying, because the gates depend on the bits. Compare:
+# PRISM computes the parity of up to 100 bits, trained on at most 16. Compare:
 # --pe=prism,vipe,shifted_ape,rope
 task = 'parity'
 pe = 'prism'
@@ -7,7 +6,6 @@ n_head = 2
 train_lengths = range(1, 17)
 length_schedule = [(0, 5), (400, 16)]
 eval_lengths = [*range(1, 21), 24, 32, 48, 64, 100]
-prism_input = 1.0
 dropout = 0.1
 max_steps = 1000
 min_lr = 6.6e-4

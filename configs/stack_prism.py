@@ -1,15 +1,13 @@
-# PRISM on stack manipulation (0110422=11020000), without the copy branch. The cursors of the second
-# PRISM layer follow the height of the stack: a step up at a push, down at a pop. (The paper has its
-# two PRISM layers before layers 1 and 4 of 5.)
+# PRISM on stack manipulation (0110422=11020000), without the copy branch, with the paper's two PRISM
+# layers (the paper has them before layers 1 and 4 of 5) and four cursors per head. The cursors of
+# the second one can follow the height of the stack: up at a push, down at a pop.
 task = 'stack'
 pe = 'prism'
 n_head = 4
 n_layer = 2
 prism_layers = [1, 2]
-prism_input = 2.0               # large enough that gates tell symbols apart within 500 steps
-prism_whole = 0.1
-prism_whole_at = 0.3            # whole steps only once the loss is low
-prism_d_pe = 84                 # as in the paper; 32, with alpha at 0.003, has fewer right at 20
+prism_cursors = 4
+prism_d_pe = 84                 # the width per cursor that we read from the paper
 train_lengths = range(2, 11)
 length_schedule = [(0, 5), (400, 10)]
 eval_lengths = [*range(2, 16), 20, 30, 40, 60, 80, 100]

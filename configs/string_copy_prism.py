@@ -1,14 +1,12 @@
-# PRISM, trained to copy strings of at most 10 digits, copies strings of 150. Its cursors learn to
-# count from the start and from the "=": `python probe.py cursor out/string_copy_prism` shows them.
-# Dropout and a small prism_input were chosen for that. The first 400 steps see short strings only
-# (PRISM section 6.4). Compare: --pe=prism,shifted_ape,rope
+# PRISM, trained to copy strings of at most 10 digits, copies strings of 150: its cursors learn to
+# count from the start and from the "=" (`python probe.py cursor out/string_copy_prism`). The first
+# 400 steps train on short strings only (PRISM section 6.4). Compare: --pe=prism,shifted_ape,rope
 task = 'string_copy'
 pe = 'prism'
 n_head = 2
 train_lengths = range(1, 11)
 length_schedule = [(0, 5), (400, 10)]
 eval_lengths = [*range(1, 16), 20, 30, 40, 60, 80, 100, 150]
-prism_input = 0.3
 dropout = 0.1
 max_steps = 1500
 min_lr = 6.6e-4

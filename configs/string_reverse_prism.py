@@ -1,14 +1,11 @@
 # PRISM reverses strings: trained on at most 10 digits, it reverses 150. The start symbol tells its
-# cursor where to stop (PRISM Figure 15). prism_whole makes cursors step by whole places; without it
-# some seeds drift (results/README.md). Compare: --prism_whole=0,0.03 and
-# --pe=prism,shifted_ape,rope
+# cursor where to stop (PRISM Figure 15). Compare: --pe=prism,shifted_ape,rope
 task = 'string_reverse'
 pe = 'prism'
 n_head = 2
 train_lengths = range(1, 11)
 length_schedule = [(0, 5), (400, 10)]
 eval_lengths = [*range(1, 16), 20, 30, 40, 60, 80, 100, 150]
-prism_whole = 0.03
 dropout = 0.1
 max_steps = 1000
 min_lr = 5e-4
