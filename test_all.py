@@ -12,7 +12,6 @@ import cmath
 import collections
 import concurrent.futures
 import contextlib
-import doctest
 import itertools
 import json
 import math
@@ -20,7 +19,6 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -39,7 +37,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels
 import pe
 import tasks
 import train
@@ -1551,7 +1548,7 @@ def test_runs_with_removed_options_are_refused(tmp_path):
                              (dict(prism_noise=0.3), False), (dict(ema=0.9), False)):
         state = read_checkpoint(tmp_path)
         state['config'] |= change
-        del state['config']['pope_frequencies']
+        state['config'].pop('pope_frequencies', None)
         torch.save(state, tmp_path / 'ckpt.pt')
         if readable:
             assert train.load(tmp_path)[1].pope_frequencies == 'all'
@@ -1727,7 +1724,7 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     def poisoned(params, largest):
         clip(params, largest)
         calls.append(1)
-        if len(calls) == 6:                                # so that the loss of step 7 is NaN
+        if len(calls) == 6:                                # weights are NaN after step 6
             for p in params:
                 p.grad[1] = math.nan
     monkeypatch.setattr(train, 'clip_each', poisoned)
@@ -1737,7 +1734,7 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     assert list(line['lengths']) == ['0', '2']
     assert 'seed 1: the loss' in line['failed'][0]
     out = capsys.readouterr().out
-    assert 'seed 1: the loss or a weight became NaN or infinite at step 7' in out
+    assert 'seed 1: the loss or a weight became NaN or infinite at step 6' in out
     for seed in (0, 2):
         assert same(weights(a, seed), weights(b, seed))
     assert list(read_json(b / 'lengths.json')) == ['0', '2']
@@ -2202,7 +2199,7 @@ def test_the_chains_of_paper_prism_are_the_papers(baseline):
 # the programs
 
 def test_every_program_has_help():
-    programs = sorted(f for f in os.listdir(HERE) if f.endswith('.py'))
+    programs = sorted(f for f in os.listdir(HERE) if f.endswith('.py') and f != 'model.py')
     for program, run in zip(programs, pythons(*([program, '--help'] for program in programs))):
         assert run.returncode == 0, (program, run.stderr)
         assert run.stdout, program

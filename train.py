@@ -1116,12 +1116,12 @@ def train_points(points, swept):
             try:
                 by_seed = run(cfg, stop)
             except Diverged as error:
-                failed.append(f'{label} {error}')
+                failed.append(f'{label} {error}'.strip())
                 continue
         if by_seed is None:
             print(f'stopped and saved; continue with {"the same command" if swept else "--resume"}')
             return 128 + stop.signal
-        failed += [f'{label} {line}' for line in failures(read_checkpoint(cfg.out_dir))]
+        failed += [f'{label} {line}'.strip() for line in failures(read_checkpoint(cfg.out_dir))]
         scores[label] = by_seed
         if swept:
             print(brief(cfg, mean_scores(by_seed)))
@@ -1144,11 +1144,11 @@ def load(run_dir, seed=None, cfg=None):
     checkpoint = read_checkpoint(str(run_dir))
     saved = checkpoint['config']
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
-    check_same(cfg, checkpoint, ARCHITECTURE + ['data'] * cfg.the_task.own_vocab)
     trained = tasks.make(saved['task'], cfg.data)
     if cfg.the_task.vocab != trained.vocab or type(cfg.the_task) is not type(trained):
         raise UserError(f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is '
                         'another task or has another vocabulary')
+    check_same(cfg, checkpoint, ARCHITECTURE + ['data'] * cfg.the_task.own_vocab)
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
