@@ -27,9 +27,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import kernels
-from engine.scan import EPS, check_scan
-
 
 @dataclass
 class PEConfig:
@@ -87,7 +84,7 @@ class PEConfig:
     # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
-    # kernels.py, for encodings with `gains`: auto (if it pays on CUDA) | triton | reference
+    # kernels.py, for pope, vipe, ssmax and prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
@@ -110,8 +107,6 @@ class PEConfig:
         if not numbers or layers != sorted(set(layers)) or layers[-1] > self.n_layer:
             raise ValueError(f'prism_layers must be layers in order, from 1 to n_layer='
                              f'{self.n_layer}, the first of them 1; it is {layers}')
-        if self.kernel == 'triton' and kernels.triton is None:
-            raise ValueError('kernel=triton needs Triton, for Linux: pip install triton; or auto')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         if self.attention == 'mla' and self.n_head % 2:
@@ -197,8 +192,9 @@ class Encoding(nn.Module):
         self.own_softmax = changed(self, 'weigh') or changed(self, 'mask')
         self.dense = changed(self, 'adjust') or self.own_softmax   # logits are stored
         regular = cfg.causal and cfg.positions == 'index'
-        if self.widens or self.dense or changed(self, 'bias') or not regular:
-            self.fusable = False   # a kernel takes one width, a bias by distance, and 0..T-1
+        biased = changed(self, 'bias') or changed(self, 'by_distance')
+        if self.widens or self.dense or biased or not regular:
+            self.fusable = False   # a kernel takes one width, no bias, and positions 0..T-1
 
     def for_layer(self):
         """The instance for a further layer. The first layer's alone runs embed and state, so an
@@ -308,21 +304,19 @@ class Encoding(nn.Module):
 
     def attend_by_kernels(self, q, k, v, at):
         """The average y by kernels.attention, in memory that grows with T."""
+        import kernels
         q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # loud, and no wait for the device
-        factors = self.rescale(q.float(), k.float(), at)
+        factors = self.rescale(q.float(), k.float(), at)  # not in half precision
         delta = self.phases()
-        distance = (at.s - at.s[..., :1]).clamp(min=0)[..., None, :]
-        bias = self.by_distance(distance)  # (H, 1, T), or None
-        call = dict(bias=None if bias is None else bias[None, :, 0], distance=self.distance)
-        if factors is not None:
-            row, col = (f.squeeze(-1) for f in factors)
-            call |= dict(row=row.expand(1, *q.shape[1:3]), col=col.expand(q.shape[:3]))
         if delta is not None:
             cfg = self.cfg
-            call |= dict(delta=delta[None], base=cfg.rope_base, softplus=cfg.pope_softplus)
+            q = kernels.polar(q, None, cfg.rope_base, cfg.pope_softplus)  # (B, H, T, 2D)
+            k = kernels.polar(k, delta[None], cfg.rope_base, cfg.pope_softplus)
         else:
             q, k = self.qk(q, k, at)
-        y, e = kernels.attention(q, k, v, **call)
+        if factors is not None:
+            q, k = (q * factors[0]).to(v.dtype), (k * factors[1]).to(v.dtype)
+        y, e = kernels.attention(q, k, v, self.distance)
         return torch.cat([y.float(), e[..., None]], dim=-1) if self.distance else y
 
     def append_position(self, v, at):
@@ -392,10 +386,13 @@ def positions(cfg, tokens, training, total_len=None):
 
 
 def kernels_serve(cfg, q):
-    """Whether kernels.py computes attention: cfg.kernel decides; auto: where memory counts."""
-    pays = (q.is_cuda and kernels.triton is not None and q.shape[2] >= 512 and q.shape[3] <= 128
-            and q.dtype in (torch.bfloat16, torch.float16) and kernels.fits(q.device))
-    return cfg.kernel == 'triton' or (cfg.kernel == 'auto' and pays)
+    """Whether kernels.py computes attention, as cfg.kernel says; auto: where memory matters."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
+    if cfg.kernel != 'auto' or not large:
+        return cfg.kernel == 'triton'
+    import kernels
+    return kernels.triton is not None and kernels.fits(q.device)
 
 
 def causal(like, itself=True):
@@ -699,7 +696,6 @@ class ALiBi(Encoding):
     of the next power. No parameters. A single head has the slope 1/256: nearly NoPE.
     """
     shift_invariant = True
-    gains = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -722,7 +718,6 @@ class T5(Encoding):
     """
     shared = True
     shift_invariant = True
-    gains = True
     starts_blank = True
 
     def __init__(self, cfg):
@@ -773,7 +768,6 @@ class Kerple(Encoding):
     """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
     a from U(0, 2), b from U(0, 1), learned per head and layer and held above 0.01, as there."""
     shift_invariant = True
-    gains = True
     needs_causal = True
 
     def __init__(self, cfg):
@@ -790,7 +784,6 @@ class Kerple(Encoding):
 class DAPE(Kerple):
     """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
     f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
-    gains = False
     drawable = False  # like kerple at first
 
     def __init__(self, cfg):
@@ -993,6 +986,9 @@ class ViPE(Encoding):
 # --------------------------------------------------------------------------------------------------
 # positions that the content decides
 
+EPS = 1e-8  # added to histograms before they are sharpened
+
+
 def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms, in float32 or
     float64: superposed encodings [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
@@ -1003,12 +999,15 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     token: reset, step, copy (what jumps does not step), sharpen, superpose. The last two take the
     offsets that it can reach, -(t+1)..t+1, so that nothing depends on P or on later tokens.
     Sharpening adds EPS to each of these and works in logarithms, as gamma may be large; `chunk`
-    tokens are superposed at once, which changes the time and the memory alone. ValueError
-    (check_scan) if shapes do not fit, or if a cursor can leave the table (Algorithm 1 clamps at
-    +-P).
+    tokens are superposed at once, which changes only the time and the memory. The table must hold
+    the offsets -T..T, so that no cursor leaves it (Algorithm 1 clamps at +-P instead).
     """
-    check_scan(reset, step, gamma, table, copy)
     (B, C, T), P = reset.shape, len(table) // 2
+    assert step.shape == (B, C, T, 3)
+    assert gamma is None or gamma.shape == (C,)
+    assert copy is None or copy.shape == (B, C, T, T + 1)
+    assert table.shape == (2 * P + 1, table.shape[-1]), 'the table must be [2P+1, d_pe]'
+    assert P >= T, f'{T} tokens require a table of the offsets -{T}..{T}'
     h = table.new_ones(B, C, 1)  # offsets -t..t before token t
     histograms, encodings = [], []
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
@@ -1032,6 +1031,15 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
             encodings.append(torch.stack(padded, dim=2) @ table[P - t - 1:P + t + 2])
             histograms = []
     return torch.cat(encodings, dim=2)
+
+
+def pick_scan(kernel, x):
+    """cursor_scan, or kernels.cursor_scan as `kernel` says; auto: on CUDA, if Triton is there."""
+    fast = x.is_cuda and x.dtype != torch.float64
+    if kernel == 'reference' or kernel == 'auto' and not fast:
+        return cursor_scan
+    import kernels
+    return kernels.cursor_scan if kernel == 'triton' or kernels.triton else cursor_scan
 
 
 class Cursors(nn.Module):
@@ -1129,10 +1137,7 @@ class Cursors(nn.Module):
 
     def scan(self, x, table):
         """Encodings [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
-        kernel = self.cfg.kernel
-        pays = x.is_cuda and kernels.triton is not None and x.dtype != torch.float64
-        fused = kernel == 'triton' or (kernel == 'auto' and pays)
-        scan = kernels.cursor_scan if fused else cursor_scan
+        scan = pick_scan(self.cfg.kernel, x)
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.gates(x))
         gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
         e = scan(reset, step, gamma, table)
