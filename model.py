@@ -29,7 +29,6 @@ class ModelConfig(encodings.PEConfig):
     def __post_init__(self):
         super().__post_init__()
         encodings.check_positive(self, 'vocab_size', 'embedding_std')
-        encodings.check_positive(self, 'd_ff', 'd_compress', zero=True)
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
@@ -108,11 +107,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        first = encodings.build(cfg)  # the one that runs embed and state
-        layers = [first] + [first.for_layer() for _ in range(cfg.n_layer - 1)]
-        if cfg.nope_every:
-            for i in range(cfg.nope_every - 1, cfg.n_layer, cfg.nope_every):
-                layers[i] = encodings.NoPE(cfg)
+        layers = encodings.build(cfg)  # an encoding for each
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
         self.blocks = nn.ModuleList(Block(cfg, enc) for enc in layers)
@@ -147,7 +142,7 @@ class Transformer(nn.Module):
         if pos is None:
             pos = encodings.positions(self.cfg, tokens, self.training, total_len)
         x = self.embedding(tokens)  # (B, T, C)
-        enc = self.blocks[0].attn.pe
+        enc = self.blocks[0].attn.pe  # its embed and state serve all layers
         state = enc.state(x, pos, total_len)
         x = self.tap_resid(self.drop(enc.embed(x, pos)))
         for i, block in enumerate(self.blocks):
@@ -186,19 +181,23 @@ class Transformer(nn.Module):
         return tokens
 
     def optim_groups(self, lr, weight_decay):
-        """Groups for the optimizer: matrices decay; vectors, the embedding and the encoding's own
-        parameters do not. PoPE's delta has bounds; PRISM's alpha, the rate and betas of its 6.4."""
-        own = {id(p) for block in self.blocks for p in block.attn.pe.parameters()}
-        groups = {'decay': [], 'no_decay': [], 'encoding': [], 'delta': [], 'alpha': []}
+        """Groups for the optimizer: matrices decay; vectors, the embedding and the encodings'
+        parameters do not. A parameter that an encoding names in `own` has a group with these
+        settings, such as PRISM's alpha; a `clamp` among them is for the training loop."""
+        encoding, own = set(), {}
+        for enc in self.modules():
+            if isinstance(enc, encodings.Encoding):
+                encoding |= {id(p) for p in enc.parameters()}
+                own |= {id(getattr(enc, name)): (name, settings) for name, settings in
+                        enc.own.items()}
+        groups = {name: dict(params=[], name=name, lr=lr, weight_decay=0.0)
+                  for name in ('decay', 'no_decay', 'encoding')}
+        groups['decay']['weight_decay'] = weight_decay
         for name, p in self.named_parameters():
-            if id(p) in own:
-                groups.get(name.rpartition('.')[2], groups['encoding']).append(p)
-            else:
-                decays = p.dim() >= 2 and name != 'embedding.weight'
-                groups['decay' if decays else 'no_decay'].append(p)
-        special = {'decay': dict(weight_decay=weight_decay),
-                   'delta': dict(bounds=encodings.PoPE.BOUNDS),
-                   'alpha': dict(lr=self.cfg.prism_alpha_lr, betas=(0.8, 0.92))}
-        usual = dict(lr=lr, weight_decay=0.0)
-        return [dict(params=params, name=name, **(usual | special.get(name, {})))
-                for name, params in groups.items() if params]
+            group = 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'
+            if id(p) in encoding:
+                group, settings = own.get(id(p), ('encoding', {}))
+                groups.setdefault(group, dict(params=[], name=group, lr=lr, weight_decay=0.0)
+                                  | settings)
+            groups[group]['params'].append(p)
+        return [group for group in groups.values() if group['params']]

@@ -1,26 +1,27 @@
-"""Every positional encoding, one small class each.
+"""Every positional encoding, one small class each. This file needs torch alone: copy it to use it.
 
 An encoding changes only what enters or leaves causal scaled dot-product attention:
 
-    logits_ts = row_t col_s <q'_t, k'_s> / sqrt(d) + bias_ts,   s <= t    hooks: qk, rescale, bias
+    logits_ts = <q'_t, k'_s> / sqrt(d) + bias_ts,   s <= t                hooks: qk, bias
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))            hooks: value, out
 
-Two more hooks give up fused attention: adjust makes logits of logits, weigh is another softmax.
+Two more hooks give up fused attention: adjust transforms the logits, weigh replaces the softmax.
 embed() acts on the token embeddings before layer 1. A class overrides the one or two hooks that it
-needs. To add an encoding, write the class and name it in ENCODINGS: it can then be trained, tested
-and probed like the rest.
+needs; its options are annotated class attributes, such as T5's. To add an encoding, write the class
+and register it in ENCODINGS: it can then be trained, tested and probed like the others.
 
-In a model of your own: enc = build(PEConfig(...)) for layer 1 and enc.for_layer() for each further
-one; state = enc.state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
+In a model of your own: encodings = build(PEConfig(...)), one for each layer;
+state = encodings[0].state(x, pos) once per sequence; in each layer
+enc.attend(q, k, v, pos, state, x).
 
-    python pe.py                 prints the zoo: equation, parameters, hooks that each one changes
-    python pe.py zoo.png         draws it
+    python pe.py                 prints all encodings: equation, options, parameters, hooks
+    python pe.py zoo.png         draws them
 """
 import copy
 import difflib
 import math
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -29,109 +30,60 @@ import torch.nn.functional as F
 
 
 @dataclass
-class PEConfig:
-    """Every key that an encoding reads; model.ModelConfig adds others. Derived: heads and head_dim,
-    the number and the width of the real attention heads. ValueError says what is wrong."""
+class SharedConfig:
+    """What all encodings read; PEConfig (below ENCODINGS) adds the options of each class. Derived:
+    heads and head_dim, the number and width of the attention heads. Raises ValueError."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
-    rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
-    attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
+    n_layer: int = 2               # blocks
     train_len: int = 128           # longest total length in training (train.py sets it)
     eval_len: int = 0              # longest total length in evaluation (train.py sets it)
-    max_len: int = 1024            # learned, random: rows of the table; later positions: last row
-    max_shift: int = 512           # shifted_ape: largest random offset in training
     rope_base: float = 10000.0     # base of the frequencies, as in theta_c = base^(-2c/d)
-    rope_fraction: float = 1.0     # rope: the fastest p of the frequencies turn, the others stand
-    yarn_beta_fast: float = 32.0   # yarn: keep features with more turns than this over train_len
-    yarn_beta_slow: float = 1.0    # yarn: interpolate fully features with fewer turns than this
-    t5_buckets: int = 32           # t5: number of distance buckets
-    t5_max_distance: int = 128     # t5: distances from here on share the last bucket
-    fire_width: int = 32           # fire: hidden width of the MLP
-    dape_width: int = 32           # dape: hidden width of the MLP
-    cope_positions: int = 64       # cope: number of position vectors
-    path_rank: int = 32            # path, selective_rope: rank of the map that reads the content
-    vipe_value: bool = True        # vipe: the value-side distance code
-    vipe_logn: bool = True         # vipe: log(n) in the logit scale
-    vipe_u: bool = True            # vipe: 1 + <u, k> in the logit scale
-    # vipe: s = length (of the sequence at hand / train_len) | global (eval_len / train_len, of
-    # sequences beyond train_len) | one
-    vipe_s: Literal['length', 'global', 'one'] = 'length'
-    vipe_d_p: int = 0              # vipe: width of the distance code; 0: the head dimension
-    pope_softplus: bool = True     # pope: magnitudes softplus(q), softplus(k); False: q, k
-    # pope: a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
-    pope_frequencies: Literal['all', 'half'] = 'all'
-    # pope: the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
-    pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
+    rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
+    nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
+    attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
+    causal: bool = True            # False: only the last token, the answer, is masked
     # the positions that encodings read: index (0..T-1) | randomized (T of 0..positions_max-1)
     positions: Literal['index', 'randomized'] = 'index'
     positions_max: int = 2048      # randomized: positions to draw from
-    n_layer: int = 2               # blocks
-    nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
-    causal: bool = True            # False: a token sees every token but the last, the answer
-    prism_layers: list = (1,)      # prism: new cursors are computed before each of these layers
-    prism_cursors: int = 2         # prism: query cursors, and key cursors, of each head
-    prism_d_pe: int = 32           # prism: width of the sinusoids that a cursor superposes
-    prism_hidden: int = 100        # prism: hidden state of the GRU that opens the gates
-    # prism: W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
-    prism_recurrent: Literal['free', 'orthogonal', 'penalty', 'norm'] = 'free'
-    prism_reset: bool = True       # prism: cursors can return to 0; False: that gate stays shut
-    prism_superpose: bool = True   # prism: mean of sinusoids; False: sinusoid of the mean offset
-    prism_sharpen: bool = True     # prism: power-sharpening of the histograms, gamma > 1 learned
-    # prism: copy gate of every fifth query cursor: none, or with its key cursor fixed | trained
-    prism_copy: Literal['none', 'fixed', 'trained'] = 'none'
-    prism_absolute: bool = False   # prism: the absolute position as one more cursor (Algorithm 3)
-    # prism: none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
-    prism_norm: Literal['none', 'scale', 'unit'] = 'none'
-    prism_alpha_lr: float = 0.03   # prism: peak learning rate of alpha, the cursors' weights
     # kernels.py, for pope, vipe, ssmax and prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
         check_choices(self)
-        check_positive(self, 'd_model', 'n_head', 'n_layer', 'train_len', 'max_len', 'fire_width',
-                       'positions_max', 'dape_width', 'cope_positions', 'path_rank',
-                       't5_buckets', 't5_max_distance', 'yarn_beta_fast', 'yarn_beta_slow',
-                       'prism_d_pe', 'prism_cursors', 'prism_hidden', 'prism_alpha_lr')
-        check_positive(self, 'eval_len', 'max_shift', 'vipe_d_p', zero=True)
+        # widths, bases and counts; where 0 has a meaning it is the default
+        check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
-            raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, not '
+            raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
                              f'{self.nope_every}')
-        if not 0 < self.rope_fraction <= 1:
-            raise ValueError(f'rope_fraction must be above 0 and at most 1, not '
-                             f'{self.rope_fraction}')
         if self.rope_base <= 1:
-            raise ValueError(f'rope_base must be above 1, not {self.rope_base}')
-        layers = self.prism_layers = list(self.prism_layers)
-        numbers = layers[:1] == [1] and all(type(x) is int for x in layers)
-        if not numbers or layers != sorted(set(layers)) or layers[-1] > self.n_layer:
-            raise ValueError(f'prism_layers must be layers in order, from 1 to n_layer='
-                             f'{self.n_layer}, the first of them 1; it is {layers}')
+            raise ValueError(f'rope_base must be above 1, got {self.rope_base}')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         if self.attention == 'mla' and self.n_head % 2:
-            raise ValueError(f'mla pairs its heads: n_head must be even, not {self.n_head}')
+            raise ValueError(f'n_head must be even for mla, which pairs heads, got {self.n_head}')
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
         if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
             raise ValueError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
-                             f"not {self.rope_heads}; for none take pe='nope'")
+                             f"got {self.rope_heads}; for none use pe='nope'")
 
 
 def check_choices(cfg):
-    """ValueError if a field of a dataclass whose type is Literal has another value."""
+    """Raise ValueError if a field of a dataclass whose type is Literal has another value."""
     for f in fields(cfg):
         value, choices = getattr(cfg, f.name), get_args(f.type)
         if get_origin(f.type) is Literal and value not in choices:
-            raise ValueError(f'{f.name} must be one of {", ".join(choices)}, not {value!r}')
+            raise ValueError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
 
 
-def check_positive(cfg, *keys, zero=False):
-    """ValueError if one of these fields is negative, or 0 unless `zero` allows it."""
+def check_positive(cfg, *keys):
+    """Raise ValueError if one of these fields is a number that is not positive and finite."""
     for key in keys:
         value = getattr(cfg, key)
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise ValueError(f'{key} must be {"0 or " * zero}positive and finite, not {value}')
+        if type(value) in (int, float) and not 0 < value < math.inf:
+            raise ValueError(f'{key} must be positive and finite, got {value}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,11 +97,14 @@ class InputMissing(ValueError):
 class At:
     """What the hooks of attention may read. Positions have an axis for the heads, so that they
     broadcast: t of the queries, [1, Tq] or [B, 1, Tq]; s of the keys, [1, T] or [B, 1, T]."""
+    q: torch.Tensor         # [B, H, Tq, D], as the layer projected it
+    k: torch.Tensor         # [B, H, T, D], likewise
     t: torch.Tensor
     s: torch.Tensor
-    state: object          # what state() returned
-    content: torch.Tensor  # x, or None where the caller has none
-    causal: bool = True    # a mask hides later keys
+    state: object           # what state() returned
+    content: torch.Tensor   # x, or None where the caller has none
+    causal: bool = True     # a mask hides later keys
+    kernel: bool = False    # kernels.attention follows
 
     @property
     def distance(self):
@@ -161,8 +116,8 @@ class At:
     def x(self):
         """[B, T, C]: the normalized input of the attention layer."""
         if self.content is None:
-            raise InputMissing('this encoding reads the input x of its attention layer, which is '
-                               'not given: attend(q, k, v, pos, state, x)')
+            raise InputMissing('this encoding requires the attention input; pass x to attend(q, k, '
+                               'v, pos, state, x)')
         return self.content
 
 
@@ -171,35 +126,29 @@ class Encoding(nn.Module):
     x [B, T, C]; q [B, H, Tq, D]; k, v [B, H, T, D]; pos [T], or [B, T] if rows differ."""
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
-    fp32 = False              # True: attention must not run in half precision
-    widens = False            # True: qk() appends features to q and k, so it is last in a sum
-    distance = False          # True: out() gets sum_s alpha_ts (t - s) as y's last channel
-    fusable = True            # False: kernels.attention cannot compute it
-    gains = False             # True: kernels.attention computes it faster than PyTorch's
-    drawable = True           # False: left out of the picture of the zoo
-    starts_blank = False      # True: has no effect at first; drawn with random parameters
-    reads_content = False     # True: positions come from the content, by state()
     needs_causal = False      # True: refuses cfg.causal=False
-    plain_qk = False          # True: wants a sum's other parts to leave q and k as they are
+    fp32 = False              # True: attention must not run in half precision
+    order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
+    raw_qk = False            # True: a sum's other parts must leave q and k as they are
+    mean_distance = False     # True: out() gets sum_s alpha_ts (t - s) as y's last channel
+    triton_pays = False       # True: kernels.attention is faster than PyTorch's
+    drawable = True           # False: left out of the picture of all encodings
+    zero_init = False         # True: has no effect at initialization
+    own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__()
         if self.needs_causal and not cfg.causal:
             raise ValueError(f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
+        for key in options_of(type(self)):   # a class registered later has its defaults
+            setattr(self, key, getattr(cfg, key, getattr(type(self), key)))
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        self.own_softmax = changed(self, 'weigh') or changed(self, 'mask')
-        self.dense = changed(self, 'adjust') or self.own_softmax   # logits are stored
-        regular = cfg.causal and cfg.positions == 'index'
-        biased = changed(self, 'bias') or changed(self, 'by_distance')
-        if self.widens or self.dense or biased or not regular:
-            self.fusable = False   # a kernel takes one width, no bias, and positions 0..T-1
-
-    def for_layer(self):
-        """The instance for a further layer. The first layer's alone runs embed and state, so an
-        encoding with parameters for those sets shared = True."""
-        return self if self.shared else type(self)(self.cfg)
+        # logits are stored
+        self.dense = any(changed(self, hook) for hook in ('adjust', 'weigh', 'mask'))
+        # kernels.attention takes no bias, and q and k at most twice as wide as v
+        self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
     def embed(self, x, pos):                    # -> [B, T, C], before layer 1
         return x
@@ -211,51 +160,39 @@ class Encoding(nn.Module):
         return 0.0
     def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
-    def rescale(self, q, k, at):                # -> None, or (row [.., Tq, 1], col [.., T, 1]):
-        return None                             # logits times row_t col_s
-    def phases(self):                           # -> None, or delta [H, D] where qk() is PoPE's
-        return None
     def bias(self, at):                         # -> None, or [H, Tq, T] or [B, H, Tq, T], added to
-        return self.by_distance(at.distance)    # the logits; of T rows the last Tq count
-    def by_distance(self, d):                   # -> None, or the bias [.., H, Tq, T] of
-        return None                             # t - s in d [.., 1, Tq, T]
-    def adjust(self, logits, q, k, at):         # -> other logits [B, H, Tq, T], biased and not
-        return logits                           # masked; q, k: as the layer projected them
-    def weigh(self, logits):                    # -> attention's weights; -inf: out of sight
+        return None                             # the logits; of T rows the last Tq count
+    def adjust(self, logits, at):               # -> other logits [B, H, Tq, T], biased and not
+        return logits                           # masked
+    def weigh(self, logits):                    # -> the attention weights; masked keys: -inf
         return logits.softmax(dim=-1)
     def value(self, v, at):                     # -> [B, H, T, any], before the average
         return v
     def out(self, y, at):                       # -> [B, H, Tq, out_dim], after it
         return y
 
-    def at(self, q_len, pos, state=None, x=None):
-        """The At of queries at the last q_len positions. A state of None is computed for this
-        length."""
+    def at(self, q, k, pos, state=None, x=None, q_len=None):
+        """The At of queries at the last positions. A state of None is computed for this length."""
         if state is None:
             state = self.state(None, pos)
-        s = pos.unsqueeze(-2)
-        return At(s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
-
-    def scaled_qk(self, q, k, at):
-        """q' and k' times the factors of rescale(), which are computed from the raw q and k."""
-        factors = self.rescale(q, k, at)
-        q, k = self.qk(q, k, at)
-        return (q, k) if factors is None else (q * factors[0], k * factors[1])
+        s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
+        q_len = q.shape[2] if q_len is None else q_len
+        return At(q, k, s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def logits(self, q, k, pos, state=None, x=None):
         """Attention logits [B, H, Tq, T], -inf where s > t, for probes."""
         check_shapes(self.cfg, q, k, k, pos, x)
-        at = self.at(q.shape[2], pos, state, x)
-        scaled_q, scaled_k = self.scaled_qk(q, k, at)
-        logits = scaled_q @ scaled_k.transpose(-2, -1) * self.scale
+        at = self.at(q, k, pos, state, x)
+        q, k = self.qk(q, k, at)
+        logits = q @ k.transpose(-2, -1) * self.scale       # (B, H, Tq, T)
         bias = self.bias(at)
         if bias is not None:
             logits = logits + bias[..., -q.shape[2]:, :]
-        logits = self.adjust(logits, q, k, at)
+        logits = self.adjust(logits, at)
         return logits + self.mask(logits)
 
     def mask(self, like):
-        """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys out of sight."""
+        """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at masked keys."""
         if self.cfg.causal:
             return causal(like)
         seen = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
@@ -264,70 +201,77 @@ class Encoding(nn.Module):
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
         check_positions(pos, len(v), v.shape[2])
-        at = self.at(weights.shape[-2], pos, state, x)
-        y = weights @ self.append_position(self.value(v, at), at)
-        return self.out(self.expected_distance(y, at), at)
+        at = self.at(None, None, pos, state, x, q_len=weights.shape[-2])
+        return self.out(weights @ self.value(v, at), at)
 
     def attend(self, q, k, v, pos, state=None, x=None):
         """mix(weigh(logits), v): [B, H, Tq, out_dim]; stores the logits where `dense`.
 
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
-        pos: of k and v; state: what state() returned, made if it depends on the length alone; x:
-        the normalized input of the attention layer, for encodings whose hooks read it. ValueError
-        if shapes do not fit. The kernels want positions that count up by 1, and give NaN for other
-        whole numbers: set kernel='reference' for these. Fractions and [B, T] never take a kernel.
+        pos: of k and v; state: what state() returned, computed if it depends on the length alone;
+        x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
+        ValueError if shapes do not fit. The kernels require consecutive integer positions and give
+        NaN for other integers: set kernel='reference' for these. Fractions and [B, T] never take a
+        kernel.
         """
         check_shapes(self.cfg, q, k, v, pos, x)
-        at = self.at(q.shape[2], pos, state, x)
-        whole = q.shape[2] == k.shape[2] and pos.dim() == 1 and not pos.is_floating_point()
-        if self.fusable and self.gains and whole and kernels_serve(self.cfg, q):
+        at = self.at(q, k, pos, state, x)
+        if self.takes_kernel(q, k, pos):
+            at.kernel = True
             with torch.autocast(q.device.type, enabled=False):
-                return self.out(self.attend_by_kernels(q, k, self.value(v, at), at), at)
+                return self.attend_by_kernel(q, k, v, at)
         if self.fp32 and torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
                 x = None if x is None else x.float()
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x)
         if self.dense:
-            logits = self.logits(q, k, pos, state, x)
-            return self.mix(self.weigh(logits).to(v.dtype), v, pos, state, x)
-        v = self.append_position(self.value(v, at), at)
-        q, k = self.scaled_qk(q, k, at)
+            weights = self.weigh(self.logits(q, k, pos, state, x))
+            return self.mix(weights.to(v.dtype), v, pos, state, x)
+        v = self.value(v, at)
+        q, k = self.qk(q, k, at)
         bias = self.bias(at)
         if bias is None and (q.shape[2] < k.shape[2] or not self.cfg.causal):
             bias = q.new_zeros(1, q.shape[2], k.shape[2])
-        mask = None  # fused attention is causal without one
+        mask = None                             # fused attention is causal without one
         if bias is not None:
             mask = bias[..., -q.shape[2]:, :]
-            mask = mask + self.mask(mask)  # (.., 1 or H, Tq, T)
-        y = fused_attention(q, k, v, mask, self.scale)
-        return self.out(self.expected_distance(y, at), at)
+            mask = mask + self.mask(mask)       # (.., 1 or H, Tq, T)
+        return self.out(fused_attention(q, k, v, mask, self.scale), at)
 
-    def attend_by_kernels(self, q, k, v, at):
-        """The average y by kernels.attention, in memory that grows with T."""
-        import kernels
+    def takes_kernel(self, q, k, pos):
+        """Whether kernels.attention serves this call, as cfg.kernel says; auto: where it pays."""
+        regular = (self.cfg.causal and self.cfg.positions == 'index' and q.shape[2] == k.shape[2]
+                   and pos.dim() == 1 and not pos.is_floating_point())
+        if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
+            return False
+        half = q.dtype in (torch.bfloat16, torch.float16)
+        large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
+        if self.cfg.kernel == 'triton' or not large:
+            return self.cfg.kernel == 'triton'
+        return kernels().triton is not None and kernels().fits(q.device)
+
+    def attend_by_kernel(self, q, k, v, at):
+        """attend() by kernels.attention, in memory that grows with T."""
         q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # loud, and no wait for the device
-        factors = self.rescale(q.float(), k.float(), at)  # not in half precision
-        delta = self.phases()
-        if delta is not None:
-            cfg = self.cfg
-            q = kernels.polar(q, None, cfg.rope_base, cfg.pope_softplus)  # (B, H, T, 2D)
-            k = kernels.polar(k, delta[None], cfg.rope_base, cfg.pope_softplus)
-        else:
-            q, k = self.qk(q, k, at)
-        if factors is not None:
-            q, k = (q * factors[0]).to(v.dtype), (k * factors[1]).to(v.dtype)
-        y, e = kernels.attention(q, k, v, self.distance)
-        return torch.cat([y.float(), e[..., None]], dim=-1) if self.distance else y
+        v = self.value(v, at)
+        q, k = self.qk(q, k, at)
+        y, e = kernels().attention(q, k, v, self.mean_distance)
+        if self.mean_distance:
+            y = torch.cat([y.float(), e[..., None]], dim=-1)
+        return self.out(y, at)
 
-    def append_position(self, v, at):
-        """v, with the key's position as one more channel if out() needs the expected distance."""
-        s = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)
-        return torch.cat([v, s], dim=-1) if self.distance else v
 
-    def expected_distance(self, y, at):
-        """y; with self.distance its last channel, sum_s alpha_ts s, as sum_s alpha_ts (t - s)."""
-        t = at.t.to(y.dtype)[..., None]
-        return torch.cat([y[..., :-1], t - y[..., -1:]], dim=-1) if self.distance else y
+def kernels():
+    """The module kernels.py, imported here only, where a kernel is launched."""
+    import kernels
+    return kernels
+
+
+def options_of(cls):
+    """{option: default} of an encoding's class: its annotated attributes and its bases'."""
+    annotated = [key for base in cls.__mro__[::-1] if issubclass(base, Encoding)
+                 for key in base.__dict__.get('__annotations__', ())]
+    return {key: getattr(cls, key) for key in annotated}
 
 
 def changed(encoding, hook):
@@ -337,27 +281,25 @@ def changed(encoding, hook):
 
 
 def check_shapes(cfg, q, k, v, pos, x=None):
-    """ValueError if these do not fit together, or not the encoding that was built for cfg."""
+    """Raise ValueError if these do not fit together, or not the encoding that was built for cfg."""
     H, T = k.shape[1], k.shape[2]
-    if q.shape[1] != H:
-        raise ValueError(f'q has {q.shape[1]} heads and k has {H}: repeat grouped keys and values, '
-                         'k.repeat_interleave(groups, dim=1)')
-    if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
-        raise ValueError(f'q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: '
-                         'k and v have T places, q those or the last of them')
-    if H != cfg.heads or {q.shape[3], k.shape[3], v.shape[3]} != {cfg.head_dim}:
+    if H != cfg.heads or q.shape[1] != H or {q.shape[3], k.shape[3], v.shape[3]} != {cfg.head_dim}:
         raise ValueError(f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}: q is '
-                         f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
+                         f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat grouped '
+                         'keys and values, k.repeat_interleave(groups, dim=1)')
+    if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
+        raise ValueError('k and v must have length T; q covers all T positions or the last few; '
+                         f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
     if x is not None and x.shape[:2] != (len(k), T):
-        raise ValueError(f'x {list(x.shape)} must hold the inputs of all {T} keys')
+        raise ValueError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
     check_positions(pos, len(k), T)
 
 
 def check_positions(pos, B, T):
-    """ValueError unless pos is [T], or [B, T], of a dtype that holds positions."""
+    """Raise ValueError unless pos is [T], or [B, T], of a dtype that holds positions."""
     if pos.shape not in ((T,), (B, T)):
-        raise ValueError(f'pos {list(pos.shape)} must hold a position for each of the {T} keys: '
-                         f'[{T}], or [{B}, {T}] if rows differ')
+        raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or [{B}, {T}] '
+                         f'if rows differ; got {list(pos.shape)}')
     if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
         raise ValueError(f'{pos.dtype} does not hold positions: use int64 or float32')
 
@@ -383,16 +325,6 @@ def positions(cfg, tokens, training, total_len=None):
         drawn = np.random.RandomState(total).permutation(cfg.positions_max)[:total]
         drawn = torch.from_numpy(drawn).to(tokens.device)
     return drawn.sort().values[:T]
-
-
-def kernels_serve(cfg, q):
-    """Whether kernels.py computes attention, as cfg.kernel says; auto: where memory matters."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
-    if cfg.kernel != 'auto' or not large:
-        return cfg.kernel == 'triton'
-    import kernels
-    return kernels.triton is not None and kernels.fits(q.device)
 
 
 def causal(like, itself=True):
@@ -510,7 +442,7 @@ class APE(Encoding):
     p_t[2c] = sin(t theta_c), p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C). No parameters."""
     shared = True
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         check_even(cfg.d_model, 'ape', 'd_model')
 
@@ -525,9 +457,10 @@ class ShiftedAPE(APE):
     Positions up to max_shift beyond the training length are trained, large distances never. The
     shifts are a Weyl sequence (multiples of 2^64 over the golden ratio) of the model's own state.
     """
-    drawable = False  # in evaluation it is ape
+    drawable = False               # in evaluation it is ape
+    max_shift: int = 512           # largest random offset in training
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         self.register_buffer('start', torch.randint(2 ** 62, ()))
         self.register_buffer('used', torch.zeros((), dtype=torch.int64))
@@ -537,7 +470,7 @@ class ShiftedAPE(APE):
             count = self.used + torch.arange(x.shape[0], device=x.device)
             m = self.start + count * -7046029254386353131  # wraps around
             self.used += x.shape[0]
-            pos = pos + (m >> 33).remainder(self.cfg.max_shift + 1)[:, None]  # (B, T)
+            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]  # (B, T)
         return super().embed(x, pos)
 
 
@@ -545,13 +478,14 @@ class Learned(Encoding):
     """A learned vector per position (GPT-2; "Base" in ViPE): x_t += P[min(t, max_len - 1)],
     P [max_len, C] learned, from N(0, 0.02^2)."""
     shared = True
+    max_len: int = 1024            # rows of the table; later positions: last row
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        self.table = nn.Parameter(torch.randn(cfg.max_len, cfg.d_model) * 0.02)
+        self.table = nn.Parameter(torch.randn(self.max_len, cfg.d_model) * 0.02)
 
     def embed(self, x, pos):
-        row = pos.round().long().clamp(max=self.cfg.max_len - 1)
+        row = pos.round().long().clamp(max=self.max_len - 1)
         return x + F.embedding(row, self.table).to(x.dtype)
 
 
@@ -559,10 +493,11 @@ class Random(Encoding):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
     P fixed, entries N(0, 1/2), which gives it the norm of a sinusoid (both ours)."""
     shared = True
+    max_len: int = 1024            # rows of the table; later positions: last row
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        self.register_buffer('table', torch.randn(cfg.max_len, cfg.d_model) * 0.5 ** 0.5)
+        self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
 
     embed = Learned.embed
 
@@ -577,15 +512,27 @@ class RoPE(Encoding):
     rope_fraction = p: theta_c = 0 but for the first ceil(p d/2) of them (Barbero et al. 2024).
     """
     shift_invariant = True
+    rope_fraction: float = 1.0     # rotate only the fastest fraction p of the frequencies
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'rope', 'the head dimension')
+        if self.rope_fraction > 1:
+            raise ValueError(f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
-        theta[math.ceil(self.cfg.rope_fraction * len(theta)):] = 0
+        theta[math.ceil(self.rope_fraction * len(theta)):] = 0
         return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
+
+
+class LatentRoPE(RoPE):
+    """RoPE on the second half of every query and key, NoPE on the first, as latent attention has it
+    (the Toeplitz study, eq. 3). build() takes it for pe='rope' with attention='mla'."""
+    def qk(self, q, k, at):
+        (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+        q_p, k_p = super().qk(q_p, k_p, at)
+        return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
 
 
 class YaRN(RoPE):
@@ -596,6 +543,9 @@ class YaRN(RoPE):
     0 for features with more than beta_fast turns over train_len, 1 below beta_slow turns, as in the
     authors' code. Not prefix-consistent: give the model `total_len`.
     """
+    yarn_beta_fast: float = 32.0   # keep features with more rotations than this over train_len
+    yarn_beta_slow: float = 1.0    # interpolate fully features with fewer rotations than this
+
     def state(self, x, pos, total_len=None):
         return length_ratio(self.cfg, pos, total_len)
 
@@ -606,8 +556,8 @@ class YaRN(RoPE):
 
     def scaled_frequencies(self, s, q):
         d, cfg = q.shape[-1], self.cfg
-        low = max(math.floor(self.feature(cfg.yarn_beta_fast, d)), 0)
-        high = min(math.ceil(self.feature(cfg.yarn_beta_slow, d)), d - 1)
+        low = max(math.floor(self.feature(self.yarn_beta_fast, d)), 0)
+        high = min(math.ceil(self.feature(self.yarn_beta_slow, d)), d - 1)
         theta = frequencies(d // 2, cfg.rope_base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)
@@ -627,12 +577,13 @@ class SelectiveRoPE(RoPE):
     x: the input of the attention layer; conv: over the last 4 tokens, each feature alone.
     """
     needs_causal = True
+    path_rank: int = 32            # rank of W_2 W_1
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         width = cfg.heads * cfg.head_dim // 2
-        self.W = nn.Sequential(nn.Linear(cfg.d_model, cfg.path_rank, bias=False),
-                               nn.Linear(cfg.path_rank, width, bias=False))
+        self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
+                               nn.Linear(self.path_rank, width, bias=False))
         self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))
 
     def qk(self, q, k, at):
@@ -646,43 +597,52 @@ class PoPE(Encoding):
     """Polar coordinates (PoPE eq. 3-6), mu = softplus, theta_c = base^(-c/d):
     logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d).
 
-    d frequencies where RoPE has d/2 (pope_frequencies='half': theta_c = base^(-2 floor(c/2)/d),
-    RoPE's, each for two features). delta [H, D] is learned and held in [-2 pi, 0]: training clamps
-    it after each step, and the gradient passes the clamp here. In Cartesian form (eq. 7-10)
-    q' = mu [cos, sin](t theta), k' = mu [cos, sin](s theta + delta), 2D wide.
+    d frequencies where RoPE has d/2. delta [H, D] is learned and clamped to [-2 pi, 0] after every
+    optimizer step. In Cartesian form (eq. 7-10), by polar(), q' and k' are 2D wide.
     """
     shift_invariant = True
-    gains = True
-    BOUNDS = -2 * math.pi, 0.0
+    triton_pays = True
+    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}
+    pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
+    # a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
+    pope_frequencies: Literal['all', 'half'] = 'all'
+    # the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
+    pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        if cfg.pope_frequencies == 'half':
+        if self.pope_frequencies == 'half':
             check_even(cfg.head_dim, 'pope with half the frequencies', 'the head dimension')
-            self.fusable = False
+            self.fusable = False                  # kernels.polar has d frequencies
         delta = torch.zeros(cfg.heads, cfg.head_dim)
-        if cfg.pope_delta == 'uniform':
-            delta.uniform_(*self.BOUNDS)
-        if cfg.pope_delta == 'none':
+        if self.pope_delta == 'uniform':
+            delta.uniform_(*self.own['delta']['clamp'])
+        if self.pope_delta == 'none':
             self.register_buffer('delta', delta, persistent=False)
         else:
             self.delta = nn.Parameter(delta)
 
     def theta(self, like):  # (D,), as frequencies() gives it: never in half precision
         d, base = self.cfg.head_dim, self.cfg.rope_base
-        if self.cfg.pope_frequencies == 'half':
+        if self.pope_frequencies == 'half':       # theta_c = base^(-2 floor(c/2)/d)
             return frequencies(d // 2, base, like).repeat_interleave(2)
         return frequencies(d, base, like)
 
-    def phases(self):
-        return self.delta + (self.delta.clamp(*self.BOUNDS) - self.delta).detach()
-
-    def qk(self, q, k, at):  # q', k' with the dtypes of q and k
-        mu_q, mu_k = (F.softplus(q), F.softplus(k)) if self.cfg.pope_softplus else (q, k)
+    def qk(self, q, k, at):
+        if at.kernel:
+            q = kernels().polar(q, None, self.cfg.rope_base, self.pope_softplus)
+            k = kernels().polar(k, self.delta[None], self.cfg.rope_base, self.pope_softplus)
+            return q, k  # (B, H, T, 2D)
         phase_q = at.t[..., None] * self.theta(q)  # (1, Tq, D)
-        phase_k = at.s[..., None] * self.theta(k) + self.phases()[:, None]  # (H, T, D)
-        return (torch.cat([mu_q * phase_q.cos(), mu_q * phase_q.sin()], dim=-1).to(q.dtype),
-                torch.cat([mu_k * phase_k.cos(), mu_k * phase_k.sin()], dim=-1).to(k.dtype))
+        phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]  # (H, T, D)
+        return polar(q, phase_q, self.pope_softplus), polar(k, phase_k, self.pope_softplus)
+
+
+def polar(x, phase, positive=True):
+    """PoPE eq. 7-10: mu(x) [cos, sin](phase), [B, H, T, 2D] in the dtype of x [B, H, T, D]; mu =
+    softplus if `positive`, else the identity."""
+    mu = F.softplus(x) if positive else x
+    return torch.cat([mu * phase.cos(), mu * phase.sin()], dim=-1).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -697,15 +657,15 @@ class ALiBi(Encoding):
     """
     shift_invariant = True
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         n = 2 ** int(math.log2(cfg.heads))
         slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
         slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
 
-    def by_distance(self, d):
-        return -self.slope[:, None, None] * d
+    def bias(self, at):
+        return -self.slope[:, None, None] * at.distance
 
 
 class T5(Encoding):
@@ -718,23 +678,25 @@ class T5(Encoding):
     """
     shared = True
     shift_invariant = True
-    starts_blank = True
+    zero_init = True
+    t5_buckets: int = 32           # number of distance buckets
+    t5_max_distance: int = 128     # distances from here on share the last bucket
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        if cfg.t5_buckets < 2 or cfg.t5_max_distance <= cfg.t5_buckets // 2:
+        if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
             raise ValueError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
-        self.table = nn.Parameter(torch.zeros(cfg.t5_buckets, cfg.heads))
+        self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
     def bucket(self, d):  # distances [..] -> [..]
-        n, exact = self.cfg.t5_buckets, self.cfg.t5_buckets // 2
+        n, exact = self.t5_buckets, self.t5_buckets // 2
         log = torch.log(d.clamp(min=1) / exact)  # 0 at exact
-        log = log / math.log(self.cfg.t5_max_distance / exact)  # 1 at t5_max_distance
+        log = log / math.log(self.t5_max_distance / exact)  # 1 at t5_max_distance
         far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)
         return torch.where(d < exact, d.long(), far)
 
-    def by_distance(self, d):
-        return heads_first(F.embedding(self.bucket(d), self.table))
+    def bias(self, at):
+        return heads_first(F.embedding(self.bucket(at.distance), self.table))
 
 
 class FIRE(Encoding):
@@ -745,10 +707,11 @@ class FIRE(Encoding):
     learned, in each layer. The bias also depends on t, so it is passed as a mask [H, T, T].
     """
     needs_causal = True
+    fire_width: int = 32           # hidden width of the MLP
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        n = cfg.fire_width
+        n = self.fire_width
         self.mlp = nn.Sequential(nn.Linear(1, n), nn.ReLU(), nn.Linear(n, cfg.heads))
         self.c = nn.Parameter(torch.tensor(0.1))
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
@@ -770,29 +733,30 @@ class Kerple(Encoding):
     shift_invariant = True
     needs_causal = True
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         self.a = nn.Parameter(2 * torch.rand(cfg.heads))
         self.b = nn.Parameter(torch.rand(cfg.heads))
 
-    def by_distance(self, d):
+    def bias(self, at):
         # the gradient passes the clamp, so that a parameter below can come back
         a, b = ((p + (p.clamp(min=0.01) - p).detach())[:, None, None] for p in (self.a, self.b))
-        return -a * torch.log(1 + b * d)
+        return -a * torch.log(1 + b * at.distance)
 
 
 class DAPE(Kerple):
     """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
     f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
-    drawable = False  # like kerple at first
+    drawable = False               # like kerple at initialization
+    dape_width: int = 32           # hidden width of the MLP
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, cfg.dape_width), nn.LeakyReLU(),
-                                 nn.Linear(cfg.dape_width, cfg.heads))
+        self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, self.dape_width), nn.LeakyReLU(),
+                                 nn.Linear(self.dape_width, cfg.heads))
 
-    def adjust(self, logits, q, k, at):
-        B = self.bias(at)[..., -q.shape[2]:, :].expand_as(logits)
+    def adjust(self, logits, at):
+        B = self.bias(at)[..., -logits.shape[2]:, :].expand_as(logits)
         both = torch.cat([logits - B, B], dim=1).movedim(1, -1)  # (B, Tq, T, 2H)
         return logits + self.mlp(both).movedim(-1, 1)
 
@@ -803,7 +767,7 @@ class FoX(Encoding):
     shift_invariant = True
     needs_causal = True
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         self.gate = nn.Linear(cfg.d_model, cfg.heads)
 
@@ -825,18 +789,19 @@ class CoPE(Encoding):
     """
     shift_invariant = True
     needs_causal = True
-    starts_blank = True
+    zero_init = True
     fp32 = True
+    cope_positions: int = 64       # number N of position vectors
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        self.e = nn.Parameter(torch.zeros(cfg.cope_positions, cfg.head_dim))
+        self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))
 
-    def adjust(self, logits, q, k, at):
+    def adjust(self, logits, at):
         gates = torch.sigmoid(logits + self.mask(logits))  # 0 at later tokens
         gates = gates.to(torch.promote_types(gates.dtype, torch.float32))      # not in bfloat16
         p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)  # (B, H, Tq, T)
-        each = (q @ self.e.T).to(p.dtype)  # (B, H, Tq, N)
+        each = (at.q @ self.e.T).to(p.dtype)  # (B, H, Tq, N)
         low, high = p.floor().long(), p.ceil().long()
         between = torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
         return logits + between.to(logits.dtype)
@@ -852,19 +817,21 @@ class PaTH(Encoding):
     """
     shift_invariant = True
     needs_causal = True
-    plain_qk = True
+    raw_qk = True
     fp32 = True
-    drawable = False  # equal content says nothing
+    drawable = False               # equal content says nothing
+    path_rank: int = 32            # rank of W_2 W_1
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         width = cfg.heads * cfg.head_dim
-        self.W = nn.Sequential(nn.Linear(cfg.d_model, cfg.path_rank, bias=False),
-                               nn.Linear(cfg.path_rank, width, bias=False))
+        self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
+                               nn.Linear(self.path_rank, width, bias=False))
         self.conv = nn.Parameter(torch.empty(width, 3).uniform_(-3 ** -0.5, 3 ** -0.5))
         self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
 
-    def adjust(self, logits, q, k, at):
+    def adjust(self, logits, at):
+        q, k = at.q, at.k
         w = short_conv(self.W(at.x), self.conv).unflatten(-1, (self.cfg.heads, -1))
         w = F.normalize(w, dim=-1).transpose(1, 2)  # (B, H, T, D)
         beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
@@ -899,20 +866,21 @@ class StickBreaking(Encoding):
 
 class SSMax(Encoding):
     """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n the number
-    of keys in sight, whatever their positions; s_h, from 0.43, is learned per head and layer."""
+    of visible keys, whatever their positions; s_h, from 0.43, is learned per head and layer."""
     shift_invariant = True
-    gains = True
-    drawable = False  # it knows the number of keys, not their order
     needs_causal = True
+    triton_pays = True
+    order = 2
+    drawable = False               # it knows the number of keys, not their order
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), 0.43))
 
-    def rescale(self, q, k, at):
+    def qk(self, q, k, at):
         Tq, T = q.shape[2], k.shape[2]
-        n = torch.arange(T - Tq + 1, T + 1, device=q.device, dtype=q.dtype)[:, None]  # (Tq, 1)
-        return self.s * n.log(), torch.ones_like(k[..., :1])
+        n = torch.arange(T - Tq + 1, T + 1, device=q.device, dtype=at.q.dtype)[:, None]  # (Tq, 1)
+        return (q * (self.s * n.log())).to(q.dtype), k
 
 
 # --------------------------------------------------------------------------------------------------
@@ -922,158 +890,177 @@ class VRoPE(Encoding):
     """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s. No parameters."""
     shift_invariant = True
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'vrope', 'the head dimension')
 
-    def turn(self, v, pos):
+    def rotated(self, v, pos):
         d = self.cfg.head_dim  # other encodings' channels stay
         angle = pos[..., None] * frequencies(d // 2, self.cfg.rope_base, v)  # (1, T, D/2)
         return torch.cat([rotate(v[..., :d].contiguous(), angle), v[..., d:]], dim=-1)
 
     def value(self, v, at):
-        return self.turn(v, at.s)
+        return self.rotated(v, at.s)
 
     def out(self, y, at):
-        return self.turn(y, -at.t)
+        return self.rotated(y, -at.t)
 
 
 class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says; without vipe_logn the
-    factor is s alone. The code p_(n-i) is linear in the
-    distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i alpha_ni i.
-    u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim + d_p wide. Not
-    prefix-consistent: give the model `total_len`. Every part has its switch (vipe_*).
+    n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says. The code p_(n-i) is
+    linear in the distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
+    alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim +
+    d_p wide. Not prefix-consistent: give the model `total_len`.
     """
     fp32 = True
-    gains = True
-    needs_causal = True         # log n and the code count the keys before t
+    triton_pays = True
+    needs_causal = True            # log n and the code count the keys before t
+    order = 2
+    vipe_value: bool = True        # the value-side distance code
+    vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
+    vipe_u: bool = True            # 1 + <u, k> in the logit scale
+    # s = length (of the sequence at hand / train_len) | global (eval_len / train_len, of sequences
+    # longer than train_len) | one
+    vipe_s: Literal['length', 'global', 'one'] = 'length'
+    vipe_d_p: int = 0              # width of the distance code; 0: the head dimension
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, layer=0):
         super().__init__(cfg)
-        self.shift_invariant = not cfg.vipe_logn
-        if cfg.vipe_u:
+        self.shift_invariant = not self.vipe_logn
+        if self.vipe_u:
             self.u = nn.Parameter(torch.zeros(cfg.heads, cfg.head_dim))
-        self.distance = cfg.vipe_value
-        if cfg.vipe_value:
-            d_p = cfg.vipe_d_p or cfg.head_dim
+        self.mean_distance = self.vipe_value
+        if self.vipe_value:
+            d_p = self.vipe_d_p or cfg.head_dim
             self.W_p = nn.Parameter(torch.randn(cfg.heads, 1, d_p) * 0.02)
             self.b_p = nn.Parameter(torch.zeros(cfg.heads, 1, d_p))
             self.out_dim = cfg.head_dim + d_p
 
-    def state(self, x, pos, total_len=None):
+    def state(self, x, pos, total_len=None):  # s
         s = length_ratio(self.cfg, pos, total_len)
-        if s > 1 and self.cfg.vipe_s == 'global':
+        if s > 1 and self.vipe_s == 'global':
             return max(1.0, self.cfg.eval_len / self.cfg.train_len)
-        return 1.0 if self.cfg.vipe_s == 'one' else s
+        return 1.0 if self.vipe_s == 'one' else s
 
-    def rescale(self, q, k, at):
-        n = (at.t + 1).to(q.dtype)[..., None]  # (1, Tq, 1)
-        row = at.state * (n.log() if self.cfg.vipe_logn else torch.ones_like(n))
-        col = 1 + k @ self.u[..., None] if self.cfg.vipe_u else torch.ones_like(k[..., :1])
-        return row, col  # (1, Tq, 1), (B, H, T, 1)
+    def factors(self, at):
+        """row_n = s log(n) [.., Tq, 1] and col_i = 1 + <u, k_i> [.., T, 1], of the raw k."""
+        k = at.k.float() if at.kernel else at.k
+        n = (at.t + 1).to(k.dtype)[..., None]  # (1, Tq, 1)
+        row = at.state * (n.log() if self.vipe_logn else torch.ones_like(n))
+        col = 1 + k @ self.u[..., None] if self.vipe_u else torch.ones_like(k[..., :1])
+        return row, col
+
+    def qk(self, q, k, at):
+        row, col = self.factors(at)
+        return (q * row).to(q.dtype), (k * col).to(k.dtype)
+
+    def value(self, v, at):
+        if not self.vipe_value or at.kernel:  # kernels.attention gives E_alpha[n - i] by itself
+            return v
+        i = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)
+        return torch.cat([v, i], dim=-1)  # (B, H, T, D + 1)
 
     def out(self, y, at):
-        if not self.cfg.vipe_value:
+        if not self.vipe_value:
             return y
-        code = y[..., -1:] / at.state * self.W_p + self.b_p  # (B, H, Tq, d_p)
+        distance = y[..., -1:] if at.kernel else at.t.to(y.dtype)[..., None] - y[..., -1:]
+        code = distance / at.state * self.W_p + self.b_p  # (B, H, Tq, d_p)
         return torch.cat([y[..., :-1], code], dim=-1)
 
 
 # --------------------------------------------------------------------------------------------------
-# positions that the content decides
+# PRISM: positions that the content decides. A cursor is a distribution over offsets, a histogram;
+# a query meets a key where the histograms of their cursors overlap
 
 EPS = 1e-8  # added to histograms before they are sharpened
 
 
+def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
+    """One token of PRISM's Algorithm 1: histograms h [B, C, 2t+1] over the offsets -t..t ->
+    [B, C, 2t+3] over -(t+1)..t+1, all that a cursor can reach, so no clamp at +-P is needed.
+
+    p_reset [B, C, 1]; p_step = (p_incr, p_decr, p_keep), [B, C, 1] each; p_copy [B, C, t+2]: entry
+    k <= t is the jump to offset k, the last is "no copy"; gamma [C, 1]. None: without copies,
+    without sharpening.
+    """
+    t = h.shape[-1] // 2
+    p_incr, p_decr, p_keep = p_step
+    total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass
+    h = (1 - p_reset) * h + F.pad(p_reset * total, (t, t))      # (2) a reset leads to offset 0
+    wide = F.pad(h, (2, 2))                                     # (2), (3) then one step
+    h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
+    if p_copy is not None:                                      # (4) what jumps does not step
+        h = p_copy[..., -1:] * h + F.pad(p_copy[..., :-1], (t + 1, 1))
+    if gamma is not None:                                       # (5) (h + eps)^gamma, normalized;
+        h = (gamma * (h + EPS).log()).softmax(dim=-1)           # in logs, as gamma may be large
+    return h
+
+
 def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
-    """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms, in float32 or
-    float64: superposed encodings [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
+    """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms: the superpositions
+    e_t = sum_d h_t[d] f(d) [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
     reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None: no sharpening;
-    table [2P+1, d_pe] = f(-P..P); copy [B, C, T, T+1]: entry k is the jump to offset k, the last
-    "no copy"; jumps to k > t are not made and their mass is lost. All mass starts at offset 0. At a
-    token: reset, step, copy (what jumps does not step), sharpen, superpose. The last two take the
-    offsets that it can reach, -(t+1)..t+1, so that nothing depends on P or on later tokens.
-    Sharpening adds EPS to each of these and works in logarithms, as gamma may be large; `chunk`
-    tokens are superposed at once, which changes only the time and the memory. The table must hold
-    the offsets -T..T, so that no cursor leaves it (Algorithm 1 clamps at +-P instead).
+    table [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: entry k is the jump to offset k, the
+    last "no copy"; jumps to k > t are not made and their mass is lost. All in float32 or float64.
+    All mass starts at offset 0. `chunk` tokens are superposed at once, which changes only the time
+    and the memory.
     """
     (B, C, T), P = reset.shape, len(table) // 2
-    assert step.shape == (B, C, T, 3)
-    assert gamma is None or gamma.shape == (C,)
-    assert copy is None or copy.shape == (B, C, T, T + 1)
-    assert table.shape == (2 * P + 1, table.shape[-1]), 'the table must be [2P+1, d_pe]'
+    assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
     assert P >= T, f'{T} tokens require a table of the offsets -{T}..{T}'
-    h = table.new_ones(B, C, 1)  # offsets -t..t before token t
+    h = table.new_ones(B, C, 1)
     histograms, encodings = [], []
+    gamma = None if gamma is None else gamma[:, None]                   # (C, 1)
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
-    for t, (p_reset, p_step) in enumerate(gates):  # (B, C, 1), (B, C, 3, 1)
-        # (1), (2) a reset brings the mass to offset 0
-        h = (1 - p_reset) * h + F.pad(p_reset * h.sum(dim=-1, keepdim=True), (t, t))
-        # (2), (3) one step: mass arrives from one lower, from one higher, from the same offset
-        p_incr, p_decr, p_keep = p_step.unbind(dim=2)
-        wide = F.pad(h, (2, 2))
-        h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
-        # (4) copy
+    for t, (p_reset, p_step) in enumerate(gates):                       # (B, C, 1), (B, C, 3, 1)
+        p_copy = None
         if copy is not None:
-            h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :t + 1], (t + 1, 1))
-        # (5) sharpen: (h + eps)^gamma, normalized
-        if gamma is not None:
-            h = (gamma[:, None] * (h + EPS).log()).softmax(dim=-1)
+            p_copy = torch.cat([copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
+        h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)  # (B, C, 2t+3)
         histograms.append(h)
-        # superpose: sum_d h[d] f(d)
-        if len(histograms) == chunk or t == T - 1:
+        if len(histograms) == chunk or t == T - 1:                      # Algorithm 2: one product
             padded = [F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in histograms]
             encodings.append(torch.stack(padded, dim=2) @ table[P - t - 1:P + t + 2])
             histograms = []
     return torch.cat(encodings, dim=2)
 
 
-def pick_scan(kernel, x):
-    """cursor_scan, or kernels.cursor_scan as `kernel` says; auto: on CUDA, if Triton is there."""
-    fast = x.is_cuda and x.dtype != torch.float64
-    if kernel == 'reference' or kernel == 'auto' and not fast:
-        return cursor_scan
-    import kernels
-    return kernels.cursor_scan if kernel == 'triton' or kernels.triton else cursor_scan
+def algorithm_3(e, pos, cfg):
+    """PRISM's Algorithm 3 on e [2, layers, B, H, T, branches, d_pe]: with prism_absolute, append
+    the sinusoid of pos ([T] or [B, T]) as one more branch; rescale as prism_norm says."""
+    d_pe = e.shape[-1]
+    if cfg.prism_absolute:
+        here = sinusoids(pos.unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
+        e = torch.cat([e, here.expand(*e.shape[:5], 1, d_pe)], dim=-2)
+    if cfg.prism_norm == 'scale':
+        # |f|^2 = d_pe / 2, so sqrt(d_pe) is the norm over the branches if all are one-hot
+        return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5
+    if cfg.prism_norm == 'unit':
+        return e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
+    return e
 
 
-class Cursors(nn.Module):
-    """A PRISM layer: a GRU reads content and opens gates that move cursors, histograms of offsets.
-
-    gates_t = W u_t, u_t = GRU(norm(x_t) / 2, u_(t-1)); p_reset = sigmoid,
-    (p_incr, p_decr, p_keep) = softmax. cursor_scan moves the histograms h (Algorithm 1) and
-    superposes e_t = sum_d h_t[d] f(d), f the sinusoids (Algorithm 2). With prism_copy, every fifth
-    query cursor can also jump to the place of a past token (5.0.3).
-    """
-    def __init__(self, cfg, layers):
+class Gates(nn.Module):
+    """The gates of n cursors: u_t = GRU(norm(x_t) / 2, u_(t-1)) reads the content, w_t = W u_t;
+    p_reset = sigmoid(w_t[0]), (p_incr, p_decr, p_keep) = softmax(w_t[1:4]) for each cursor."""
+    def __init__(self, cfg, n):
         super().__init__()
-        self.cfg, self.layers = cfg, layers
-        self.count = layers * cfg.heads * cfg.prism_cursors  # C query cursors, and C key cursors
-        hidden = cfg.prism_hidden
+        self.cfg, self.n, hidden = cfg, n, cfg.prism_hidden
         self.W_x = nn.Linear(cfg.d_model, 3 * hidden)
         self.W_h = nn.Linear(hidden, 3 * hidden)
-        self.W = nn.Linear(hidden, 2 * self.count * 4)
+        self.W = nn.Linear(hidden, 4 * n)
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
             self.W.weight.mul_(0.3)
-            self.W.bias.zero_().view(2 * self.count, 4)[:, 0] = -1.0  # resets are rare at first
+            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0                 # resets are rare at first
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
             self.s = nn.Parameter(torch.tensor(0.5))
-        if cfg.prism_sharpen:  # gamma = 1 + softplus(g), 2 at first
-            self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))
-        if cfg.prism_copy != 'none':
-            n = len(range(0, self.count, 5))  # C' copying cursors
-            self.W_q = nn.Linear(cfg.d_model + hidden, n * cfg.head_dim)
-            self.W_k = nn.Linear(cfg.d_model + hidden, n * cfg.head_dim)
-            self.W_stay = nn.Linear(cfg.d_model + hidden, n)
-            nn.init.constant_(self.W_stay.bias, 3.0)  # jumps are rare at first
 
     def W_recurrent(self):
         """W_h; with prism_recurrent='norm' of Frobenius norm s sqrt(hidden) (footnote 8*)."""
@@ -1083,7 +1070,7 @@ class Cursors(nn.Module):
         return W
 
     def penalty(self):
-        """With prism_recurrent='penalty' 1e-3 |W_h^T W_h - 1|^2 (6.3), else 0."""
+        """1e-3 |W_h^T W_h - 1|^2 (6.3) with prism_recurrent='penalty', else 0."""
         if self.cfg.prism_recurrent != 'penalty':
             return 0.0
         W = self.W_h.weight
@@ -1091,59 +1078,93 @@ class Cursors(nn.Module):
         return 1e-3 * (W.T @ W - eye).square().sum()
 
     def gru(self, x):
-        """[B, T, C] -> its states [B, T, hidden] (Cho et al. 2014)."""
+        """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014; nn.GRU has no vmap rule)."""
         W_h = self.W_recurrent()
-        h = x.new_zeros(x.shape[0], self.cfg.prism_hidden)
-        hs = []
-        for from_x in self.W_x(x).unbind(dim=1):
+        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)
+        states = []
+        for from_x in self.W_x(x).unbind(dim=1):                        # (B, 3 hidden)
             r_x, z_x, n_x = from_x.chunk(3, dim=-1)
-            r_h, z_h, n_h = F.linear(h, W_h, self.W_h.bias).chunk(3, dim=-1)
-            z = torch.sigmoid(z_x + z_h)
-            n = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
-            h = (1 - z) * n + z * h
-            hs.append(h)
-        return torch.stack(hs, dim=1)
+            r_u, z_u, n_u = F.linear(u, W_h, self.W_h.bias).chunk(3, dim=-1)
+            z = torch.sigmoid(z_x + z_u)                                # update gate
+            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)
+            u = (1 - z) * new + z * u
+            states.append(u)
+        return torch.stack(states, dim=1)
 
-    def gates(self, x):
-        """p_reset [B, 2C, T], (p_incr, p_decr, p_keep) [B, 2C, T, 3], and p_copy [B, C', T, T + 1]
-        of the C' copying cursors, or None."""
+    def forward(self, x):
+        """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
         x = 0.5 * F.layer_norm(x, x.shape[-1:])
-        h = self.gru(x)
-        # (4, B, 2C, T): on a CPU softmax along the first axis is several times as fast
-        w = self.W(h).unflatten(-1, (2 * self.count, 4)).permute(3, 0, 2, 1)
+        u = self.gru(x)
+        # (4, B, n, T): on a CPU softmax along the first axis is several times as fast
+        w = self.W(u).unflatten(-1, (self.n, 4)).permute(3, 0, 2, 1)
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
+        return reset, step, torch.cat([x, u], dim=-1)
+
+
+class CopyBranch(nn.Module):
+    """PRISM 5.0.3: causal self-attention whose weights p_copy let n query cursors jump to the
+    position of a past token; one more entry is "no copy"."""
+    def __init__(self, cfg, n):
+        super().__init__()
+        width, self.head_dim = cfg.d_model + cfg.prism_hidden, cfg.head_dim
+        self.W_q = nn.Linear(width, n * cfg.head_dim)
+        self.W_k = nn.Linear(width, n * cfg.head_dim)
+        self.W_stay = nn.Linear(width, n)
+        nn.init.constant_(self.W_stay.bias, 3.0)                        # jumps are rare at first
+
+    def forward(self, x):
+        """[B, T, width] -> p_copy [B, n, T, T + 1]."""
+        q, k = (W(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, n, T, D)
+                for W in (self.W_q, self.W_k))
+        logits = q @ k.transpose(-2, -1) * self.head_dim ** -0.5
+        stay = self.W_stay(x).transpose(1, 2)[..., None]                # (B, n, T, 1)
+        return torch.cat([logits + causal(logits), stay], dim=-1).softmax(dim=-1)
+
+
+class Cursors(nn.Module):
+    """A PRISM layer: C query cursors and C key cursors, moved by Gates and superposed by
+    cursor_scan. With prism_copy, every fifth query cursor also has a CopyBranch."""
+    def __init__(self, cfg, layers):
+        super().__init__()
+        self.cfg, self.layers = cfg, layers
+        self.count = layers * cfg.heads * cfg.prism_cursors             # C
+        self.gates = Gates(cfg, 2 * self.count)
+        if cfg.prism_sharpen:                                   # gamma = 1 + softplus(g), from 2
+            self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))
+        if cfg.prism_copy != 'none':
+            self.copy = CopyBranch(cfg, len(range(0, self.count, 5)))
+
+    def actions(self, x):
+        """p_reset [B, 2C, T], p_step [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C' copying
+        cursors, or None."""
+        reset, step, read = self.gates(x)
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
             # so a jump to token k meets the key of the token after it
             c = torch.arange(2 * self.count, device=x.device)[:, None] - self.count
-            fixed = (c >= 0) & (c % 5 == 0)  # (2C, 1)
+            fixed = (c >= 0) & (c % 5 == 0)                             # (2C, 1)
             t = torch.arange(x.shape[1], device=x.device)
             count = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)  # (T, 3)
             reset = reset.masked_fill(fixed, 0.0)
             step = torch.where(fixed[..., None], count, step)
-        return reset, step, self.jumps(torch.cat([x, h], dim=-1))
-
-    def jumps(self, x):
-        """p_copy: causal self-attention to the tokens up to this one; last entry: no copy."""
-        q, k = (W(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)  # (B, C', T, D)
-                for W in (self.W_q, self.W_k))
-        logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        stay = self.W_stay(x).transpose(1, 2)[..., None]  # (B, C', T, 1)
-        return torch.cat([logits + causal(logits), stay], dim=-1).softmax(dim=-1)
+        return reset, step, self.copy(read)
 
     def scan(self, x, table):
-        """Encodings [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
-        scan = pick_scan(self.cfg.kernel, x)
-        reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.gates(x))
+        """Superpositions [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
+        on_gpu = x.is_cuda and x.dtype != torch.float64
+        by_kernel = self.cfg.kernel == 'triton' or (
+            self.cfg.kernel == 'auto' and on_gpu and kernels().triton is not None)
+        scan = kernels().cursor_scan if by_kernel else cursor_scan
+        reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.actions(x))
         gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
         e = scan(reset, step, gamma, table)
         if copy is None:
             return e
-        some = slice(0, self.count, 5)
+        some = slice(0, self.count, 5)                                  # the copying cursors again
         gamma = None if gamma is None else gamma[some]
         jumping = scan(reset[:, some], step[:, some], gamma, table, copy)
         return e.slice_scatter(jumping, 1, 0, self.count, 5)
@@ -1157,20 +1178,11 @@ class Cursors(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             if cfg.prism_superpose:
                 e = self.scan(x, sinusoids(offsets, d_pe, cfg.rope_base, x))
-            else:
-                mean = self.scan(x, offsets[:, None])[..., 0]
-                e = sinusoids(mean, d_pe, cfg.rope_base, x)  # (B, 2C, T, d_pe)
+            else:                                                       # A.3: f of the mean offset
+                e = sinusoids(self.scan(x, offsets[:, None])[..., 0], d_pe, cfg.rope_base, x)
         e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe)
         e = e.permute(1, 2, 0, 3, 5, 4, 6)  # (2, layers, B, H, T, cursors, d_pe)
-        if cfg.prism_absolute:  # Algorithm 3
-            here = sinusoids(pos.unsqueeze(-2), d_pe, cfg.rope_base, x)[..., None, :]
-            e = torch.cat([e, here.expand(*e.shape[:4], T, 1, d_pe)], dim=-2)
-        if cfg.prism_norm == 'scale':
-            # |f|^2 = d_pe / 2, so sqrt(d_pe) is the norm over the branches if all are one-hot
-            e = e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5
-        elif cfg.prism_norm == 'unit':
-            e = e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
-        return e.flatten(-2).to(x.dtype)
+        return algorithm_3(e, pos, cfg).flatten(-2).to(x.dtype)
 
 
 class PRISM(Encoding):
@@ -1184,46 +1196,60 @@ class PRISM(Encoding):
     The factor 4 is for prism_norm='none' only.
     """
     shift_invariant = True
-    widens = True
-    drawable = False  # equal content says nothing
-    reads_content = True
     needs_causal = True
+    order = 1
+    drawable = False               # equal content says nothing
+    reads_content = True           # positions come from the content, by state()
+    prism_layers: list = (1,)      # new cursors are computed before each of these layers
+    prism_cursors: int = 2         # query cursors, and key cursors, of each head
+    prism_d_pe: int = 32           # width of the sinusoids that a cursor superposes
+    prism_hidden: int = 100        # hidden state of the GRU that opens the gates
+    # W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
+    prism_recurrent: Literal['free', 'orthogonal', 'penalty', 'norm'] = 'free'
+    prism_reset: bool = True       # cursors can return to 0; False: that gate stays shut
+    prism_superpose: bool = True   # mean of sinusoids; False: sinusoid of the mean offset
+    prism_sharpen: bool = True     # power-sharpening of the histograms, gamma > 1 learned
+    # copy gate of every fifth query cursor: none, or with its key cursor fixed | trained
+    prism_copy: Literal['none', 'fixed', 'trained'] = 'none'
+    prism_absolute: bool = False   # the absolute position as one more cursor (Algorithm 3)
+    # none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
+    prism_norm: Literal['none', 'scale', 'unit'] = 'none'
+    prism_alpha_lr: float = 0.03   # peak learning rate of alpha, the cursors' weights
 
     def __init__(self, cfg, layer=0):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]
+        if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= cfg.n_layer:
+            raise ValueError('prism_layers must be layers in order, from 1 to n_layer='
+                             f'{cfg.n_layer}, the first of them 1; got {cfg.prism_layers}')
+        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}  # 6.4
         self.layer = layer - max(n for n in starts if n <= layer)  # counted from its PRISM layer on
-        self.last_made = layer
-        self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))  # mu = sigmoid(m)
+        self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > layer)
             self.cursors = Cursors(cfg, end - layer)
 
-    def for_layer(self):
-        self.last_made += 1
-        return type(self)(self.cfg, self.last_made)
-
     def state(self, x, pos, total_len=None):
         if x is None:
-            raise ValueError('prism needs state=enc.state(x, pos) of the first layer\'s instance, '
-                             'x [B, T, C] the embedded tokens')
+            raise ValueError("prism requires state=enc.state(x, pos) of the first layer's "
+                             'encoding, x [B, T, C] the embedded tokens')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
         return self.cursors(x, pos) if self.layer == 0 else state
 
     def penalty(self):
-        return self.cursors.penalty() if self.layer == 0 else 0.0
+        return self.cursors.gates.penalty() if self.layer == 0 else 0.0
 
     def qk(self, q, k, at):
-        g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]  # (B, H, T, branches d_pe)
+        g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
         g_q = g_q[..., k.shape[2] - q.shape[2]:, :]
         mu = torch.sigmoid(self.m)
         factor = 4 if self.cfg.prism_norm == 'none' else 1
         factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5  # attention divides by sqrt(d)
-        weight = (1 - mu) * factor * self.alpha.abs()  # (H, 1, branches)
+        weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
         weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
@@ -1234,49 +1260,62 @@ ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'selective_rope': SelectiveRoPE, 'kerple': Kerple, 'dape': DAPE, 'fox': FoX,
              'cope': CoPE, 'path': PaTH, 'stickbreaking': StickBreaking, 'ssmax': SSMax}
 
+def option_fields():
+    """(name, type, default) of every option of every encoding, for the fields of PEConfig."""
+    found = {}
+    for cls in ENCODINGS.values():
+        for base in cls.__mro__[::-1]:
+            for key, kind in base.__dict__.get('__annotations__', {}).items():
+                if issubclass(base, Encoding):
+                    found[key] = key, kind, field(default=getattr(base, key))
+    return list(found.values())
+
+
+PEConfig = make_dataclass('PEConfig', option_fields(), bases=(SharedConfig,),
+                          namespace=dict(__doc__=SharedConfig.__doc__, __module__=__name__))
+
 
 # --------------------------------------------------------------------------------------------------
 # combining encodings
 
 class Sum(Encoding):
-    """'a+b': the hooks of a, then of b (out in reverse order). Factors of the logits are computed
-    from the raw q and k and multiply; biases add."""
+    """'a+b': the hooks of a, then of b (out in reverse order); biases add. qk goes by `order`."""
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag in ('fp32', 'gains', 'dense', 'widens', 'distance', 'own_softmax', 'starts_blank'):
+        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance', 'zero_init':
             setattr(self, flag, any(getattr(p, flag) for p in parts))
-        for flag, does in (('widens', 'widens q and k'), ('distance', 'reads the mean distance'),
-                           ('own_softmax', 'has a softmax of its own')):
-            clash = [type(p).__name__ for p in parts if getattr(p, flag)]
-            if len(clash) > 1:
-                raise ValueError(f'{" and ".join(clash)} cannot be added: each {does}')
-        if self.own_softmax and self.distance:
-            raise ValueError('the mean distance wants weights that sum to 1, and '
-                             'stickbreaking has others')
-        changing = [p for p in parts if changed(p, 'qk') or changed(p, 'rescale') or p.plain_qk]
-        if len(changing) > 1 and any(p.plain_qk for p in changing):
-            raise ValueError(f'{" and ".join(type(p).__name__ for p in changing)} cannot be added: '
-                             'both change the product of q and k')
-        turning = [p for p in parts if changed(p, 'qk')]
-        if any(isinstance(p, PoPE) for p in turning[:-1]) and isinstance(
-                turning[-1], (SelectiveRoPE, PoPE)):
+        self.fusable = all(p.fusable for p in parts)
+        self.shift_invariant = all(p.shift_invariant for p in parts)
+        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
+        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
+        softmax = [p for p in parts if changed(p, 'weigh')]
+        changing = [p for p in parts if changed(p, 'qk') or p.raw_qk]
+        self.refuse([p for p in parts if p.order == 1], 'each appends features to q and k')
+        self.refuse(softmax, 'each replaces the softmax')
+        self.refuse([p for p in parts if p.mean_distance or p in softmax], 'the mean distance '
+                    'requires weights that sum to 1, of one encoding')
+        if any(p.raw_qk for p in changing):
+            self.refuse(changing, 'both change the product of q and k')
+        if any(isinstance(p, PoPE) for p in rotating[:-1]) and isinstance(
+                rotating[-1], (SelectiveRoPE, PoPE)):
             raise ValueError('pope doubles the width of q and k: write it once, and last, as in '
                              'selective_rope+pope')
-        mixed = len(turning) > 1 and any(p.phases() is not None for p in turning)
-        self.shift_invariant = all(p.shift_invariant for p in parts) and not mixed
-        self.fusable = all(p.fusable for p in parts) and not mixed  # a kernel: phases or qk()
-        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
-        for p in parts:
-            if p.own_softmax:
-                self.weigh, self.mask = p.weigh, p.mask
+        if len(rotating) > 1 and any(isinstance(p, PoPE) for p in rotating):
+            self.shift_invariant = self.fusable = False  # polar() is not a rotation
+        for p in softmax:
+            self.weigh, self.mask = p.weigh, p.mask
 
-    def for_layer(self):
-        return type(self)(self.cfg, *(p.for_layer() for p in self.parts))
+    def refuse(self, parts, why):
+        """Raise ValueError if there are several such parts."""
+        if len(parts) > 1:
+            names = ' and '.join(type(p).__name__ for p in parts)
+            raise ValueError(f'{names} cannot be added: {why}')
 
-    def each(self, at):
-        """[(part, the At with that part's state)]."""
-        return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
+    def each(self, at, key=None):
+        """[(part, the At with that part's state)], sorted by a key of the part."""
+        pairs = [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
+        return sorted(pairs, key=lambda pair: key(pair[0])) if key else pairs
 
     def embed(self, x, pos):
         for p in self.parts:
@@ -1293,31 +1332,18 @@ class Sum(Encoding):
         return sum(p.penalty() for p in self.parts)
 
     def qk(self, q, k, at):
-        for p, here in sorted(self.each(at), key=lambda part: part[0].widens):
+        for p, here in self.each(at, key=lambda p: p.order):
             q, k = p.qk(q, k, here)
         return q, k
 
-    def rescale(self, q, k, at):
-        factors = [p.rescale(q, k, here) for p, here in self.each(at)]
-        factors = [f for f in factors if f is not None]
-        if not factors:
-            return None
-        rows, cols = zip(*factors)
-        return math.prod(rows), math.prod(cols)
-
-    def phases(self):
-        found = [p.phases() for p in self.parts]
-        return next((delta for delta in found if delta is not None), None)
-
     def bias(self, at):
-        return added([p.bias(here) for p, here in self.each(at)])
+        biases = [b for p, here in self.each(at) if (b := p.bias(here)) is not None]
+        rows = min([b.shape[-2] for b in biases], default=0)  # those that all have
+        return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
 
-    def by_distance(self, d):
-        return added([p.by_distance(d) for p in self.parts])
-
-    def adjust(self, logits, q, k, at):
+    def adjust(self, logits, at):
         for p, here in self.each(at):
-            logits = p.adjust(logits, q, k, here)
+            logits = p.adjust(logits, here)
         return logits
 
     def value(self, v, at):
@@ -1331,73 +1357,36 @@ class Sum(Encoding):
         return y
 
 
-def added(biases):
-    """The sum of those that are not None, in the rows that all have; None if there is none."""
-    biases = [b for b in biases if b is not None]
-    rows = min([b.shape[-2] for b in biases], default=0)
-    return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
+class SomeHeads(Encoding):
+    """rope_heads = k: the encoding, built for k heads, acts on the first k; the others are NoPE,
+    padded with zeros to its width."""
+    def __init__(self, cfg, first, rest):
+        super().__init__(cfg)
+        self.parts = nn.ModuleList([first])
+        self.k, self.rest, self.out_dim = first.cfg.heads, rest, first.out_dim
+        for flag in 'shift_invariant', 'zero_init', 'fp32', 'dense':
+            setattr(self, flag, getattr(first, flag))
+        self.embed, self.state = first.embed, first.state
+        self.restate, self.penalty = first.restate, first.penalty
 
+    def join(self, first, rest):  # [B, k, Tq, wide], [B, H - k, Tq, D]
+        return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)
 
-class FirstHeads(Sum):
-    """rope_heads = k: the part (its cfg has heads = k) acts on the first k heads; the others,
-    padded with zeros to its width, are NoPE."""
-    def __init__(self, cfg, part):
-        super().__init__(cfg, part)
-        if self.own_softmax:
-            raise ValueError(f"{cfg.pe}'s softmax serves all heads: leave rope_heads out")
-        self.k = part.cfg.heads
-        self.fusable = False
+    def attend(self, q, k, v, pos, state=None, x=None):
+        first = self.parts[0].attend(*(z[:, :self.k] for z in (q, k, v)), pos, state, x)
+        return self.join(first, self.rest.attend(*(z[:, self.k:] for z in (q, k, v)), pos))
 
-    def join(self, first, rest):  # [B, k, T, wide], [B, H - k, T, D]
-        rest = F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))
-        return torch.cat([first, rest], dim=1)  # (B, H, T, wide)
+    def logits(self, q, k, pos, state=None, x=None):
+        first = self.parts[0].logits(q[:, :self.k], k[:, :self.k], pos, state, x)
+        return self.join(first, self.rest.logits(q[:, self.k:], k[:, self.k:], pos))
 
-    def qk(self, q, k, at):
-        first_q, first_k = super().qk(q[:, :self.k], k[:, :self.k], at)
-        return self.join(first_q, q[:, self.k:]), self.join(first_k, k[:, self.k:])
+    def weigh(self, logits):
+        first, rest = logits[:, :self.k], logits[:, self.k:]
+        return self.join(self.parts[0].weigh(first), rest.softmax(dim=-1))
 
-    def rescale(self, q, k, at):
-        factors = super().rescale(q[:, :self.k], k[:, :self.k], at)
-        if factors is None:
-            return None
-        first = [factor.expand(len(q), self.k, -1, -1) for factor in factors]  # (B, k, .., 1)
-        return [F.pad(x, (0, 0, 0, 0, 0, self.cfg.heads - self.k), value=1.0) for x in first]
-
-    def bias(self, at):
-        bias = super().bias(at)
-        return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, self.cfg.heads - self.k))
-
-    def adjust(self, logits, q, k, at):
-        first = super().adjust(*(z[:, :self.k] for z in (logits, q, k)), at)
-        return torch.cat([first, logits[:, self.k:]], dim=1)
-
-    def value(self, v, at):
-        return self.join(super().value(v[:, :self.k], at), v[:, self.k:])
-
-    def out(self, y, at):
-        first = super().out(y[:, :self.k], at)
-        return self.join(first, y[:, self.k:, :, :self.cfg.head_dim])
-
-
-class SecondHalf(Sum):
-    """mla: the part (its cfg has head_dim = D/2) sees the second half of every query and key; the
-    first is NoPE (the Toeplitz study, eq. 3). Values are not cut: vrope turns their first half;
-    vipe's code is D/2 wide, prism's and cope's scores of positions 1/sqrt(2) of theirs."""
-    def __init__(self, cfg, part):
-        super().__init__(cfg, part)
-        self.fusable = False
-
-    def qk(self, q, k, at):
-        (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
-        q_p, k_p = super().qk(q_p, k_p, at)
-        return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
-
-    def rescale(self, q, k, at):
-        return super().rescale(q.chunk(2, dim=-1)[1], k.chunk(2, dim=-1)[1], at)
-
-    def adjust(self, logits, q, k, at):
-        q, k = (z.chunk(2, dim=-1)[1] for z in (q, k))
-        return super().adjust(logits, q * 0.5 ** 0.5, k, at)  # sqrt(D) divides, not sqrt(D/2)
+    def mix(self, weights, v, pos, state=None, x=None):
+        first = self.parts[0].mix(weights[:, :self.k], v[:, :self.k], pos, state, x)
+        return self.join(first, weights[:, self.k:] @ v[:, self.k:])
 
 
 def check_names(cfg, names):
@@ -1414,8 +1403,8 @@ def check_names(cfg, names):
     if cfg.positions == 'randomized' and table and cfg.max_len < cfg.positions_max:
         raise ValueError(f'{min(table)} has max_len={cfg.max_len} rows; randomized positions '
                          f'require max_len={cfg.positions_max}')
-    if cfg.rope_fraction < 1 and 'rope' not in names:
-        raise ValueError(f'rope_fraction is for rope, not for pe={cfg.pe}')
+    if cfg.attention == 'mla' and cfg.pe not in ('rope', 'nope'):
+        raise ValueError(f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
     if cfg.nope_every and 'prism' in names:
         raise ValueError('nope_every would leave prism cursors that nothing reads: set it to 0')
     if (cfg.rope_heads or cfg.nope_every) and hooks_of(cfg.pe) == ['embed']:
@@ -1424,29 +1413,33 @@ def check_names(cfg, names):
 
 
 def build(cfg):
-    """The encoding that cfg.pe names, on the heads and halves that cfg.rope_heads and cfg.attention
-    give it. ValueError says what is wrong."""
+    """The encodings of all layers that cfg.pe names, a list. Raises ValueError."""
     names = cfg.pe.split('+')
     check_names(cfg, names)
-    cfg = copy.copy(cfg)
-    some_heads = copy.copy(cfg)
-    some_heads.heads = cfg.rope_heads or cfg.heads
-    part = copy.copy(some_heads)
-    if cfg.attention == 'mla':
-        check_even(cfg.head_dim, 'mla', 'the head dimension')
-        part.head_dim = cfg.head_dim // 2
-    parts = [ENCODINGS[name](part) for name in names]
-    enc = parts[0] if len(parts) == 1 else Sum(part, *parts)
-    if cfg.attention == 'mla':
-        enc = SecondHalf(some_heads, enc)
-    return enc if cfg.rope_heads is None else FirstHeads(cfg, enc)
+    some = copy.copy(cfg)                                   # of the encoding's heads
+    some.heads = cfg.rope_heads or cfg.heads
+    rest = copy.copy(cfg)                                   # of the others
+    rest.heads = cfg.heads - some.heads
+    classes = [ENCODINGS[name] for name in names]
+    if cfg.attention == 'mla' and cfg.pe == 'rope':
+        classes = [LatentRoPE]
+    shared = {}                                             # {class: the instance of all layers}
+    layers = []
+    for layer in range(cfg.n_layer):
+        parts = [shared.get(cls) or cls(some, layer) for cls in classes]
+        shared |= {type(part): part for part in parts if part.shared}
+        enc = parts[0] if len(parts) == 1 else Sum(some, *parts)
+        layers.append(SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc)
+    if cfg.nope_every:
+        for layer in range(cfg.nope_every - 1, cfg.n_layer, cfg.nope_every):
+            layers[layer] = NoPE(cfg)
+    return layers
 
 
 # --------------------------------------------------------------------------------------------------
 # python pe.py
 
-HOOKS = ('embed state restate penalty qk rescale bias by_distance adjust mask weigh value '
-         'out').split()
+HOOKS = 'embed state restate penalty qk bias adjust mask weigh value out'.split()
 
 
 def hooks_of(names):
@@ -1455,14 +1448,16 @@ def hooks_of(names):
     return [hook for hook in HOOKS if any(changed(part, hook) for part in parts)]
 
 
-def zoo():
-    """Print each encoding: equation, parameters in a layer of 4 heads of 16, and changed hooks."""
+def print_encodings():
+    """Print each encoding: equation, options, parameters in a layer of 4 heads of 16, hooks."""
     for name, cls in ENCODINGS.items():
         enc = cls(PEConfig(pe=name, n_head=4))
         equation = ' '.join((cls.__doc__ or 'no docstring').split('\n\n')[0].split())
+        options = [f'{key}={value}' for key, value in options_of(cls).items()]
         params = [f'{n} {list(p.shape)}' for n, p in enc.named_parameters()]
-        print(f'{name}\n    {equation}\n    parameters: {", ".join(params) or "none"}')
-        print(f'    changes: {", ".join(hooks_of(name)) or "none"}\n')
+        print(f'{name}\n    {equation}\n    options: {", ".join(options) or "none"}')
+        print(f'    parameters: {", ".join(params) or "none"}')
+        print(f'    hooks: {", ".join(hooks_of(name)) or "none"}\n')
     print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
 
 
@@ -1472,8 +1467,8 @@ def picture(name, T):
     it acts on the average, how the value at s looks from t."""
     torch.manual_seed(1)
     cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
-    enc, pos = build(cfg).eval(), torch.arange(T)
-    for p in enc.parameters() if enc.starts_blank else ():
+    enc, pos = build(cfg)[0].eval(), torch.arange(T)
+    for p in enc.parameters() if enc.zero_init else ():
         nn.init.normal_(p)
     alone = hooks_of(name) == ['embed']  # only vectors of positions
     x = torch.full((1, T, 32), 0.0 if alone else 1.0)
@@ -1510,7 +1505,9 @@ def draw(path, T=48):
 
 
 if __name__ == '__main__':
-    if sys.argv[1:]:
+    if {'-h', '--help'} & set(sys.argv):
+        print(__doc__)
+    elif sys.argv[1:]:
         draw(sys.argv[1])
     else:
-        zoo()
+        print_encodings()

@@ -330,10 +330,13 @@ def make_config(values):
 
 
 def print_help(doc, cls):
-    """Print a program's docstring and, from the source of its dataclass, each option's comment: the
-    one on its line, else the comment lines above it."""
+    """Print a program's docstring and, from the source of its dataclass and of the encodings, each
+    option's comment: the one on its line, else the comment lines above it."""
     print(doc)
-    for base in cls.__mro__[:-1]:
+    bases = [base for base in cls.__mro__ if base not in (object, encodings.PEConfig)]
+    owners = dict.fromkeys(base for enc in encodings.ENCODINGS.values() for base in enc.__mro__
+                           if base is not object and base.__dict__.get('__annotations__'))
+    for base in [*bases, *(owner for owner in owners if issubclass(owner, encodings.Encoding))]:
         print(f'{base.__module__}.{base.__name__}'.replace('__main__', 'train'))
         above = []
         for line in inspect.getsource(base).splitlines():
@@ -506,9 +509,9 @@ class Trainer:
             self.clip(self.model.parameters(), self.cfg.grad_clip)
         self.optimizer.step()
         for group in self.optimizer.param_groups:
-            if 'bounds' in group:                          # PoPE's delta
+            if 'clamp' in group:                           # PoPE's delta
                 for p in group['params']:
-                    p.data.clamp_(*group['bounds'])
+                    p.data.clamp_(*group['clamp'])
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
 
