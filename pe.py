@@ -32,7 +32,7 @@ import torch.nn.functional as F
 @dataclass
 class SharedConfig:
     """What all encodings read; PEConfig (below ENCODINGS) adds the options of each class. Derived:
-    heads and head_dim, the number and width of the attention heads. Raises ValueError."""
+    heads and head_dim, the number and width of the attention heads; layer. Raises ValueError."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
@@ -65,6 +65,7 @@ class SharedConfig:
             raise ValueError(f'n_head must be even for mla, which pairs heads, got {self.n_head}')
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
+        self.layer = 0                 # counts up in build()
         if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
             raise ValueError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
                              f"got {self.rope_heads}; for none use pe='nope'")
@@ -136,7 +137,7 @@ class Encoding(nn.Module):
     zero_init = False         # True: has no effect at initialization
     own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__()
         if self.needs_causal and not cfg.causal:
             raise ValueError(f'{type(self).__name__} requires a causal mask: causal=True')
@@ -442,7 +443,7 @@ class APE(Encoding):
     p_t[2c] = sin(t theta_c), p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C). No parameters."""
     shared = True
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.d_model, 'ape', 'd_model')
 
@@ -460,7 +461,7 @@ class ShiftedAPE(APE):
     drawable = False               # in evaluation it is ape
     max_shift: int = 512           # largest random offset in training
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.register_buffer('start', torch.randint(2 ** 62, ()))
         self.register_buffer('used', torch.zeros((), dtype=torch.int64))
@@ -480,7 +481,7 @@ class Learned(Encoding):
     shared = True
     max_len: int = 1024            # rows of the table; later positions: last row
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.table = nn.Parameter(torch.randn(self.max_len, cfg.d_model) * 0.02)
 
@@ -495,7 +496,7 @@ class Random(Encoding):
     shared = True
     max_len: int = 1024            # rows of the table; later positions: last row
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
 
@@ -514,7 +515,7 @@ class RoPE(Encoding):
     shift_invariant = True
     rope_fraction: float = 1.0     # rotate only the fastest fraction p of the frequencies
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'rope', 'the head dimension')
         if self.rope_fraction > 1:
@@ -579,7 +580,7 @@ class SelectiveRoPE(RoPE):
     needs_causal = True
     path_rank: int = 32            # rank of W_2 W_1
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         width = cfg.heads * cfg.head_dim // 2
         self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
@@ -609,7 +610,7 @@ class PoPE(Encoding):
     # the phase bias delta starts at zero | uniform on [-2 pi, 0] | none: no bias
     pope_delta: Literal['zero', 'uniform', 'none'] = 'zero'
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         if self.pope_frequencies == 'half':
             check_even(cfg.head_dim, 'pope with half the frequencies', 'the head dimension')
@@ -657,7 +658,7 @@ class ALiBi(Encoding):
     """
     shift_invariant = True
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         n = 2 ** int(math.log2(cfg.heads))
         slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
@@ -682,7 +683,7 @@ class T5(Encoding):
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # distances from here on share the last bucket
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
             raise ValueError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
@@ -709,7 +710,7 @@ class FIRE(Encoding):
     needs_causal = True
     fire_width: int = 32           # hidden width of the MLP
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         n = self.fire_width
         self.mlp = nn.Sequential(nn.Linear(1, n), nn.ReLU(), nn.Linear(n, cfg.heads))
@@ -733,7 +734,7 @@ class Kerple(Encoding):
     shift_invariant = True
     needs_causal = True
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.a = nn.Parameter(2 * torch.rand(cfg.heads))
         self.b = nn.Parameter(torch.rand(cfg.heads))
@@ -750,7 +751,7 @@ class DAPE(Kerple):
     drawable = False               # like kerple at initialization
     dape_width: int = 32           # hidden width of the MLP
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, self.dape_width), nn.LeakyReLU(),
                                  nn.Linear(self.dape_width, cfg.heads))
@@ -767,7 +768,7 @@ class FoX(Encoding):
     shift_invariant = True
     needs_causal = True
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.gate = nn.Linear(cfg.d_model, cfg.heads)
 
@@ -793,7 +794,7 @@ class CoPE(Encoding):
     fp32 = True
     cope_positions: int = 64       # number N of position vectors
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))
 
@@ -822,7 +823,7 @@ class PaTH(Encoding):
     drawable = False               # equal content says nothing
     path_rank: int = 32            # rank of W_2 W_1
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         width = cfg.heads * cfg.head_dim
         self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
@@ -873,7 +874,7 @@ class SSMax(Encoding):
     order = 2
     drawable = False               # it knows the number of keys, not their order
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), 0.43))
 
@@ -890,7 +891,7 @@ class VRoPE(Encoding):
     """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s. No parameters."""
     shift_invariant = True
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'vrope', 'the head dimension')
 
@@ -927,7 +928,7 @@ class ViPE(Encoding):
     vipe_s: Literal['length', 'global', 'one'] = 'length'
     vipe_d_p: int = 0              # width of the distance code; 0: the head dimension
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.shift_invariant = not self.vipe_logn
         if self.vipe_u:
@@ -1011,6 +1012,7 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     """
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
+    assert len(table) == 2 * P + 1, 'the table must be [2P+1, d_pe]'
     assert P >= T, f'{T} tokens require a table of the offsets -{T}..{T}'
     h = table.new_ones(B, C, 1)
     histograms, encodings = [], []
@@ -1216,7 +1218,7 @@ class PRISM(Encoding):
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_alpha_lr: float = 0.03   # peak learning rate of alpha, the cursors' weights
 
-    def __init__(self, cfg, layer=0):
+    def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]
@@ -1224,12 +1226,12 @@ class PRISM(Encoding):
             raise ValueError('prism_layers must be layers in order, from 1 to n_layer='
                              f'{cfg.n_layer}, the first of them 1; got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}  # 6.4
-        self.layer = layer - max(n for n in starts if n <= layer)  # counted from its PRISM layer on
+        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)  # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
         if self.layer == 0:
-            end = min(first for first in [*starts, cfg.n_layer] if first > layer)
-            self.cursors = Cursors(cfg, end - layer)
+            end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
+            self.cursors = Cursors(cfg, end - cfg.layer)
 
     def state(self, x, pos, total_len=None):
         if x is None:
@@ -1337,7 +1339,8 @@ class Sum(Encoding):
         return q, k
 
     def bias(self, at):
-        biases = [b for p, here in self.each(at) if (b := p.bias(here)) is not None]
+        biases = [p.bias(here) for p, here in self.each(at)]
+        biases = [b for b in biases if b is not None]
         rows = min([b.shape[-2] for b in biases], default=0)  # those that all have
         return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
 
@@ -1426,9 +1429,11 @@ def build(cfg):
     shared = {}                                             # {class: the instance of all layers}
     layers = []
     for layer in range(cfg.n_layer):
-        parts = [shared.get(cls) or cls(some, layer) for cls in classes]
+        here = copy.copy(some)
+        here.layer = layer
+        parts = [shared.get(cls) or cls(here) for cls in classes]
         shared |= {type(part): part for part in parts if part.shared}
-        enc = parts[0] if len(parts) == 1 else Sum(some, *parts)
+        enc = parts[0] if len(parts) == 1 else Sum(here, *parts)
         layers.append(SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc)
     if cfg.nope_every:
         for layer in range(cfg.nope_every - 1, cfg.n_layer, cfg.nope_every):

@@ -1,72 +1,83 @@
-"""Every task, one small class each: generated tasks and SCAN; engine/data.py reads files.
+"""Every task, one small class each: generated problems, SCAN, and readers of files.
 
-    python tasks.py                                         lists the tasks
-    python tasks.py jsb 64 --data=Jsb16thSeparated.json     prints examples of a task and length
+    python tasks.py                                         list the tasks
+    python tasks.py parity 5                                print examples of a task and length
+    python tasks.py jsb 64 --data=Jsb16thSeparated.json     the same for a task that reads files
 
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
-`sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, a row of tokens as text.
-tokens [n, T] int64 are whole sequences, problem and answer, drawn on the generator's device;
-targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere; a task that
-`labels` its tokens asks for their labels instead.
-To add a task, write a class and name it in TASKS.
+`sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, which returns the text of a
+row of tokens. tokens [n, T] int64 are whole sequences, problem and answer, on the generator's
+device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere. A task
+that `labels` its tokens has their labels as targets instead.
+To add a task, write a class and register an instance in TASKS.
 """
 import collections
+import contextlib
+import difflib
 import functools
 import inspect
 import itertools
+import json
 import math
+import os
+import pathlib
 import re
 import string
-from dataclasses import dataclass
+import sys
+import sysconfig
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 PAD, BOS, EOI, EOS = range(4)  # the same in every task that has them
+PARTS = ('train', 'val', 'test')
 
 
 class DataError(ValueError):
-    """The data are missing or of the wrong kind, or the task has no problems of that length."""
+    """No such task or option, data missing or of the wrong kind, or no problems of a length."""
+
+
+def require(condition, message):
+    """Raise DataError with the message unless the condition is true."""
+    if not condition:
+        raise DataError(message)
 
 
 class Task:
-    """Base of all tasks. A subclass gives problems(n, length, draw) -> (tokens, targets)."""
-    name = 'the task'      # as make() was asked for it
+    """Base of all tasks. A subclass defines problems(n, length, draw) -> (tokens, targets)."""
+    name = 'the task'      # as given to make()
     separator = ' '        # between tokens in a text
     end = None
     min_length = 1
     max_length = math.inf
-    corpus = False         # next-token prediction, judged by its loss
+    corpus = False         # next-token prediction, evaluated by its loss
     fixed = False          # it has a training set of its own
     labels = False         # targets[t] is the label of token t, not the next token
-    needs = ''             # what --data should be, for a task that reads files
-    data = ''              # the path that --data gave
+    needs = ''             # what --data must be, for a task that reads files
+    data = ''              # the path given by --data
     own_vocab = False      # the vocabulary comes from the data
-    couples = False        # numbers are written lowest digit first, for positions=coupled
 
     def sample(self, n, length, generator=None):
-        """n problems of a length: (tokens, targets), both [n, T]. DataError if it has none."""
-        if not self.min_length <= length <= self.max_length:
-            longest = 'on' if self.max_length == math.inf else f'to {self.max_length}'
-            self.refuse(length, f'from {self.min_length} {longest}')
+        """Return n problems of a length as (tokens, targets), both [n, T]. Raise DataError if the
+        task has no problems of that length."""
+        require(self.min_length <= length <= self.max_length,
+                f'{self.name} has problems of lengths from {self.min_length} to {self.max_length}, '
+                f'not {length} (keys train_lengths and eval_lengths)')
         return self.problems(n, length, Draw(generator))
 
-    def refuse(self, length, lengths):
-        raise DataError(f'{self.name} has problems of lengths {lengths}, not {length} '
-                        '(keys train_lengths and eval_lengths)')
-
     def pool(self, n, length, generator):
-        """An epoch's training problems of a length: n new ones, or all that a data set has."""
+        """An epoch's training problems of a length: n new ones, or all of a fixed training set."""
         return self.sample(n, length, generator)
 
     def held_out(self, split, n, lengths, generator):
         """{length: (tokens, targets)} of split eval or test: at most n problems of each length.
-        generator(length) gives the random generator for a length."""
+        generator(length) returns the random generator for a length."""
         return {length: self.sample(n, length, generator(length)) for length in lengths}
 
     def existing(self, lengths, part):
-        """The lengths that `part` has problems of, or any part if it is None."""
+        """The lengths of which `part` has problems (any part if it is None)."""
         return lengths
 
     def count(self, lengths):
@@ -78,15 +89,15 @@ class Task:
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
     def decode(self, row):
-        """A row of token indices as text, without the padding."""
+        """The text of a row of token indices, without the padding."""
         return self.separator.join(self.vocab[i] for i in row.tolist() if i != PAD)
 
     def encode(self, text):
-        """The token indices [T] of a text. DataError if a word is not in the vocabulary."""
+        """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
         words = text.split() if self.separator else list(text)
-        if unknown := ' '.join(sorted(set(words) - set(self.vocab[1:]))):
-            raise DataError(f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
-                            f'with {" ".join(self.vocab[1:33])!r}')
+        unknown = ' '.join(sorted(set(words) - set(self.vocab[1:])))
+        require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
+                             f'with {" ".join(self.vocab[1:33])!r}')
         return torch.tensor([self.vocab.index(word) for word in words], dtype=torch.int64)
 
 
@@ -120,9 +131,10 @@ def supervise(tokens, start):
 # ViPE's iterative tasks. Its paper names count, reverse, mode and sort without defining them.
 
 class Iterative(Task):
-    """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2). `length` is L; the states s and EoS are
-    supervised; steps=0, as in parity:steps=0, leaves only the last state (A.1: no chain of
-    thought). A subclass gives the symbols, and the states of inputs that are uniform on them."""
+    """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input,
+    states, end of sequence. `length` is L; the states s and EoS are supervised. steps=0, as in
+    parity:steps=0, keeps only the last state (A.1: no chain of thought). A subclass defines the
+    symbols, and the states of inputs that are uniform on the symbols."""
     end = EOS
     symbols = range(2)
 
@@ -131,7 +143,7 @@ class Iterative(Task):
         self.vocab = ['<pad>', 'BoS', 'EoI', 'EoS', *map(str, self.symbols)]
 
     def problems(self, n, length, draw):
-        x, s = self.inputs_and_states(n, length, draw)  # (n, L), (n, m), of indices into symbols
+        x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices into symbols
         s = s if self.steps else s[:, -1:]
         bos, eoi, eos = (torch.full((n, 1), i, device=x.device) for i in (BOS, EOI, EOS))
         tokens = torch.cat([bos, x + 4, eoi, s + 4, eos], dim=1)
@@ -161,28 +173,23 @@ class Parity(Iterative):
 
 
 class Polynomial(Iterative):
-    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod p, p = 5 (ViPE Table 3).
+    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod 5 (ViPE Table 3).
     >>> example('polynomial', 5)
     'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
     """
-    def __init__(self, p=5, steps=True):
-        if p < 2:
-            raise ValueError(f'polynomial needs a modulus p >= 2, not {p}')
-        self.p = p
-        self.symbols = range(p)
-        super().__init__(steps)
+    symbols = range(5)
 
     def states(self, x):
         s = [x[:, 0]]
         for t in range(1, x.shape[1]):
-            s.append((s[-1] * x[:, t] + 1) % self.p)
+            s.append((s[-1] * x[:, t] + 1) % 5)
         return torch.stack(s, dim=1)
 
 
 class Product(Iterative):
     """Running product, s_t = s_(t-1) beta_t x_t mod 5, x_t in 1..4, s_0 = 1, beta = 1.
-    In product:own=1 each place has a beta of its own, which no model can know beyond the trained
-    lengths. (The toy of ViPE's section 3, there of real numbers.)
+    product:own=1 draws a beta for each position once, so no model can know beta beyond the training
+    lengths. (The toy model of ViPE's section 3, where the numbers are real.)
     >>> example('product', 5)
     'BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS'
     >>> example('product:own=1', 5)
@@ -201,11 +208,11 @@ class Product(Iterative):
         s = [torch.ones_like(x[:, 0])]
         for t in range(x.shape[1]):
             s.append(s[-1] * self.beta[t].item() * (x[:, t] + 1) % 5)
-        return torch.stack(s[1:], dim=1) - 1    # of indices into symbols
+        return torch.stack(s[1:], dim=1) - 1    # as indices into symbols
 
 
 class Reverse(Iterative):
-    """The input backwards, s_t = x_(L+1-t), digits 0-9.
+    """The input reversed, s_t = x_(L+1-t), digits 0-9.
     >>> example('reverse', 5)
     'BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS'
     """
@@ -216,8 +223,8 @@ class Reverse(Iterative):
 
 
 class Count(Iterative):
-    """Count from the first number to the second (Zhou et al. 2023). `length`: how many numbers.
-    The start is uniform, so that short problems show every number that long ones need.
+    """Count from the first number to the second (Zhou et al. 2023). `length`: numbers counted.
+    The start is uniform, so that short problems contain every number that long problems need.
     >>> example('count', 4)
     'BoS 44 47 EoI 44 45 46 47 EoS'
     """
@@ -232,7 +239,7 @@ class Count(Iterative):
 
 class Mode(Iterative):
     """The most frequent of the letters a-j, which is always unique (Zhou et al. 2023).
-    Letters are uniform. If several tie, one of them at random replaces one letter of another.
+    Letters are uniform. If several tie, a random one of them replaces one letter of another.
     >>> example('mode', 7)
     'BoS e d d a d j h EoI d EoS'
     """
@@ -240,11 +247,11 @@ class Mode(Iterative):
 
     def inputs_and_states(self, n, length, draw):
         x = draw.integers(10, n, length)
-        counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)  # (n, 10)
+        counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)  # [n, 10]
         tied = counts == counts.amax(dim=1, keepdim=True)
         priority = draw.permutation(n, 10).masked_fill(~tied, -1)
-        mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)  # (n,), (n,)
-        place = (x == second[:, None]).int().argmax(dim=1)  # where the second first stands
+        mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)  # [n], [n]
+        place = (x == second[:, None]).int().argmax(dim=1)  # where the second first occurs
         row = torch.arange(n, device=x.device)
         x[row, place] = torch.where(tied.sum(dim=1) > 1, mode, x[row, place])
         return x, mode[:, None]
@@ -266,15 +273,16 @@ class Sort(Iterative):
 class IndirectIndexing(Task):
     """The letter at a given shift from a given letter (PoPE A.1). `length`: letters in the source.
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
-    shift is uniform on those in -15..+15 that stay inside it. Only the last letter is supervised.
+    shift is uniform on the shifts in -15..+15 that stay inside it. Only the last letter is
+    supervised.
     >>> example('indirect_indexing', 20)
     'MjrbCDsiSNgcktphwTOe, t, -3, g'
     """
     separator = ''
 
     def __init__(self, letters=52, shift=15):
-        if not 1 <= letters <= 52 or not 0 <= shift < 100:
-            raise ValueError(f'letters must be 1 to 52, shift 0 to 99, not {letters} and {shift}')
+        require(1 <= letters <= 52 and 0 <= shift < 100,
+                f'letters must be 1 to 52 and shift 0 to 99, got {letters} and {shift}')
         self.max_length = letters
         self.max_shift = shift
         alphabet = string.ascii_uppercase + string.ascii_lowercase
@@ -306,7 +314,7 @@ class IndirectIndexing(Task):
 
 class Classification(Task):
     """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
-    uniform; a subclass puts triggers in their place: place(words, draw) -> (words, class)."""
+    uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class)."""
     query, first_class, classes, triggers = 1, 2, 32, 0
 
     def __init__(self):
@@ -318,7 +326,7 @@ class Classification(Task):
 
     def problems(self, n, length, draw):
         words = draw.integers(574 - self.first_word, n, length) + self.first_word
-        words, label = self.place(words, draw)  # (n, L), (n, 1)
+        words, label = self.place(words, draw)  # [n, L], [n, 1]
         query = torch.full_like(label, self.query)
         tokens = torch.cat([words, query, label + self.first_class], dim=1)
         return tokens, supervise(tokens, length + 1)
@@ -327,7 +335,7 @@ class Classification(Task):
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
-    span, 128 or, as in distance:span=16, the length to train at: so training shows every class.
+    span, 128 or, as in distance:span=16, the training length: so training covers every class.
     >>> example('distance', 9)
     'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
     """
@@ -335,8 +343,7 @@ class Distance(Classification):
 
     def __init__(self, span=128):
         super().__init__()
-        if span < self.triggers:
-            raise ValueError(f'span must be at least {self.triggers}, not {span}')
+        require(span >= self.triggers, f'span must be at least {self.triggers}, got {span}')
         self.span = span
 
     def place(self, words, draw):
@@ -344,7 +351,7 @@ class Distance(Classification):
         pairs = self.triggers // 2
         places = torch.zeros(n, 2 * pairs, dtype=torch.int64, device=draw.device)
         clash = torch.ones(n, 1, dtype=torch.bool, device=draw.device)
-        while clash.any():  # draw a row again while two of its triggers share a place
+        while clash.any():  # draw a row again while two of its triggers share a position
             d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)
             i = draw.integers(length - d, n, pairs)
             places = torch.where(clash, torch.stack([i, i + d], dim=2).flatten(1), places)
@@ -359,7 +366,7 @@ class Distance(Classification):
 
 class DistanceSum(Distance):
     """The sum of two trigger distances (the Toeplitz study, appendix E): triggers 0, 1 and 2, 3.
-    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four places.
+    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four positions.
     >>> example('distance_sum', 9)
     'w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1'
     """
@@ -368,7 +375,7 @@ class DistanceSum(Distance):
 
 class TriggerCount(Classification):
     """Task 2: the number of trigger tokens, of 20 kinds (the Toeplitz study, section 4.1).
-    The count is the class, uniform on 0..31; trigger_count:most=16, to train at 16: on 0..16.
+    The count is the class, uniform on 0..31, or, with trigger_count:most=16, on 0..16.
     >>> example('trigger_count', 9)
     'trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3'
     """
@@ -376,14 +383,13 @@ class TriggerCount(Classification):
 
     def __init__(self, most=31):
         super().__init__()
-        if not 1 <= most < self.classes:
-            raise ValueError(f'most must be from 1 to {self.classes - 1}, not {most}')
+        require(1 <= most < self.classes, f'most must be 1 to {self.classes - 1}, got {most}')
         self.most = most
 
     def place(self, words, draw):
         n, length = words.shape
         count = draw.integers(min(length, self.most) + 1, n, 1)
-        chosen = draw.permutation(n, length) < count  # `count` places of each row
+        chosen = draw.permutation(n, length) < count  # `count` positions of each row
         trigger = self.first_trigger + draw.integers(20, n, length)
         return torch.where(chosen, trigger, words), count
 
@@ -393,14 +399,13 @@ class TriggerCount(Classification):
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
-LETTERS = CHARACTERS.index('a') - 1     # the number that stands for a; digits: 0 to 9
+LETTERS = CHARACTERS.index('a') - 1     # the number that encodes a; digits: 0 to 9
 
 
 class Characters(Task):
-    """prompt=answer. with everything right of "=" supervised. A subclass draws inputs(), by default
-    a string of `symbols` different characters, digits before letters. write() returns a list of
-    parts: texts, or numbers [n, k], of which 0 to 9 are digits, LETTERS + i is a letter, -1 is
-    nothing."""
+    """prompt=answer. with everything after "=" supervised. A subclass defines write(*inputs), a
+    list of parts: texts, or numbers [n, k], where 0 to 9 are digits, LETTERS + i is a letter and -1
+    is nothing. inputs() are by default one string of digits below `symbols`."""
     vocab = CHARACTERS
     end = CHARACTERS.index('.')
     separator = ''
@@ -411,8 +416,7 @@ class Characters(Task):
         for part in self.write(*self.inputs(n, length, draw)):
             if isinstance(part, str):
                 text = [CHARACTERS.index(character) for character in part]
-                text = torch.tensor(text, dtype=torch.int64, device=draw.device)
-                columns.append(text.expand(n, -1))
+                columns.append(torch.tensor(text, device=draw.device).long().expand(n, -1))
             else:
                 columns.append(torch.where(part < 0, -1, part + 1))  # number 0 is token 1
         tokens = torch.cat(columns, dim=1)
@@ -422,8 +426,7 @@ class Characters(Task):
         return tokens, supervise(tokens, equals + 1)
 
     def inputs(self, n, length, draw):
-        x = draw.integers(self.symbols, n, length)
-        return [torch.where(x < 10, x, x - 10 + LETTERS)]
+        return [draw.integers(self.symbols, n, length)]
 
 
 class StringCopy(Characters):
@@ -439,23 +442,13 @@ class StringCopy(Characters):
 
 
 class CopyRepeated(StringCopy):
-    """Copy a digit or letter as often as it stands there (Kazemnejad et al. 2023).
+    """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023).
     >>> example('copy_repeated', 7)
     '4444444=4444444.'
     """
-    symbols = 35
-
     def inputs(self, n, length, draw):
-        return [x.expand(-1, length) for x in super().inputs(n, 1, draw)]
-
-
-class CopyVaried(StringCopy):
-    """Copy a string of digits and letters (Kazemnejad et al. 2023, who copy words). `length`: of
-    the string.
-    >>> example('copy_varied', 7)
-    '4osu89r=4osu89r.'
-    """
-    symbols = 35
+        x = draw.integers(35, n, 1)
+        return [torch.where(x < 10, x, x - 10 + LETTERS).expand(-1, length)]
 
 
 class StringReverse(StringCopy):
@@ -471,15 +464,6 @@ class StringReverse(StringCopy):
         return x.flip(1)
 
 
-class ReverseWords(StringReverse):
-    """Reverse a string of digits and letters (Kazemnejad et al. 2023, who reverse words). Otherwise
-    as string_reverse.
-    >>> example('reverse_words', 7)
-    '^4osu89r=r98uso4.'
-    """
-    symbols = 35
-
-
 class BucketSort(StringCopy):
     """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023).
     >>> example('bucket_sort', 7)
@@ -492,7 +476,7 @@ class BucketSort(StringCopy):
 
 
 class OddsFirst(StringCopy):
-    """Digits at odd places, then those at even places, counted from 0. `length` is the string's.
+    """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string.
     >>> example('odds_first', 6)
     '493039=909433.'
     """
@@ -523,70 +507,13 @@ class Stack(StringCopy):
             bit = torch.where(action > 2, action - 3, action)  # 0 and 1 push themselves
             stack.scatter_(1, depth, torch.where(pop, stack.gather(1, depth), bit))
             depth = torch.where(pop, depth - 1, depth + 1).clamp(min=0)
-        i = depth - 1 - torch.arange(length + 1, device=x.device)  # (n, length + 1), top to bottom
+        i = depth - 1 - torch.arange(length + 1, device=x.device)  # [n, length + 1], top to bottom
         bits = stack.gather(1, i.clamp(min=0))
         return torch.where(i >= 0, bits, torch.where(i == -1, 2, 0))
 
 
-class EvenPairs(StringCopy):
-    """1 if an even number of neighbours differ, else 0 (Delétang et al. 2023, as the
-    next three). `length`: bits.
-    >>> example('even_pairs', 7)
-    '0110111=0.'
-    """
-    symbols = 2
-
-    def answer(self, x):
-        return (x[:, :1] == x[:, -1:]).long()
-
-
-class CycleNavigation(EvenPairs):
-    """A walk on a cycle of 5 from 0: 0 stays, 1 goes forth, 2 back. Where does it end?
-    >>> example('cycle_navigation', 7)
-    '2020101=0.'
-    """
-    symbols = 3
-
-    def answer(self, x):
-        return torch.where(x == 2, -1, x).sum(dim=1, keepdim=True) % 5
-
-
-class ModularArithmetic(EvenPairs):
-    """Sums, differences and products mod 5, products first. `length`: numbers.
-    >>> example('modular_arithmetic', 5)
-    '4-4-3-0+3=0.'
-    """
-    def inputs(self, n, length, draw):
-        return draw.integers(5, n, length), draw.integers(3, n, length)
-
-    def write(self, x, operator):
-        plus, minus, times = (CHARACTERS.index(sign) - 1 for sign in '+-*')
-        signs = torch.tensor([plus, minus, times], device=x.device)[operator]
-        total, term = torch.zeros_like(x[:, 0]), x[:, 0]
-        for t in range(1, x.shape[1]):
-            here, product = operator[:, t], term * x[:, t]
-            total = torch.where(here == 2, total, total + term)
-            term = torch.where(here == 2, product % 5, torch.where(here == 1, -x[:, t], x[:, t]))
-        text = torch.stack([signs, x], dim=2).flatten(1)[:, 1:]
-        return [text, '=', ((total + term) % 5)[:, None], '.']
-
-
-class MissingDuplicate(EvenPairs):
-    """A string of bits twice, one bit missing: which? `length`: of the string.
-    >>> example('missing_duplicate', 5)
-    '011010110x=1.'
-    """
-    def inputs(self, n, length, draw):
-        return *super().inputs(n, length, draw), draw.integers(2 * length, n, 1)
-
-    def write(self, x, place):
-        twice = torch.cat([x, x], dim=1)
-        blank = torch.full_like(place, CHARACTERS.index('x') - 1)
-        return [twice.scatter(1, place, blank), '=', twice.gather(1, place), '.']
-
-
 class DynStrCpy(Characters):
-    """The part of the string that begins at a given digit, which occurs once. `length`: its own.
+    """The suffix of the string that begins at a given digit, which occurs once. `length`: digits.
     >>> example('dyn_str_cpy', 7)
     '0278481,4=481.'
     """
@@ -615,57 +542,36 @@ class AdditionCoT(Characters):
         return torch.where(swap, short, long), torch.where(swap, long, short)
 
     def add(self, a, b):
-        """The steps, column by column, the digits of the sum, and the last carry."""
+        """The steps, column by column, and the digits of the sum, the last of them its carry."""
         carry = torch.zeros_like(a[:, :1])
         steps, total = [], []
-        for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):  # (2, n, 1)
+        for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):  # [2, n, 1]
             s = column.sum(dim=0) + carry
             carry = s // 10
             total.append(s % 10)
             steps += [*column, carry, s % 10, ',']
-        return steps, total, carry
+        return steps, [*total, torch.where(carry == 1, 1, -1)]
 
     def write(self, a, b):
-        steps, total, carry = self.add(a, b)
-        steps[-1] = '→'
-        return [a, '+', b, '=', *steps, *total, torch.where(carry == 1, 1, -1), '.']
+        steps, total = self.add(a, b)
+        return [a, '+', b, '=', *steps[:-1], '→', *total, '.']
 
 
 class Addition(AdditionCoT):
-    """Add two numbers without a chain of thought. `length` as in addition_cot. Options: reversed=1,
-    lowest digits first; pad=1, zeros for missing digits; hints=1, a letter before each digit that
-    names its place (Zhou et al. 2024), the lowest place's at random.
+    """Add two numbers without a chain of thought. `length` as in addition_cot. Option reversed=1:
+    lowest digits first.
     >>> example('addition', 3)
     '33+794=827.'
-    >>> example('addition:reversed=1:pad=1', 3)
-    '330+497=7280.'
-    >>> example('addition:reversed=1:hints=1', 3)
-    'k9l3m8+k7l7=k6l1m9.'
+    >>> example('addition:reversed=1', 3)
+    '33+497=728.'
     """
-    def __init__(self, reversed=False, hints=False, pad=False):
-        self.reversed, self.hints, self.pad = reversed, hints, pad
-        self.max_length = 24 if hints else math.inf
-        self.couples = reversed and not hints
+    def __init__(self, reversed=False):
+        self.reversed = reversed
 
-    def inputs(self, n, length, draw):
-        first = draw.integers(25 - length, n, 1) if self.hints else None
-        return *super().inputs(n, length, draw), first
-
-    def write(self, a, b, first):
-        _, total, carry = self.add(a, b)
-        carry = carry if self.pad else torch.where(carry == 1, 1, -1)
-        if self.pad:
-            a, b = a.clamp(min=0), b.clamp(min=0)
-        a, b, total = (self.number(x, first) for x in (a, b, torch.cat([*total, carry], dim=1)))
+    def write(self, a, b):
+        numbers = a, b, torch.cat(self.add(a, b)[1], dim=1)
+        a, b, total = numbers if self.reversed else (x.flip(1) for x in numbers)
         return [a, '+', b, '=', total, '.']
-
-    def number(self, x, first):
-        """Digits [n, k], lowest first, as the options want them."""
-        if self.hints:
-            letter = LETTERS + first + torch.arange(x.shape[1], device=x.device)
-            x = torch.stack([torch.where(x < 0, -1, letter), x], dim=2)     # (n, k, 2)
-        x = x if self.reversed else x.flip(1)
-        return x.flatten(1)
 
 
 class MultiplicationCoT(Characters):
@@ -700,14 +606,95 @@ def number(n, length, draw, size):
 
 
 # --------------------------------------------------------------------------------------------------
-# data sets of commands and answers in words: SCAN here, CFQ in engine/data.py
+# recall and state tracking, the tests of encodings after 2023
 
-PARTS = ('train', 'val', 'test')
+class FlipFlop(Task):
+    """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
+    `length`: instructions; only the bits after r are supervised. Option `ignore`: percent of i.
+    >>> example('flip_flop', 5)
+    'w 1 i 0 i 0 r 1 r 1'
+    """
+    vocab = ['<pad>', 'w', 'i', 'r', '0', '1']
+    min_length = 2
 
+    def __init__(self, ignore=80):
+        require(ignore <= 100, f'flip_flop:ignore must be a percentage, got {ignore}')
+        self.ignore = ignore
+
+    def problems(self, n, length, draw):
+        write, ignore, read, zero = 1, 2, 3, 4
+        what = torch.where(draw.integers(2, n, length) == 1, write, read)
+        what[draw.integers(100, n, length) < self.ignore] = ignore
+        what[:, 0], what[:, -1] = write, read
+        bit = draw.integers(2, n, length)
+        t = torch.arange(length, device=draw.device)
+        last_write = torch.where(what == write, t, 0).cummax(dim=1).values
+        bit = torch.where(what == read, bit.gather(1, last_write), bit)
+        tokens = torch.stack([what, bit + zero], dim=2).flatten(1)      # [n, 2 length]
+        return tokens, torch.where(tokens == read, tokens.roll(-1, dims=1), -100)
+
+
+class Group(Task):
+    """State tracking (Merrill et al. 2024): token t is a group's element x_t, its label x_1 .. x_t,
+    without a chain of thought. `length`: elements, uniform. Option `name`: s2 to s5, permutations;
+    the left factor is applied first. Without the start symbol, attention that depends on distances
+    alone could not distinguish `x x` from `x`, because it averages equal values.
+    >>> example('group:name=s3', 5)
+    '^ 102 120 210 012 021'
+    """
+    labels = True
+
+    def __init__(self, name='s5'):
+        require(name in ('s2', 's3', 's4', 's5'), f'group:name must be s2 to s5, got {name!r}')
+        elements = list(itertools.permutations(range(int(name[1]))))
+        products = [[elements.index(tuple(b[i] for i in a)) for b in elements] for a in elements]
+        self.table = torch.tensor(products)     # table[a, b]: a, then b
+        self.vocab = ['<pad>', '^', *(''.join(map(str, p)) for p in elements)]
+
+    def problems(self, n, length, draw):
+        x = draw.integers(len(self.table), n, length)
+        table = self.table.to(draw.device)
+        products = [x[:, 0]]
+        for t in range(1, length):
+            products.append(table[products[-1], x[:, t]])
+        labels = pad(torch.stack(products, dim=1) + 2, (1, 1), value=-100)
+        return pad(pad(x + 2, (1, 0), value=1), (0, 1)), labels         # padding ends a problem
+
+
+class MQAR(Task):
+    """Multi-query associative recall (Arora et al. 2023): pairs of key and value, then each pair
+    again, in any order, among noise. Only the values are supervised, and only when they come again.
+    `length`: pairs of tokens. Options `keys`: how many; `words`: the size of the vocabulary of
+    keys, of values and of noise.
+    >>> example('mqar:keys=2:words=9', 6)
+    'key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8'
+    """
+    def __init__(self, keys=4, words=64):
+        require(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
+        self.keys, self.words = keys, words
+        self.min_length = 2 * keys
+        self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')
+                                 for i in range(words))]
+
+    def problems(self, n, length, draw):
+        keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
+        values = draw.integers(self.words, n, self.keys) + self.words
+        pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
+        slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1
+        place = draw.permutation(n, length - self.keys)[:, :self.keys, None].expand(-1, -1, 2)
+        asked = slots.scatter(1, place, pairs).flatten(1)
+        tokens = torch.cat([pairs.flatten(1), asked], dim=1)        # [n, 2 length]
+        value = (tokens > self.words) & (tokens <= 2 * self.words)
+        value[:, :2 * self.keys] = False
+        return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# data sets of commands and answers in words
 
 class Pairs(Task):
-    """A fixed data set in parts. A subclass gives texts(part), [(length, text)]. marks[0] ends the
-    command, marks[1] the answer, which is supervised."""
+    """A fixed data set in parts. A subclass defines texts(part), [(length, text)]. marks[0] ends
+    the command, marks[1] the answer, which is supervised."""
     fixed = True
     end = EOS
     marks = ('EoI', 'EoS')  # tokens EOI and EOS, whatever they are called
@@ -734,15 +721,14 @@ class Pairs(Task):
 
     def find(self, length, *parts):
         """(tokens, targets) of a length in the first of the parts that has it."""
-        for part in parts:
-            if length in self.rows[part]:
-                return self.rows[part][length]
-        self.refuse(length, sorted(set().union(*self.rows.values())))
+        found = [self.rows[part][length] for part in parts if length in self.rows[part]]
+        require(found, f'{self.name} has problems of lengths '
+                       f'{sorted(set().union(*self.rows.values()))}, not {length}')
+        return found[0]
 
-    def sample(self, n, length, generator=None):
+    def problems(self, n, length, draw):
         """n training problems of a length, with replacement; of val or test where it has none."""
         tokens, targets = self.find(length, *PARTS)
-        draw = Draw(generator)
         i = draw.integers(len(tokens), n).cpu()
         return tokens[i].to(draw.device), targets[i].to(draw.device)
 
@@ -796,11 +782,10 @@ def scan():
 
 
 def scan_pairs(split='length', part='train'):
-    """[(command, actions)] of SCAN's 20,910, for part 'train' or 'test' of a split.
+    """Return [(command, actions)] of SCAN's 20,910, for part train or test of a split.
     length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
     the rest (4,182); the published files are another draw."""
-    if split not in ('length', 'simple') or part not in ('train', 'test'):
-        raise ValueError(f'SCAN splits are length and simple, parts train, test: {split}, {part}')
+    assert split in ('length', 'simple') and part in ('train', 'test'), (split, part)
     pairs = list(scan()[2].items())
     train = part == 'train'
     if split == 'length':
@@ -845,133 +830,400 @@ class SCANCoT(SCAN):
         return f'{command} = {plan} → {steps} .'
 
 
+class CFQ(Pairs):
+    """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
+    Entities are M0, M1, ... as in its authors' baselines. The random split, or cfq:mcd=1, 2 or 3.
+    `length`: words of the query.
+    >>> print(CFQ.text({
+    ...     'questionPatternModEntities': "Did M0 's writer write M1", 'sparqlPatternModEntities':
+    ...     'SELECT count(*) WHERE {\\nM0 ns:film.x ?x0 .\\n?x0 a ns:m.05\\n}'})[1])
+    BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . ?x0 a m_05 } EoS
+    """
+    own_vocab = True
+    needs = 'the folder in cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset)'
+
+    def __init__(self, mcd=0):
+        require(mcd <= 3, f'cfq has the splits mcd=1, 2 and 3, and a random one, not mcd={mcd}')
+        self.split = f'mcd{mcd}' if mcd else 'random_split'
+
+    @staticmethod
+    def text(entry):
+        """(length, text) of an entry of dataset.json. Punctuation in questions and in count(*)
+        becomes words; names lose their prefixes."""
+        punctuation = f'([{re.escape(string.punctuation)}])'
+        question = re.sub(punctuation, r' \1 ', entry['questionPatternModEntities']).split()
+        query = entry['sparqlPatternModEntities'].replace('count(*)', 'count ( * )')
+        query = query.replace('\\n', ' ').split()
+        query = [re.sub(r'^m\.', 'm_', word.removeprefix('ns:')) for word in query]
+        return len(query), f'BoS {" ".join(question)} EoI {" ".join(query)} EoS'
+
+    @functools.cached_property
+    def parts(self):
+        folder = pathlib.Path(self.data)
+        with reading(folder, self.needs):
+            entries = json.loads((folder / 'dataset.json').read_bytes())
+            split = json.loads((folder / f'splits/{self.split}.json').read_bytes())
+            numbers = dict(zip(PARTS, (split['trainIdxs'], split['devIdxs'], split['testIdxs'])))
+            return {part: [self.text(entries[i]) for i in numbers[part]] for part in PARTS}
+
+    def texts(self, part):
+        return self.parts[part]
+
+
+@contextlib.contextmanager
+def reading(path, needs):
+    """Turn any error in the block that reads path into a DataError that says what is needed."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = ' '.join(f'{type(error).__name__} {error}'.split())
+        raise DataError(f'cannot read {path}: {reason}; it must be {needs}') from None
+
+
 # --------------------------------------------------------------------------------------------------
-# recall and state tracking, the tests of encodings after 2023
+# corpora: predict the next token in contexts of `length` tokens
 
-class FlipFlop(Task):
-    """Recall what was written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
-    `length`: instructions; only the bits after r are supervised. Option `ignore`: percent of i.
-    >>> example('flip_flop', 5)
-    'w 1 i 0 i 0 r 1 r 1'
-    """
-    vocab = ['<pad>', 'w', 'i', 'r', '0', '1']
+PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val', dev='val')
+SHARES = {'train': (0, 0.9), 'val': (0.9, 0.95), 'test': (0.95, 1)}
+
+
+class Corpus(Task):
+    """Documents in parts. A subclass defines documents(path), the documents in a file: arrays of
+    symbols, mapped from disk where the file is large; token = symbol + first. A part is named by
+    the file or its folder (PART_NAMES). If no name says it, the parts are SHARES: of the documents
+    in an order drawn once, or of each document if there are fewer than 20."""
+    corpus = True
+    fixed = True
     min_length = 2
+    separator = ''
+    endings = ''           # of the names of the files
+    first = 1              # the token of symbol 0
+    stride = 1             # contexts begin at multiples of it
 
-    def __init__(self, ignore=80):
-        if ignore > 100:
-            raise ValueError(f'flip_flop:ignore is a percentage, not {ignore}')
-        self.ignore = ignore
+    def read(self):
+        """[(part or None, document)] of all files."""
+        found = []
+        for part, path in files_in(self.data, self.needs, self.endings):
+            with reading(path, self.needs):
+                found += [(part, document) for document in self.documents(path)]
+        return found
+
+    @functools.cached_property
+    def parts(self):
+        """{part: [documents]}."""
+        def share(x, part):
+            low, high = SHARES[part]
+            return x[int(low * len(x)):int(high * len(x))]
+
+        found = [(part, document) for part, document in self.read() if len(document) > 1]
+        require(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
+        if any(part for part, _ in found):
+            named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
+            val, test = named['val'], named['test']
+            return named | dict(val=val or test, test=test or val)
+        documents = [document for _, document in found]
+        if len(documents) < 20:
+            return {part: [share(document, part) for document in documents] for part in PARTS}
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))
+        return {part: [documents[i] for i in share(order, part)] for part in PARTS}
+
+    def of_part(self, part):
+        """The documents of a part that have something to predict. Raise DataError if none has."""
+        documents = [document for document in self.parts[part] if len(document) > 1]
+        require(documents, f'{self.data or "the corpus"} has nothing for {part}: '
+                           f'name a file or folder in it {part}, or add text')
+        return documents
+
+    def lay_out(self, pieces, length):
+        """Pieces of documents as (tokens, targets) [len(pieces), length], padded on the right."""
+        size = len(self.vocab) - self.first
+        tokens = np.zeros((len(pieces), length), dtype=np.int64)
+        for row, piece in zip(tokens, pieces):
+            row[:len(piece)] = piece
+            wrong = row[(row < 0) | (row >= size)]
+            require(not len(wrong), f'{self.data} contains the symbol {wrong[:1]}, which is not '
+                                    f'in the vocabulary of 0 to {size - 1}')
+            row[:len(piece)] += self.first
+        tokens = torch.from_numpy(tokens)
+        return tokens, supervise(tokens, 1)
 
     def problems(self, n, length, draw):
-        write, ignore, read, zero = 1, 2, 3, 4
-        what = torch.where(draw.integers(2, n, length) == 1, write, read)
-        what[draw.integers(100, n, length) < self.ignore] = ignore
-        what[:, 0], what[:, -1] = write, read
-        bit = draw.integers(2, n, length)
-        t = torch.arange(length, device=draw.device)
-        last_write = torch.where(what == write, t, 0).cummax(dim=1).values
-        bit = torch.where(what == read, bit.gather(1, last_write), bit)
-        tokens = torch.stack([what, bit + zero], dim=2).flatten(1)      # [n, 2 length]
-        return tokens, torch.where(tokens == read, tokens.roll(-1, dims=1), -100)
+        """Training contexts: sample a document in proportion to its length, then a uniform start.
+        A shorter document is taken whole."""
+        documents = self.of_part('train')
+        ends = np.cumsum([len(document) for document in documents])
+        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()
+        chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
+        places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
+        starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
+        pieces = [document[i:i + length] for document, i in zip(chosen, starts.tolist())]
+        tokens, targets = self.lay_out(pieces, length)
+        return tokens.to(draw.device), targets.to(draw.device)
+
+    def held_out(self, split, n, lengths, generator):
+        """The same text for every length: n segments of max(lengths) tokens (shorter ones only if
+        there are too few), each cut into contexts of `length` tokens. Contexts overlap by one
+        token, so that every token of a segment except the first is predicted once. The last context
+        may be short. With a stride, contexts are up to a stride shorter."""
+        def step(length):  # from one context's start to the next: the predictions in a whole one
+            return (length - 1) // self.stride * self.stride
+
+        documents = self.of_part('val' if split == 'eval' else 'test')
+        longest = step(max(lengths))
+        segments = [(document, start) for document in documents
+                    for start in range(0, len(document) - 1, longest)]
+        order = torch.randperm(len(segments), generator=generator(max(lengths)))
+        segments = [segments[i] for i in order]
+        segments.sort(key=lambda x: len(x[0]) - x[1] <= longest)  # whole ones first
+        texts = [document[start:start + longest + 1] for document, start in segments[:n]]
+        sets = {}
+        for length in lengths:
+            pieces = [text[i:i + step(length) + 1]
+                      for text in texts for i in range(0, len(text) - 1, step(length))]
+            sets[length] = self.lay_out(pieces, length)
+        return sets
+
+    def existing(self, lengths, part):
+        return [n for n in lengths if n >= self.min_length]
+
+    def width(self, lengths):
+        return max(lengths)
 
 
-class Group(Task):
-    """State tracking (Merrill et al. 2024): token t is a group's element x_t, its label x_1 .. x_t,
-    without a chain of thought. `length`: elements, uniform. Option `name`: s2 to s5 or a3 to a5,
-    permutations, the left factor first; z2 to z99, sums mod n. Without the start symbol, attention
-    that sees distances alone could not tell `x x` from `x`: it averages equal values.
-    >>> example('group:name=s3', 5)
-    '^ 102 120 210 012 021'
+def files_in(data, needs, endings='', skip=()):
+    """[(part or None, path)] of a file, or of the files in a folder and below with one of the
+    endings. Hidden files and folders in `skip` are left out."""
+    files = [(None, data)] if os.path.isfile(data) else []
+    for folder, folders, names in os.walk(data):
+        folders[:] = sorted(name for name in folders if name[0] != '.' and name not in skip)
+        for name in sorted(names):
+            if name.lower().endswith(endings) and name[0] != '.':
+                path = os.path.join(folder, name)
+                words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
+                parts = [PART_NAMES[word] for word in words if word in PART_NAMES]
+                files.append((parts[0] if parts else None, path))
+    require(files, f'{data} does not exist or has no such files; it must be {needs}')
+    return files
+
+
+def mapped(path, dtype):
+    """A file as an array. A file of more than a megabyte stays on disk."""
+    if os.path.getsize(path) <= 2 ** 20:
+        return np.frombuffer(pathlib.Path(path).read_bytes(), dtype)
+    return np.memmap(path, dtype, 'r')
+
+
+def read_text(path):
+    """The content of a text file. Raise DataError if it is not UTF-8."""
+    with reading(path, 'UTF-8 text (task text reads any bytes)'):
+        return pathlib.Path(path).read_bytes().decode()
+
+
+class Text(Corpus):
+    """Files as bytes, a document each. `length`: bytes in a context."""
+    needs = 'a file, or a folder of files'
+    vocab = ['<pad>', *map(chr, range(256))]
+
+    def documents(self, path):
+        return [mapped(path, np.uint8)]
+
+    def decode(self, row):
+        return bytes(i - 1 for i in row.tolist() if i != PAD).decode('utf-8', 'replace')
+
+    def encode(self, text):
+        return torch.tensor([byte + 1 for byte in text.encode()], dtype=torch.int64)
+
+
+class StandardLibrary(Text):
+    """The source of Python's standard library as bytes, without tests and installed packages.
+    `length`: bytes in a context.
+    >>> make('stdlib').decode(make('stdlib').encode('def f(x):'))
+    'def f(x):'
     """
-    labels = True
+    needs = ''
+    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
 
-    def __init__(self, name='s5'):
-        kind, n = name[0], int(name[1:]) if name[1:].isdecimal() else 0
-        if not 2 + (kind == 'a') <= n <= dict(s=5, a=5, z=99).get(kind, 0):
-            raise ValueError(f'group:name is s2 to s5, a3 to a5 or z2 to z99, not {name!r}')
-        if kind == 'z':
-            elements = range(n)
-            self.table = (torch.arange(n)[:, None] + torch.arange(n)) % n
-        else:
-            elements = [p for p in itertools.permutations(range(n)) if kind == 's' or is_even(p)]
-            products = [[elements.index(tuple(b[i] for i in a)) for b in elements]
-                        for a in elements]
-            self.table = torch.tensor(products)     # table[a, b]: a, then b
-            elements = [''.join(map(str, p)) for p in elements]
-        self.vocab = ['<pad>', '^', *map(str, elements)]
-
-    def problems(self, n, length, draw):
-        x = draw.integers(len(self.table), n, length)
-        table = self.table.to(draw.device)
-        products = [x[:, 0]]
-        for t in range(1, length):
-            products.append(table[products[-1], x[:, t]])
-        labels = pad(torch.stack(products, dim=1) + 2, (1, 1), value=-100)
-        return pad(pad(x + 2, (1, 0), value=1), (0, 1)), labels         # padding ends a problem
+    def read(self):
+        files = files_in(sysconfig.get_path('stdlib'), '', '.py', self.skip)
+        return [(None, mapped(path, np.uint8)) for _, path in files]
 
 
-def is_even(permutation):
-    """Whether it is an even number of swaps."""
-    return sum(a > b for a, b in itertools.combinations(permutation, 2)) % 2 == 0
+class TextCharacters(Corpus):
+    """Text files by characters, those that occur in them. `length`: characters in a context."""
+    own_vocab = True
+    needs = ('a text file (UTF-8), or a folder of them, as tinyshakespeare of '
+             'github.com/karpathy/char-rnn')
+
+    @functools.cached_property
+    def vocab(self):
+        texts = [read_text(path) for _, path in files_in(self.data, self.needs)]
+        return ['<pad>', *sorted(set().union(*texts))]
+
+    def documents(self, path):
+        characters = [ord(character) for character in self.vocab[1:]]
+        codes = np.frombuffer(read_text(path).encode('utf-32-le'), dtype=np.uint32)
+        return [np.searchsorted(characters, codes).astype(np.uint16)]
 
 
-class Recall(Task):
-    """Base of tasks in which keys have values. Options `keys`: how many; `words`: how many
-    different ones there are of keys, of values and of noise. `length`: pairs of tokens, of key and
-    value or of noise."""
-    least = 1       # slots for each key
-
-    def __init__(self, keys=4, words=64):
-        if not 1 <= words <= 10000:
-            raise ValueError(f'words must be 1 to 10000, not {words}')
-        if not 1 <= keys <= words:
-            raise ValueError(f'keys must be 1 to {words}, the words, not {keys}')
-        self.keys, self.words = keys, words
-        self.min_length = self.least * keys
-        self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')
-                                 for i in range(words))]
-
-    def pairs(self, n, draw):
-        """Different keys, each with a value [n, keys, 2]."""
-        keys = draw.permutation(n, self.words)[:, :self.keys]
-        values = draw.integers(self.words, n, self.keys) + self.words
-        return torch.stack([keys, values], dim=2) + 1
-
-    def hide(self, pairs, size, draw):
-        """The pairs in any order among noise: tokens [n, 2 size], and where values are."""
-        n = len(pairs)
-        slots = draw.integers(self.words, n, size, 2) + 2 * self.words + 1
-        place = draw.permutation(n, size)[:, :self.keys, None].expand(-1, -1, 2)
-        tokens = slots.scatter(1, place, pairs).flatten(1)
-        return tokens, (tokens > self.words) & (tokens <= 2 * self.words)
-
-
-class MQAR(Recall):
-    """Multi-query associative recall (Arora et al. 2023): all pairs, then each again among noise.
-    Only the values are supervised, and only there.
-    >>> example('mqar:keys=2:words=9', 6)
-    'key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8'
+class Tokens(Corpus):
+    """Files of tokens below `size`, as in tokens:size=1000. `length`: tokens in a context.
+    >>> make('tokens:size=100', 'FILE').decode(torch.tensor([1, 100]))
+    '0 99'
     """
-    least = 2
+    needs = 'a .bin (uint16) or .npy file of tokens, or a folder of them'
+    endings = ('.bin', '.npy')
+    separator = ' '
 
-    def problems(self, n, length, draw):
-        pairs = self.pairs(n, draw)
-        asked, value = self.hide(pairs, length - self.keys, draw)
-        tokens = torch.cat([pairs.flatten(1), asked], dim=1)
-        value = pad(value, (2 * self.keys, 0))
-        return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
+    def __init__(self, size=50257):
+        self.vocab = ['<pad>', *map(str, range(size))]
+
+    def documents(self, path):
+        if path.lower().endswith('.bin'):
+            return [mapped(path, np.uint16)]
+        array = np.load(path, mmap_mode='r')
+        require(getattr(array, 'ndim', 0) == 1 and array.dtype.kind in 'ui',
+                f'{path} is not a row of integers; it must be {self.needs}')
+        return [array]
 
 
-class Needle(Recall):
-    """Pairs of key and value among noise, then a key, whose value is asked. (RULER's single and
-    multiple keys in a haystack, Hsieh et al. 2024.)
-    >>> example('needle:keys=2:words=9', 6)
-    'noise2 noise6 noise3 noise1 noise2 noise0 noise0 noise5 key2 value0 key3 value8 key2 value0'
+class GPT2(Tokens):
+    """GPT-2's byte pairs in files of tokens, as nanoGPT's prepare.py writes them for OpenWebText.
+    Unused tokens fill the vocabulary to a multiple of 64, for an aligned output matrix. Text to and
+    from tokens, as for --prompt, requires `tiktoken`. `length`: tokens in a context."""
+    def __init__(self):
+        super().__init__(50257)
+        self.vocab += [f'<unused{i}>' for i in range(-len(self.vocab) % 64)]
+
+    @functools.cached_property
+    def byte_pairs(self):
+        try:
+            import tiktoken
+        except ImportError:
+            raise DataError("GPT-2's byte pairs require tiktoken: pip install tiktoken") from None
+        return tiktoken.get_encoding('gpt2')
+
+    def decode(self, row):
+        return self.byte_pairs.decode([i - 1 for i in row.tolist() if 1 <= i <= 50257])
+
+    def encode(self, text):
+        return torch.tensor(self.byte_pairs.encode_ordinary(text), dtype=torch.int64) + 1
+
+
+class JSB(Corpus):
+    """Bach's chorales (PoPE A.1): the pitches of four voices, then those of the next 16th note.
+    90 symbols: padding, silence, and the 88 pitches of a piano, 21 to 108. `length`: tokens in a
+    context, which begins with the first voice. 229 chorales for training, 76 and 77 held out.
+    >>> JSB().decode(JSB().encode('74 70 65 58 - 70 65 58'))
+    '74 70 65 58 - 70 65 58'
     """
+    needs = 'Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)'
+    vocab = ['<pad>', '-', *map(str, range(21, 109))]
+    separator = ' '
+    stride = 4
+    min_length = 5
+
+    def read(self):
+        found = []
+        with reading(self.data, self.needs):
+            chorales = json.loads(pathlib.Path(self.data).read_bytes())
+            for part, name in zip(PARTS, ('train', 'valid', 'test')):
+                for pitches in map(np.array, chorales[name]):           # [T, 4]
+                    fits = pitches.shape[1:] == (4,) and np.isin(pitches, [-1, *range(21, 109)])
+                    require(np.all(fits), f'a chorale in {self.data} is not rows of four pitches, '
+                                          'each -1 or 21 to 108')
+                    found.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
+        return found
+
+
+class MIDI(Corpus):
+    """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, a .mid file each.
+    In training each context is transposed by -3 to 3 semitones. With PAD, MASK, chords and tempi
+    the vocabulary has 328 tokens, as in PoPE A.1, which does not list them. `length`: tokens in a
+    context."""
+    needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
+    endings = ('.mid', '.midi')
+    first = 0
+    separator = ' '
+
+    @functools.cached_property
+    def remi(self):
+        try:
+            import miditok
+        except ImportError:
+            raise DataError('MIDI files require miditok: pip install miditok') from None
+        return miditok.REMI(miditok.TokenizerConfig(
+            pitch_range=(21, 108), drums_pitch_range=(27, 87), use_chords=True, use_tempos=True,
+            num_tempos=32, use_time_signatures=False, one_token_stream_for_programs=True,
+            special_tokens=['PAD', 'BOS', 'EOS', 'MASK']))
+
+    @functools.cached_property
+    def vocab(self):
+        names = sorted(self.remi.vocab, key=self.remi.vocab.get)
+        return ['<pad>', *names[1:]]    # miditok: PAD_None
+
+    def documents(self, path):
+        bos, eos = self.remi['BOS_None'], self.remi['EOS_None']
+        return [np.array([bos, *track.ids, eos], dtype=np.uint16) for track in self.remi(path)]
+
     def problems(self, n, length, draw):
-        pairs = self.pairs(n, draw)
-        tokens = torch.cat([self.hide(pairs, length, draw)[0], pairs[:, 0]], dim=1)
-        return tokens, supervise(tokens, 2 * length + 1)
+        tokens, _ = super().problems(n, length, draw)
+        shift = draw.integers(7, n, 1)  # of each context, as a row of `transposed`
+        tokens = self.transposed.to(tokens.device)[shift, tokens]
+        return tokens, supervise(tokens, 1)
+
+    @functools.cached_property
+    def transposed(self):
+        """[7, vocabulary]: what each token becomes, -3 to 3 semitones up. A pitch that leaves the
+        piano comes back by an octave."""
+        table = torch.arange(len(self.vocab)).repeat(7, 1)
+        pitches = {int(name[6:]): i for i, name in enumerate(self.vocab) if name[:6] == 'Pitch_'}
+        for row, shift in zip(table, range(-3, 4)):
+            for pitch, i in pitches.items():
+                moved = pitch + shift
+                row[i] = next(pitches[p] for p in (moved, moved - 12, moved + 12) if p in pitches)
+        return table
+
+
+class Genome(Corpus):
+    """FASTA files in 6-mers as the Nucleotide Transformer cuts them; a record is a document.
+    6-mers do not overlap, and start at the left of every segment without N. Each letter left over
+    and each N is a token; other characters count as N, and case is ignored. 4,107 tokens: 6 special
+    ones, A C G T N, 4,096 6-mers. `length`: tokens in a context.
+    >>> Genome().decode(Genome().encode('acgtacgtNNACGTTTA'))
+    'ACGTAC G T N N ACGTTT A'
+    """
+    needs = ('a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them, as in '
+             'huggingface.co/datasets/InstaDeepAI/human_reference_genome')
+    endings = ('.fa', '.fasta', '.fna')
+    special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
+    vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
+    separator = ' '
+    first = 0
+    letters = np.full(256, 4, dtype=np.uint8)
+    letters[list(b'ACGTacgt')] = [0, 1, 2, 3] * 2
+
+    def tokens(self, sequence):
+        """The tokens of a sequence of bytes."""
+        code = self.letters[np.frombuffer(sequence, dtype=np.uint8)]
+        edges = np.flatnonzero(np.diff(code < 4)) + 1  # of the segments without N
+        parts = []
+        for segment in np.split(code, edges):
+            whole = len(segment) // 6 * 6 if (segment < 4).all() else 0
+            kmers = segment[:whole].reshape(-1, 6) @ (4 ** np.arange(5, -1, -1))
+            parts.append(kmers + len(self.special))
+            parts.append(segment[whole:].astype(np.int64) + self.special.index('A'))
+        return np.concatenate(parts).astype(np.uint16)
+
+    def documents(self, path):
+        head, *records = (b'\n' + pathlib.Path(path).read_bytes()).split(b'\n>')
+        require(not head.strip(), f'{path} does not begin with ">"; it must be {self.needs}')
+        lines = [record.partition(b'\n')[2] for record in records]       # without the name
+        return [self.tokens(b''.join(sequence.split())) for sequence in lines]
+
+    def encode(self, text):
+        return torch.from_numpy(self.tokens(text.replace(' ', '').encode()).astype(np.int64))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -982,56 +1234,41 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
          'indirect_indexing': IndirectIndexing(),
          'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
-         'bucket_sort': BucketSort(),
-         'stack': Stack(), 'dyn_str_cpy': DynStrCpy(), 'flip_flop': FlipFlop(), 'group': Group(),
-         'mqar': MQAR(), 'needle': Needle(), 'addition': Addition(),
-         'copy_repeated': CopyRepeated(), 'copy_varied': CopyVaried(),
-         'reverse_words': ReverseWords(), 'even_pairs': EvenPairs(),
-         'cycle_navigation': CycleNavigation(), 'modular_arithmetic': ModularArithmetic(),
-         'missing_duplicate': MissingDuplicate(),
-         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
-         'scan': SCAN(), 'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT()}
-
-
-def known():
-    """{name: task} of TASKS and of what engine/data.py reads from files."""
-    from engine.data import READERS  # here, because its classes build on this file's
-    return TASKS | READERS
+         'bucket_sort': BucketSort(), 'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
+         'flip_flop': FlipFlop(), 'group': Group(), 'mqar': MQAR(), 'addition': Addition(),
+         'copy_repeated': CopyRepeated(), 'addition_cot': AdditionCoT(),
+         'multiplication_cot': MultiplicationCoT(),
+         'scan': SCAN(), 'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT(),
+         'stdlib': StandardLibrary(), 'cfq': CFQ(), 'text': Text(),
+         'characters': TextCharacters(), 'tokens': Tokens(), 'openwebtext': GPT2(),
+         'jsb': JSB(), 'maestro': MIDI(), 'genome': Genome()}
 
 
 @functools.cache
 def make(name, data=''):
-    """The task of a name and its options, as in 'parity' or 'indirect_indexing:letters=12:shift=2',
-    and for one that reads files, of the path `data`. ValueError if there is none."""
+    """Return the task of a name and its options, as in 'parity' or
+    'indirect_indexing:letters=12:shift=2', and, if it reads files, of the path `data`. Raise
+    DataError if there is none."""
     base, *options = name.split(':')
-    if base not in known():
-        raise ValueError(f'unknown task {base!r}. There are: {", ".join(known())}')
-    task = known()[base]
-    if task.needs and not data:
-        raise DataError(f'{base} reads files: give --data=PATH, {task.needs}')
-    if data and not task.needs:
-        raise DataError(f'{base} reads no files: leave --data={data} out')
+    near = ''.join(f', did you mean {x!r}?' for x in difflib.get_close_matches(base, TASKS, 1))
+    require(base in TASKS, f'unknown task {base!r}{near or "."} There are: {", ".join(TASKS)}')
+    task = TASKS[base]
+    require(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
+    require(task.needs or not data, f'{base} reads no files: remove --data={data}')
     if options or data:
-        takes = options_of(task)
-        given = dict(re.findall(r'(\w+)=([^:]+)', name))
-        if [f'{k}={v}' for k, v in given.items()] != options or given.keys() - takes.keys():
-            raise ValueError(f'{name!r} has options that {base} does not know: it has '
-                             f'{", ".join(takes) or "none"}, written as in polynomial:p=7')
-        for key, value in given.items():
-            kind = type(takes[key])
-            if not (kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))):
-                wants = '0 or 1' if kind is bool else 'a whole number'
-                raise ValueError(f'{base}:{key} must be {wants}, not {value}')
+        takes, given = inspect.signature(type(task)).parameters, {}
+        for option in options:
+            key, _, value = option.partition('=')
+            require(key in takes, f'{base} has no option {option!r}; its options are: '
+                                  f'{", ".join(takes) or "none"} (as in flip_flop:ignore=98)')
+            kind = type(takes[key].default)
+            fits = kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))
+            wants = '0 or 1' if kind is bool else 'an integer'
+            require(value and fits, f'{base}:{key} must be {wants}, not {value!r}')
             given[key] = value if kind is str else kind(int(value))
         task = type(task)(**given)
     task.name, task.data = name, data
     return task
-
-
-def options_of(task):
-    """{option: its default} of what may follow a task's name; True and False are switches."""
-    takes = inspect.signature(type(task)).parameters
-    return {name: parameter.default for name, parameter in takes.items()}
 
 
 def example(name, length):
@@ -1040,37 +1277,25 @@ def example(name, length):
     return make(name).decode(tokens[0])
 
 
-@dataclass
-class Arguments:
-    """The flag of python tasks.py."""
-    data: str = ''  # the file or folder that the task reads, if it reads any
-
-
 def main(argv):
     """List the tasks, or print examples of one."""
-    from engine.config import check_name, parse, print_help, wants_help
-    if wants_help(argv):
-        return print_help(__doc__, Arguments)
-    flags, words = parse(Arguments, argv)
-    if not words:
-        for name, task in known().items():
+    if '-h' in argv or '--help' in argv:
+        return print(__doc__)
+    data = ''.join(arg.removeprefix('--data=') for arg in argv if arg.startswith('--data='))
+    name, *rest = [arg for arg in argv if not arg.startswith('--data=')] or ['']
+    require(len(rest) < 2 and all(map(str.isdecimal, rest)) and name[:1] != '-',
+            f'use python tasks.py [NAME [LENGTH] [--data=PATH]], not {" ".join(argv)}')
+    if not name:
+        for name, task in TASKS.items():
             says = ' '.join(type(task).__doc__.partition('>>>')[0].split())
-            sentence = re.split(r'(?<!al)\. ', says + ' ')[0]
-            print(f'{name:18} {sentence}.')
+            print(f'{name:18} {re.split(r"(?<!al)[.] ", says + " ")[0]}.')
         return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
-    name, *rest = words
-    check_name('task', name.partition(':')[0], known())
-    task = make(name, **flags)
-    if len(rest) > 1 or rest and not rest[0].isdigit():
-        raise ValueError(f'python tasks.py {name} takes a length, not {" ".join(rest)}')
-    default = 64 if task.corpus else max(5, task.min_length)
-    length = int(rest[0]) if rest else default
+    task = make(name, data)
+    length = int(rest[0]) if rest else 64 if task.corpus else max(5, task.min_length)
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
-    options = [f'{key}={value:d}' if type(value) is bool else f'{key}={value}'
-               for key, value in options_of(task).items()]
-    if options:
-        print('options, here with their defaults: ' + ':'.join([name.partition(':')[0], *options]))
+    if options := inspect.signature(type(task)).parameters.values():
+        print(f'options, with their defaults: {":".join(map(str, options))}')
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
         answer = 'all but the first' if task.corpus else task.decode(target[target != -100])
@@ -1078,6 +1303,8 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    from engine import config
-    from tasks import main  # engine/data.py imports this file by its name: run that copy
-    config.run(main, ValueError)
+    try:
+        main(sys.argv[1:])
+    except (DataError, OSError) as error:
+        print(f'tasks.py: {error}', file=sys.stderr)
+        sys.exit(2)

@@ -12,17 +12,26 @@ import cmath
 import collections
 import concurrent.futures
 import contextlib
+import doctest
+import importlib.util
+import inspect
 import itertools
 import json
 import math
 import os
 import random
 import re
+import resource
+import shlex
 import signal
+import statistics
+import string
 import subprocess
 import sys
 import time
+import types
 import warnings
+from functools import partial
 from unittest import mock
 
 # For torch and for the programs that tests run: on tensors this small, threads mostly wait.
@@ -32,15 +41,19 @@ if __name__ == '__main__' and {'-h', '--help'} & set(sys.argv):
 try:
     import pytest
 except ImportError:
-    sys.exit('the tests need pytest: pip install pytest')
+    sys.exit('the tests require pytest: pip install pytest')
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
 import pe
+import probe
 import tasks
 import train
 from model import ModelConfig, Transformer
+from results import tables
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TRAIN_LEN = 12
@@ -80,6 +93,7 @@ VARIANTS |= {
     'vipe+vrope': dict(pe='vipe+vrope'),
     't5+fire': dict(pe='t5+fire'),
     'rope on 1 head': dict(pe='rope', rope_heads=1),
+    'stickbreaking on 2 heads': dict(pe='stickbreaking', rope_heads=2),
     'pope+vipe on 3 heads': dict(pe='pope+vipe', rope_heads=3),
     'alibi on 2 heads': dict(pe='alibi', rope_heads=2),
     'prism on 2 heads': dict(pe='prism', rope_heads=2),
@@ -336,10 +350,8 @@ def test_rope_fraction():
     q, k, _, pos = qkv()
     expected = loop_logits(q, k, rope_score([1.0, 0.1, 0, 0]))
     close(encoding('rope', rope_fraction=0.3).logits(q, k, pos), expected)
-    with pytest.raises(ValueError, match='rope_fraction must be above 0 and at most 1'):
-        encoding('rope', rope_fraction=0)
-    with pytest.raises(ValueError, match='rope_fraction is for rope, not for pe=yarn'):
-        encoding('yarn', rope_fraction=0.5)
+    with pytest.raises(ValueError, match='rope_fraction must be at most 1'):
+        encoding('rope', rope_fraction=2.0)
 
 
 def content_of_layer(T=10, width=16):
@@ -451,8 +463,6 @@ def test_stickbreaking():
             total += stick * share * v[b, h, s]
             stick *= 1 - share
         close(y[b, h, t], total)
-    with pytest.raises(ValueError, match='serves all heads'):
-        encoding('stickbreaking', rope_heads=1)
 
 
 def test_ssmax():
@@ -857,7 +867,7 @@ def test_prism_layers():
     model(torch.randint(11, (2, 7)))
     assert torch.equal(*seen)
     with pytest.raises(ValueError, match='the first of them 1'):
-        ModelConfig(pe='prism', prism_layers=[2])
+        make(pe='prism', prism_layers=[2])
 
 
 def test_prism_recurrent_matrices():
@@ -1054,14 +1064,14 @@ def test_rows_with_positions_of_their_own(kw):
 def test_attend_refuses_what_does_not_fit():
     q, k, v, pos = qkv(4)
     enc = encoding('rope', heads=4)
-    with pytest.raises(ValueError, match='q has 4 heads and k has 2: repeat grouped keys'):
+    with pytest.raises(ValueError, match='built for 4 heads of 8: .* repeat grouped keys'):
         enc.attend(q, k[:, :2], v[:, :2], pos)
-    with pytest.raises(ValueError, match='do not fit'):
+    with pytest.raises(ValueError, match='k and v must have length T'):
         enc.attend(q, k, v[:, :, :9], pos)
-    with pytest.raises(ValueError, match='do not fit'):
+    with pytest.raises(ValueError, match='q covers all T positions or the last few'):
         enc.attend(q, k[:, :, :9], v[:, :, :9], pos[:9])
     for wrong in (pos[:9], pos[None, None], pos.expand(3, 10)):  # of a batch of 2
-        with pytest.raises(ValueError, match='a position for each of the 10 keys'):
+        with pytest.raises(ValueError, match='pos must have a position for each'):
             enc.attend(q, k, v, wrong)
     with pytest.raises(ValueError, match='does not hold positions'):
         enc.attend(q, k, v, pos.to(torch.uint8))
@@ -1071,7 +1081,7 @@ def test_attend_refuses_what_does_not_fit():
         enc.attend(q, k, v, pos, x=torch.randn(2, 1, 32))
     with pytest.raises(ValueError, match='total_len=3 is less than the 10 tokens'):
         encoding('vipe', heads=4).state(None, pos, total_len=3)
-    with pytest.raises(ValueError, match='needs state=enc.state'):
+    with pytest.raises(ValueError, match='requires state=enc.state'):
         encoding('prism+rope', heads=4).attend(q, k, v, pos)
 
 
@@ -1098,7 +1108,7 @@ def test_fox():
         if s <= t:
             forgotten = sum(math.log(f[b, h, j].item()) for j in range(s + 1, t + 1))
             close(logits[b, h, t, s], content(q[b, h, t], k[b, h, s]) + forgotten)
-    with pytest.raises(ValueError, match='reads the input x of its attention layer'):
+    with pytest.raises(ValueError, match='requires the attention input'):
         enc.attend(q, k, v, pos)
 
 
@@ -1369,7 +1379,6 @@ def test_optimizer_groups_hold_every_parameter_once():
     (dict(dropout=1.5), 'dropout'),
     (dict(attention='gqa'), 'mla'),
     (dict(n_head=3, d_model=30, attention='mla'), 'even'),
-    (dict(d_compress=-1), 'd_compress'),
     (dict(pe='rop'), 'unknown.*shifted_ape'),  # lists what there is
     (dict(pe='rope+'), 'unknown'),
     (dict(pe='rope', d_model=20, n_head=4), 'even'),
@@ -1382,6 +1391,1244 @@ def test_optimizer_groups_hold_every_parameter_once():
 def test_impossible_shapes_say_what_to_do(kw, says):
     with pytest.raises(ValueError, match=says):
         Transformer(ModelConfig(**kw))
+
+
+# ------------------------------------------------------------------------------------------------
+# tasks.py, against oracles; SCAN against its published counts; readers of files
+
+FILE_READERS = [name for name, task in tasks.TASKS.items() if task.corpus or task.needs]
+GENERATED = [name for name in tasks.TASKS if name not in FILE_READERS]
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+# --------------------------------------------------------------------------------------------------
+# oracles
+
+def iterative_oracle(name, length, prompt, answer):
+    """BoS x_1..x_L EoI s_1..s_m EoS; of the states, steps=0 asks for the last alone."""
+    name, _, option = name.partition(':')
+    assert prompt[0] == 'BoS' and prompt[-1] == 'EoI'
+    assert answer[-1] == 'EoS'
+    x = prompt[1:-1]
+    assert len(x) == (2 if name == 'count' else length)
+    if name == 'mode':
+        assert len(statistics.multimode(x)) == 1
+        assert answer[:-1] == [statistics.mode(x)]
+        return
+    x = [int(word) for word in x]
+    if name == 'sort':
+        assert len(set(x)) == len(x)
+    beta = tasks.make('product:own=1').beta.tolist() if option == 'own=1' else [1] * len(x)
+    states = {
+        'copy': x,
+        'reverse': x[::-1],
+        'sort': sorted(x),
+        'count': range(x[0], x[-1] + 1),
+        'parity': itertools.accumulate(x, lambda s, x_t: (s + x_t) % 2),
+        'polynomial': itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 5),
+        'product': [math.prod(beta[:t] + x[:t]) % 5 for t in range(1, len(x) + 1)],
+    }[name]
+    assert answer[:-1] == [str(s) for s in states][-1 if option == 'steps=0' else 0:]
+    assert name != 'count' or len(answer) == length + 1
+
+
+def classification_oracle(name, length, prompt, answer):
+    """x_1..x_L ? class: how many triggers there are, or how far they are apart."""
+    assert prompt[-1] == '?' and len(prompt) == length + 1
+    triggers = [word for word in prompt if word.startswith('trigger')]
+    if name.startswith('trigger_count'):
+        assert answer == [f'class{len(triggers)}']
+        return
+    place = {word: prompt.index(word) for word in triggers}
+    assert len(triggers) == len(place) == (4 if name.startswith('distance_sum') else 2)
+    pairs = [('trigger0', 'trigger1'), ('trigger2', 'trigger3')][:len(place) // 2]
+    distances = [abs(place[i] - place[j]) for i, j in pairs]
+    span = int(name.partition('span=')[2] or 128)
+    assert max(distances) < span
+    assert answer == [f'class{32 * sum(distances) // (len(pairs) * span)}']
+
+
+def indexing_oracle(name, length, prompt, answer):
+    """The letter `shift` positions after a given one: 'abcd,b,+2,d'."""
+    source, letter, shift, nothing = ''.join(prompt).split(',')
+    assert nothing == ''
+    assert len(source) == length == len(set(source)) and source.isalpha()
+    assert re.fullmatch(r'[+-]\d{1,2}', shift) and abs(int(shift)) <= (2 if ':' in name else 15)
+    assert ':' not in name or set(source) <= set('ABCDEFGHIJKL')
+    place = source.index(letter) + int(shift)
+    assert place >= 0
+    assert answer == [source[place]]
+
+
+def string_answer(name, x):
+    """What the string tasks ask for."""
+    if name in ('string_copy', 'copy_repeated'):
+        assert name != 'copy_repeated' or len(set(x)) == 1
+        return x
+    if name == 'string_reverse':
+        return x[::-1]
+    if name == 'odds_first':
+        return x[1::2] + x[::2]
+    if name == 'bucket_sort':
+        assert set(x) <= set('01234')
+        return ''.join(sorted(x))
+    left = []  # the stack: bits first, then actions
+    assert re.fullmatch('[01]+[234]*', x)
+    for symbol in x:
+        if symbol == '2':
+            left = left[:-1]
+        else:
+            left.append({'0': '0', '1': '1', '3': '0', '4': '1'}[symbol])
+    return (''.join(reversed(left)) + '2').ljust(len(x) + 1, '0')
+
+
+def string_oracle(name, length, prompt, answer):
+    """digits=digits."""
+    x = ''.join(prompt).removesuffix('=')
+    if name == 'string_reverse':
+        assert x[0] == '^'
+        x = x[1:]
+    assert len(x) == length
+    assert ''.join(answer) == string_answer(name, x) + '.'
+
+
+def dyn_str_cpy_oracle(name, length, prompt, answer):
+    """string,digit=the string from that digit on."""
+    string, digit = ''.join(prompt).removesuffix('=').split(',')
+    assert len(string) == length
+    assert string.count(digit) == 1
+    assert ''.join(answer) == string[string.index(digit):] + '.'
+
+
+def addition_oracle(name, length, prompt, answer):
+    """a+b=, lowest digits first; digits of a, b, carry and sum for each place; the sum."""
+    a, b = ''.join(prompt).removesuffix('=').split('+')
+    assert max(len(a), len(b)) == length
+    numbers = int(a[::-1]), int(b[::-1])
+    assert (a, b) == tuple(str(x)[::-1] for x in numbers)  # no zeros in front
+    steps, carry = [], 0
+    for t in range(length):
+        d_a, d_b = (x // 10 ** t % 10 for x in numbers)
+        carry, digit = divmod(d_a + d_b + carry, 10)
+        steps.append(f'{d_a}{d_b}{carry}{digit}')
+    total = str(sum(numbers))[::-1].ljust(length, '0')
+    assert ''.join(answer) == ','.join(steps) + '→' + total + '.'
+
+
+def plain_addition_oracle(name, length, prompt, answer):
+    """a+b=c. as everyone writes it, or with the lowest digits first."""
+    order = -1 if 'reversed' in name else 1
+    a, b = (x[::order] for x in ''.join(prompt).removesuffix('=').split('+'))
+    assert max(len(a), len(b)) == length
+    assert ''.join(answer) == str(int(a) + int(b))[::order] + '.'
+
+
+def multiplication_oracle(name, length, prompt, answer):
+    """axb=ax[ and for each digit of b: digit*(digit+1)(lower digit+0)...; as in the paper."""
+    a, b = ''.join(prompt).removesuffix('=').split('x')
+    assert len(b) == length
+    assert (a, b) == (str(int(a)), str(int(b)))  # no zeros in front
+    terms = []
+    for i, digit in enumerate(b):
+        lower = ''.join(f'({d}+0)' for d in b[i + 1:])
+        terms.append(f'{digit}*({digit}+1){lower}')
+    assert ''.join(answer) == f'{a}x[{"+".join(terms)}].'
+
+
+def scan_actions(words):
+    """What a SCAN command means (Lake & Baroni 2018, Figure 7), by recursion."""
+    for word in ('and', 'after'):
+        if word in words:
+            x = scan_actions(words[:words.index(word)])
+            y = scan_actions(words[words.index(word) + 1:])
+            return x + y if word == 'and' else y + x
+    if words[-1] == 'twice':
+        return scan_actions(words[:-1]) * 2
+    if words[-1] == 'thrice':
+        return scan_actions(words[:-1]) * 3
+    verb = [] if words[0] == 'turn' else ['I_' + words[0].upper()]
+    turn = ['I_TURN_' + words[-1].upper()]
+    if len(words) == 1:
+        return verb
+    if words[1] == 'opposite':
+        return turn * 2 + verb
+    if words[1] == 'around':
+        return (turn + verb) * 4
+    return turn + verb
+
+
+def scan_oracle(name, length, prompt, answer):
+    """A command, a mark, its actions; in the chain of thought other words stand between these."""
+    command = [word for word in prompt[:-1] if word != 'BoS']
+    actions = [word for word in answer if word.startswith('I_')]
+    assert actions == scan_actions(command)
+    assert len(actions) == length
+    if name != 'scan_cot':
+        assert answer == [*actions, 'EoS']
+
+
+def flip_flop_answers(words):
+    """{place: bit} of the bits after r."""
+    written, answers = None, {}
+    for i in range(0, len(words), 2):
+        if words[i] == 'w':
+            written = words[i + 1]
+        if words[i] == 'r':
+            answers[i + 1] = written
+    assert words[0] == 'w' and words[-2] == 'r'
+    return answers
+
+
+def recall_answers(words):
+    """{place: value} of values whose key and value stood there before."""
+    seen, answers = {}, {}
+    for i in range(0, len(words), 2):
+        if words[i] in seen:
+            answers[i + 1] = seen[words[i]]
+        if words[i].startswith('key'):
+            seen[words[i]] = words[i + 1]
+    return answers
+
+
+@pytest.mark.parametrize('name, answers, length', [
+    ('flip_flop', flip_flop_answers, 40), ('flip_flop:ignore=10', flip_flop_answers, 2),
+    ('mqar', recall_answers, 8), ('mqar:keys=3:words=9', recall_answers, 30)])
+def test_recall_against_an_oracle(name, answers, length):
+    """What is supervised is what a reader would know, and it is right."""
+    task = tasks.make(name)
+    for tokens, targets in zip(*task.sample(300, length, generator(0))):
+        words = [task.vocab[i] for i in tokens]
+        asked = {t + 1: task.vocab[i] for t, i in enumerate(targets) if i != -100}
+        assert asked == answers(words)
+        assert len(words) == 2 * length
+        if name.startswith('mqar'):
+            assert len(asked) == task.keys == len({word for word in words if 'key' in word})
+
+
+def test_flip_flop_ignores_as_often_as_asked():
+    for ignore in (10, 80, 98):
+        task = tasks.make(f'flip_flop:ignore={ignore}')
+        tokens, _ = task.sample(200, 100, generator(0))
+        share = [(tokens[:, 2:-2:2] == i).double().mean() for i in (1, 2, 3)]
+        rest = (1 - ignore / 100) / 2
+        close(share, [rest, ignore / 100, rest], 0.02)
+
+
+@pytest.mark.parametrize('name, size', [('s3', 6), ('s5', 120)])
+def test_group(name, size):
+    """A label applies the permutations of its tokens in order; all elements are drawn."""
+    task = tasks.make(f'group:name={name}')
+    tokens, labels = task.sample(200, 12, generator(0))
+    assert len(task.vocab) == size + 2 == len(tokens.unique()) and (tokens[:, 0] == 1).all()
+    for row, label in zip(tokens[:, 1:-1].tolist(), labels[:, 1:-1].tolist()):
+        places = range(int(name[1]))
+        for i, target in zip(row, label):   # the item at place p goes to place word[p]
+            places = [int(task.vocab[i][place]) for place in places]
+            assert task.vocab[target] == ''.join(map(str, places))
+
+
+# task: its oracle, and the lengths to try; for other tasks 5 and 20, without an oracle
+TEXT_LENGTHS = (1, 2, 7, 23)
+STRINGS = 'string_copy string_reverse odds_first bucket_sort stack copy_repeated'.split()
+ORACLES = {name: (string_oracle, TEXT_LENGTHS) for name in STRINGS}
+ORACLES |= {name: (iterative_oracle, (1, 5, 48)) for name in (
+    'copy', 'reverse', 'parity', 'parity:steps=0', 'polynomial', 'product', 'product:own=1')}
+ORACLES |= {
+    'sort': (iterative_oracle, (1, 5, 48, 100)),
+    'count': (iterative_oracle, (1, 5, 48, 128)),
+    'mode': (iterative_oracle, (1, 2, 7, 48)),
+    'indirect_indexing': (indexing_oracle, (1, 20, 40, 52)),
+    'indirect_indexing:letters=12:shift=2': (indexing_oracle, (1, 6, 12)),
+    'distance': (classification_oracle, (2, 9, 128, 200)),
+    'distance:span=16': (classification_oracle, (2, 40)),
+    'distance_sum:span=16': (classification_oracle, (4, 40)),
+    'trigger_count': (classification_oracle, (1, 9, 128, 200)),
+    'trigger_count:most=16': (classification_oracle, (1, 40)),
+    'distance_sum': (classification_oracle, (4, 9, 128, 200)),
+    'addition': (plain_addition_oracle, TEXT_LENGTHS),
+    'addition:reversed=1': (plain_addition_oracle, TEXT_LENGTHS),
+    'dyn_str_cpy': (dyn_str_cpy_oracle, TEXT_LENGTHS),
+    'addition_cot': (addition_oracle, TEXT_LENGTHS),
+    'multiplication_cot': (multiplication_oracle, TEXT_LENGTHS),
+    'scan': (scan_oracle, (1, 22, 48)),
+    'scan_simple': (scan_oracle, (2, 5)),
+    'scan_cot': (scan_oracle, (2, 24)),
+}
+CHARACTERS = [name for name in ORACLES if isinstance(tasks.make(name), tasks.Characters)]
+
+
+def all_problems():
+    """(task, length) of each generated task and each length to try."""
+    for name in {**ORACLES, **dict.fromkeys(GENERATED)}:
+        task = tasks.make(name)
+        for length in ORACLES[name][1] if name in ORACLES else (5, 20):
+            yield name, min(max(length, task.min_length), task.max_length)
+
+
+@pytest.mark.parametrize('name, length', list(all_problems()))
+def test_every_task(name, length):
+    """tokens, targets [n, T]: padding last; targets are next tokens, or -100, one a row or more.
+    The answer is supervised, to the last token, and it is correct. The seed decides."""
+    task = tasks.make(name)
+    n = 2000 if 24 < length < 60 and name not in CHARACTERS else 400
+    tokens, targets = task.sample(n, length, generator(length))
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.shape == targets.shape and len(tokens) == n
+    assert len(set(task.vocab)) == len(task.vocab)
+    assert len(task.vocab) == 64 or name not in CHARACTERS
+    assert tokens.min() >= 0 and tokens.max() < len(task.vocab)
+    padding = tokens == tasks.PAD
+    assert torch.equal(padding, padding.int().cummax(dim=1).values > 0)
+    supervised = targets != -100
+    assert supervised.any(dim=1).all() and not supervised[:, -1].any()
+    assert task.labels or torch.equal(targets[supervised], tokens.roll(-1, dims=1)[supervised])
+    assert not (targets == tasks.PAD).any()
+    words = [task.vocab[i] for i in tokens[0].tolist() if i != tasks.PAD]
+    assert task.decode(tokens[0]).replace(' ', '') == ''.join(words)
+    assert torch.equal(tokens, task.sample(n, length, generator(length))[0])
+    if len(tokens.unique(dim=0)) > 1:
+        assert not torch.equal(tokens, task.sample(n, length, generator(length + 1))[0])
+    if name in ORACLES:
+        for row, target in zip(tokens.tolist(), targets.tolist()):
+            words = [task.vocab[i] for i in row if i != 0]
+            first = next(t for t, i in enumerate(target) if i != -100)  # the prompt's last token
+            assert -100 not in target[first:len(words) - 1]
+            ORACLES[name][0](name, length, words[:first + 1], words[first + 1:])
+
+
+def distance(text):
+    """The signed distance from trigger0 to trigger1."""
+    words = text.split()
+    return words.index('trigger1') - words.index('trigger0')
+
+
+@pytest.mark.parametrize('name, length, value, values', [
+    ('dyn_str_cpy', 10, lambda text: text[:10].index(text[11]), range(10)),
+    ('addition_cot', 10, lambda text: min(map(len, text.split('=')[0].split('+'))), range(1, 11)),
+    ('multiplication_cot', 10, lambda text: text.index('x'), range(1, 11)),
+    ('stack', 10, lambda text: re.search('[234]', text).start(), range(1, 10)),
+    ('distance', 128, lambda text: abs(distance(text)), range(1, 128)),
+    ('distance:span=16', 40, lambda text: abs(distance(text)), range(1, 16)),
+    ('distance', 40, lambda text: distance(text) > 0, range(2)),
+    ('indirect_indexing:letters=12:shift=2', 6, lambda text: text[0], 'ABCDEFGHIJKL'),
+    ('trigger_count:most=16', 40, lambda text: text.count('trigger'), range(17)),
+    ('trigger_count', 128, lambda text: text.count('trigger'), range(32)),
+    ('indirect_indexing', 30, lambda text: text[-1], string.ascii_letters),
+    ('mode', 9, lambda text: text.split()[-2], 'abcdefghij'),
+    ('count', 9, lambda text: int(text.split()[1]), range(120)),
+    ('product', 9, lambda text: text.split()[-2], '1234'),
+    ('parity', 9, lambda text: text.split()[-2], '01'),
+], ids=str)
+def test_values_are_uniform(name, length, value, values):
+    """Positions, sizes, distances and last states take all values, within six deviations."""
+    task, n = tasks.make(name), 6000
+    counts = collections.Counter(value(task.decode(row))
+                                 for row in task.sample(n, length, generator(0))[0])
+    assert set(counts) == set(values)
+    mean = n / len(values)
+    assert all(abs(count - mean) < 6 * math.sqrt(mean) for count in counts.values())
+
+
+@pytest.mark.parametrize('name, length, largest', [
+    ('indirect_indexing', 30, 15), ('indirect_indexing:letters=12:shift=2', 6, 2)])
+def test_shifts_are_drawn_from_their_whole_range(name, length, largest):
+    task = tasks.make(name)
+    rows, _ = task.sample(3000, length, generator(0))
+    shifts = {int(task.decode(row).split(', ')[2]) for row in rows}
+    assert shifts == set(range(-largest, largest + 1))
+
+
+def test_docstrings_show_an_example():
+    """Each class of a generated task has a doctest; all docstrings define `length`, or its base."""
+    assert doctest.testmod(tasks).failed == 0
+    for name, task in tasks.TASKS.items():
+        assert '>>> ' in type(task).__doc__ or name in FILE_READERS, name
+        assert '`length`' in ' '.join(base.__doc__ for base in type(task).__mro__[:-1]), name
+
+
+@pytest.mark.parametrize('name, length, says', [
+    ('pairty', 5, "unknown task 'pairty', did you mean 'parity'.*scan_cot"),
+    ('jsb', 5, 'add --data=PATH, Jsb16thSeparated.json'),
+    ('copy:p=7', 5, 'copy has no option .p=7.; its options are: steps'),
+    ('flip_flop:ignore=x', 5, "ignore must be an integer, not 'x'"),
+    ('parity:steps=2', 5, 'steps must be 0 or 1'),
+    ('count', 200, '128'),
+    ('distance_sum', 3, 'from 4'),
+    ('indirect_indexing:letters=12:shift=2', 13, '12'),
+    ('group:name=q3', 5, 's2 to s5'),
+    ('mqar', 7, 'from 8'),
+    ('scan', 23, r'\[1, 2, .*, not 23')])
+def test_task_errors(name, length, says):
+    with pytest.raises(ValueError, match=says):
+        tasks.make(name).sample(2, length)
+
+
+# ------------------------------------------------------------------------------------------------
+# SCAN
+
+def scan_splits(split):
+    """The published split: (command, actions) for training and for the test."""
+    return tasks.scan_pairs(split, 'train'), tasks.scan_pairs(split, 'test')
+
+
+def test_scan_is_the_published_data_set():
+    """Its size, some lines, and the number of characters in the published tasks.txt."""
+    train, test = scan_splits('length')
+    pairs = train + test
+    actions_of = dict(pairs)
+    assert len(actions_of) == len(pairs) == 20910
+    assert sum(len(f'IN: {command} OUT: {actions}\n') for command, actions in pairs) == 4080388
+    for command, actions in pairs:
+        assert actions.split() == scan_actions(command.split())
+    jump = 'I_TURN_LEFT I_TURN_LEFT I_JUMP'
+    assert actions_of['jump opposite left twice after jump opposite left'] == ' '.join([jump] * 3)
+    run = 'I_TURN_RIGHT ' * 6 + 'I_RUN'
+    assert actions_of['run opposite right after turn opposite right twice'] == run
+    assert actions_of['walk around right after walk'] == 'I_WALK' + ' I_TURN_RIGHT I_WALK' * 4
+
+
+def test_scan_splits_are_the_published_ones():
+    """Length: up to 22 actions for training, more for the test. Simple: 80 % and 20 % at random."""
+    train, test = scan_splits('length')
+    assert (len(train), len(test)) == (16990, 3920)
+    lengths = [{len(actions.split()) for _, actions in part} for part in (train, test)]
+    assert lengths[0] == set(range(1, 23))
+    assert lengths[1] == {24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48}
+    simple = scan_splits('simple')
+    assert [len(part) for part in simple] == [16728, 4182]
+    assert {*simple[0], *simple[1]} == {*train, *test}
+
+
+def test_scan_cot_spells_out_every_clause():
+    """command = the same with twice and thrice written out → clause : actions, as executed."""
+    task = tasks.make('scan_cot')
+    train, test = scan_splits('length')
+    for command, actions in random.Random(0).sample(train + test, 2000):
+        left, right = task.text(command, actions).split(' = ')
+        written, steps = right.removesuffix(' .').split(' → ')
+        assert left == command
+        assert 'twice' not in right and 'thrice' not in right
+        said = re.findall(r'((?:walk|look|run|jump|turn)[a-z ]*) : ((?:I_\w+ ?)+)', steps)
+        for clause, part in said:
+            assert scan_actions(clause.split()) == part.split()
+        assert ' '.join(part.strip() for _, part in said) == actions
+        halves = re.split(' (?:and|after) ', written)
+        if ' after ' in written:
+            halves.reverse()
+        clauses = [clause for half in halves for clause in half.split(' + ')]
+        assert clauses == [clause for clause, _ in said]
+
+
+def test_scan_cot_is_the_example_of_table_4():
+    """PRISM Table 4, with four pairs of actions in every clause."""
+    command = 'walk around left thrice and look opposite right'
+    walk = 'walk around left'
+    walked = f'{walk} : ' + 'I_TURN_LEFT I_WALK ' * 4
+    assert tasks.make('scan_cot').text(command, '') == (
+        f'{command} = {walk} + {walk} + {walk} and look opposite right → '
+        + walked * 3 + 'look opposite right : I_TURN_RIGHT I_TURN_RIGHT I_LOOK .')
+
+
+# --------------------------------------------------------------------------------------------------
+# data sets of commands and answers
+
+def config(**kw):
+    return train.make_config(train.read_options(flags(**kw)))
+
+
+def texts(task, sets, lengths):
+    return {task.decode(row) for length in lengths for row in sets[length][0]}
+
+
+def test_data_sets_train_on_all_and_test_on_the_rest():
+    cfg = config(task='scan', train_lengths='1-30', eval_lengths='1-60', n_test=10 ** 6)
+    assert cfg.train_lengths == list(range(1, 23))
+    assert cfg.eval_lengths == [*range(1, 23), 24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48]
+    task = cfg.the_task
+    batches = train.Batches(cfg, 0, task, 'cpu')
+    batches.next(0)
+    assert len(batches.tokens) == 16990
+    assert len({task.decode(row) for row in batches.tokens}) == 16990
+    held = train.held_out(cfg, task, 'test', 'cpu')
+    long = [length for length in held if length > 22]
+    assert len(texts(task, held, long)) == 3920 == sum(len(held[length][0]) for length in long)
+
+    simple = tasks.make('scan_simple')
+    held = simple.held_out('test', 10 ** 6, simple.existing(range(60), None), generator)
+    trained = texts(simple, simple.rows['train'], simple.rows['train'])
+    assert len(trained) == 16728
+    assert not trained & texts(simple, held, [n for n in held if n in simple.rows['test']])
+
+
+@pytest.fixture
+def cfq(tmp_path):
+    """A folder of 20 questions in CFQ's format, with a random split and the split mcd1."""
+    entries = []
+    for i in range(20):
+        question = f"Did M{i}'s writer , a film editor, write M1"
+        second = ' .\nM1 ns:x ?x1' * (i % 2)
+        query = ('SELECT count(*) WHERE {\n?x0 a ns:film.editor .\n'
+                 f'?x0 ns:people.{"x" * (i % 3)} m.0{i}{second}\n}}')
+        entries.append({'questionPatternModEntities': question, 'sparqlPatternModEntities': query})
+    (tmp_path / 'dataset.json').write_text(json.dumps(entries))
+    (tmp_path / 'splits').mkdir()
+    forward, backward = list(range(20)), list(range(20))[::-1]
+    for name, order, a, b in (('random_split', forward, 12, 16), ('mcd1', backward, 4, 8)):
+        split = dict(trainIdxs=order[:a], devIdxs=order[a:b], testIdxs=order[b:])
+        (tmp_path / f'splits/{name}.json').write_text(json.dumps(split))
+    return tmp_path
+
+
+def test_cfq(cfq):
+    task = tasks.make('cfq', str(cfq))
+    text = task.decode(task.rows['train'][15][0][0])
+    assert text == ("BoS Did M0 ' s writer , a film editor , write M1 EoI SELECT count ( * ) WHERE "
+                    '{ ?x0 a film.editor . ?x0 people. m_00 } EoS')
+    assert task.existing(range(100), 'train') == [15, 19]
+    assert sum(len(tokens) for tokens, _ in task.rows['test'].values()) == 4
+    assert task.count([15, 19]) == 12
+    for row, target in zip(*task.sample(5, 19, generator(0))):
+        assert task.decode(target[target != -100]) == task.decode(row).split('EoI ')[1]
+    mcd = tasks.make('cfq:mcd=1', str(cfq))
+    assert text in texts(mcd, mcd.rows['test'], mcd.rows['test'])
+    assert mcd.count([15, 19]) == 4
+    with pytest.raises(tasks.DataError, match='mcd2.json.*cfq1.1.tar.gz'):
+        tasks.make('cfq:mcd=2', str(cfq)).sample(1, 15)
+
+
+# --------------------------------------------------------------------------------------------------
+# corpora
+
+def token_file(folder, array, name='train.npy'):
+    folder.mkdir(exist_ok=True)
+    np.save(folder / name, array)
+
+
+@pytest.mark.parametrize('sizes', [[1000], [7, 350, 2, 99, 100, 101, 199], [40] * 30])
+def test_windows_predict_every_token_once(sizes, tmp_path):
+    """Whatever the length of the context, and the same tokens for all; documents are cut apart, and
+    the rest of a document is not dropped."""
+    ends = np.cumsum(sizes)
+    for i, (end, size) in enumerate(zip(ends, sizes)):
+        token_file(tmp_path / 'test', np.arange(end - size, end, dtype=np.uint16), f'{i:02}.npy')
+    task = tasks.make('tokens:size=2000', str(tmp_path))
+    lengths = [2, 9, 50, 100]
+    firsts = {0, *ends[:-1].tolist()}
+    for length, (tokens, targets) in task.held_out('test', 10 ** 6, lengths, generator).items():
+        predicted = sorted((targets[targets != -100] - 1).tolist())
+        assert predicted == sorted(set(range(int(ends[-1]))) - firsts), length
+        row, t = (targets != -100).nonzero(as_tuple=True)
+        assert torch.equal(tokens[row, t] + 1, targets[row, t])  # from the token before it
+        assert tokens.shape[1] == length
+    kept = {}
+    for length, (_, targets) in task.held_out('test', 3, lengths, generator).items():
+        kept[length] = set(targets[targets != -100].tolist())
+    assert all(tokens == kept[2] for tokens in kept.values())
+    assert len(kept[2]) == min(3 * 99, 3 * (max(sizes) - 1), sum(sizes) - len(sizes))
+
+
+def test_contexts_of_a_corpus_are_uniform_and_within_a_document(tmp_path):
+    token_file(tmp_path / 'train', np.arange(20), 'a.npy')
+    token_file(tmp_path / 'train', np.arange(100, 103), 'b.npy')
+    token_file(tmp_path, np.arange(5), 'val.npy')
+    task = tasks.make('tokens:size=200', str(tmp_path))
+    tokens, targets = task.sample(6000, 5, generator(0))
+    assert torch.equal(targets[:, :-1], tokens[:, 1:].masked_fill(tokens[:, 1:] == 0, -100))
+    short = tokens[:, 0] > 100
+    assert abs(short.double().mean() - 3 / 23) < 0.02
+    assert set(map(tuple, tokens[short].tolist())) == {(101, 102, 103, 0, 0)}
+    starts, counts = tokens[~short][:, 0].unique(return_counts=True)
+    assert starts.tolist() == list(range(1, 17)) and counts.min() > 240
+    assert (tokens[~short].diff(dim=1) == 1).all()
+    assert np.array_equal(task.parts['test'][0], np.arange(5))  # val replaces a missing test part
+
+
+def test_documents_are_dealt_to_parts(tmp_path):
+    for i in range(40):
+        (tmp_path / f'{i}.txt').write_text(f'document {i} ' * 3)
+    parts = tasks.make('text', str(tmp_path)).parts
+    assert [len(parts[part]) for part in tasks.PARTS] == [36, 2, 2]
+    assert len({document.tobytes() for part in tasks.PARTS for document in parts[part]}) == 40
+
+    (tmp_path / 'one').mkdir()
+    (tmp_path / 'one/a').write_bytes(bytes(range(200)))
+    parts = tasks.make('text', str(tmp_path / 'one')).parts
+    cuts = [range(180), range(180, 190), range(190, 200)]
+    assert [bytes(parts[part][0]) for part in tasks.PARTS] == [bytes(cut) for cut in cuts]
+
+    (tmp_path / 'one/validation').mkdir()
+    (tmp_path / 'one/validation/.hidden').write_text('no')
+    (tmp_path / 'one/validation/b').write_text('yes')
+    (tmp_path / 'one/empty').write_text('')
+    parts = tasks.make('text', f'{tmp_path}/one/').parts
+    found = [[bytes(document) for document in parts[part]] for part in tasks.PARTS]
+    assert found == [[bytes(range(200))], [b'yes'], [b'yes']]
+
+
+def test_text_is_decoded_as_written(tmp_path):
+    text = 'Grüße, ∀x: x≠0 → 𝄞\r\n\tend\n\n'
+    (tmp_path / 'a.txt').write_bytes(text.encode())
+    for name, size in (('text', 257), ('characters', 1 + len(set(text)))):
+        task = tasks.make(name, str(tmp_path / 'a.txt'))
+        document = np.concatenate([task.parts[part][0] for part in tasks.PARTS])
+        assert task.decode(torch.from_numpy(document.astype(int)) + 1) == text
+        assert task.decode(task.encode(text)) == text
+        assert len(task.vocab) == size
+    with pytest.raises(tasks.DataError, match="'q' is not in the vocabulary"):
+        task.encode('q')
+    stdlib = tasks.make('stdlib')
+    source = open(json.__file__, 'rb').read()
+    assert stdlib.decode(stdlib.encode(source.decode())).encode() == source
+    assert source in [bytes(document) for part in tasks.PARTS for document in stdlib.parts[part]]
+
+
+@pytest.mark.parametrize('name, content, says', [
+    ('text', None, 'does not exist'),
+    ('characters', b'', 'nothing to read'),
+    ('characters', b'\xff\xfe', 'must be UTF-8'),
+    ('tokens', b'123', 'must be a .bin (uint16) or .npy file'),
+    ('tokens', 'wide.npy', 'not a row of integers'),
+    ('tokens:size=9', 'big.npy', 'the vocabulary of 0 to 8'),
+    ('tokens:size=9', 'minus.npy', 'the symbol [-1]'),
+    ('openwebtext', 'odd.bin', 'multiple'),
+    ('jsb', b'{"train": 3}', 'must be Jsb16th'),
+    ('jsb', b'{"train": [[[1, 2, 3, 4]]], "valid": [], "test": []}', 'each -1 or 21 to 108'),
+    ('jsb', b'{"train": [[[60, 60, 60]]], "valid": [], "test": []}', 'rows of four'),
+    ('genome', b'ACGT', 'begin with ">"'),
+    ('cfq', b'', 'dataset.json'),
+])
+def test_data_that_do_not_fit(name, content, says, tmp_path):
+    np.save(tmp_path / 'wide.npy', np.ones((3, 3)))
+    np.save(tmp_path / 'minus.npy', np.full(99, -1))
+    np.save(tmp_path / 'big.npy', np.full(99, 9, dtype=np.uint16))
+    (tmp_path / 'odd.bin').write_bytes(b'123')
+    path = tmp_path / (content if isinstance(content, str) else 'data')
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    with pytest.raises(tasks.DataError, match=re.escape(says)) as error:
+        tasks.make(name, str(path)).sample(2, 8)
+    assert '\n' not in str(error.value)
+
+
+def test_two_gigabytes_stay_on_disk(tmp_path):
+    with open(tmp_path / 'big.bin', 'wb') as f:
+        f.write(np.arange(1000, dtype=np.uint16).tobytes())
+        f.truncate(2 ** 31)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    first = {'text': [0, 0, 1, 0, 2, 0, 3, 0], 'openwebtext': list(range(8))}
+    for name, size in (('text', 2 ** 31), ('openwebtext', 2 ** 30)):
+        task = tasks.make(name, str(tmp_path / 'big.bin'))
+        assert sum(len(task.parts[part][0]) for part in tasks.PARTS) == size
+        assert task.sample(8, 1024, generator(0))[0].shape == (8, 1024)
+        held = task.held_out('test', 4, [512, 4096], generator)
+        assert held[512][0].shape == (36, 512)
+        assert task.parts['train'][0][:8].tolist() == first[name]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+
+
+def test_jsb_chorales(tmp_path):
+    """Pitches are decoded as written; contexts begin with the first voice and predict all else."""
+    chance = random.Random(0)
+    chorales = {name: [[[chance.choice([-1, *range(21, 109)]) for _ in range(4)]
+                        for _ in range(size)] for size in sizes]
+                for name, sizes in (('train', (5, 30)), ('valid', (9,)), ('test', (1, 12)))}
+    (tmp_path / 'j.json').write_text(json.dumps(chorales))
+    task = tasks.make('jsb', str(tmp_path / 'j.json'))
+    assert len(task.vocab) == 90
+    for part, name in zip(tasks.PARTS, chorales):
+        for document, chorale in zip(task.parts[part], chorales[name]):
+            row = task.lay_out([document], len(document) + 3)[0][0]
+            pitches = ['-' if pitch == -1 else str(pitch) for frame in chorale for pitch in frame]
+            assert task.decode(row).split() == pitches
+
+    whole = [task.lay_out([document], len(document))[0][0].tolist()
+             for document in task.parts['train']]
+    frames = {tuple(document[i:i + 4]) for document in whole for i in range(0, len(document), 4)}
+    tokens, _ = task.sample(200, 16, generator(0))
+    assert set(map(tuple, tokens.view(-1, 4).tolist())) <= frames
+    task.parts['test'] = task.parts['train']
+    for tokens, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
+        assert (targets != -100).sum() == sum(map(len, whole)) - 2
+        for row in tokens.tolist():
+            row = [token for token in row if token != tasks.PAD]
+            assert any(row == document[i:i + len(row)]
+                       for document in whole for i in range(0, len(document), 4))
+
+
+def test_genomes_are_cut_into_6_mers(tmp_path):
+    chance = random.Random(0)
+    records = []
+    text = '\n'
+    for size in (2, 5, 6, 7, 600, 1201):
+        records.append(''.join(chance.choice('ACGT' * 20 + 'acgtNNNNrY') for _ in range(size)))
+        text += '>chr X\r\n' + '\r\n'.join(re.findall('.{1,60}', records[-1])) + '\r\n\r\n'
+    (tmp_path / 'g.fa').write_bytes(text.encode())
+    task = tasks.make('genome', str(tmp_path / 'g.fa'))
+    assert len(task.vocab) == 4107 == len(set(task.vocab))
+    documents = [document for _, document in task.read()]
+    assert len(documents) == len(records)
+    for document, record in zip(documents, records):
+        plain = re.sub('[^ACGT]', 'N', record.upper())
+        expected = []
+        for segment in re.findall('[ACGT]+|N', plain):
+            expected += re.findall('[ACGT]{6}|.', segment)
+        assert ''.join(expected) == plain
+        assert task.decode(task.encode(record)).split() == expected
+        assert task.decode(torch.from_numpy(document.astype(int))).split() == expected
+
+
+@pytest.fixture
+def midi(tmp_path, monkeypatch):
+    """A folder of three files that a stub of miditok reads as the same five notes."""
+    class REMI(dict):
+        def __init__(self, config):
+            names = ['PAD_None', 'BOS_None', 'EOS_None', *(f'Pitch_{p}' for p in range(21, 109))]
+            super().__init__({name: i for i, name in enumerate(names)})
+            self.vocab = self
+
+        def __call__(self, path):
+            return [types.SimpleNamespace(ids=[42, 46, 49, 3, 90])]
+
+    miditok = types.SimpleNamespace(REMI=REMI, TokenizerConfig=dict)
+    monkeypatch.setitem(sys.modules, 'miditok', miditok)
+    for part in tasks.PARTS:
+        (tmp_path / f'{part}.mid').touch()
+    return tmp_path
+
+
+def test_midi_files(midi):
+    """Notes are decoded as written; training transposes them, by an octave at the piano's ends."""
+    task = tasks.make('maestro', str(midi))
+    assert task.vocab[0] == '<pad>'
+    words = task.decode(torch.from_numpy(task.parts['train'][0].astype(int))).split()
+    assert words == 'BOS_None Pitch_60 Pitch_64 Pitch_67 Pitch_21 Pitch_108 EOS_None'.split()
+    shifts = set()
+    for row in task.sample(200, len(words), generator(0))[0]:
+        notes = [int(word[6:]) for word in task.decode(row).split()[1:-1]]
+        shift = notes[0] - 60
+        shifts.add(shift)
+        lowest = 21 + shift + 12 * (shift < 0)
+        highest = 108 + shift - 12 * (shift > 0)
+        assert notes == [60 + shift, 64 + shift, 67 + shift, lowest, highest]
+    assert shifts == set(range(-3, 4))
+
+
+def test_byte_pairs(tmp_path, monkeypatch):
+    """Files of tokens become text by tiktoken (here: by a stub that encodes bytes). A missing
+    package is named; the unused tokens are never written."""
+    (tmp_path / 'a.mid').write_text('text')
+    for name, package in (('openwebtext', 'tiktoken'), ('maestro', 'miditok')):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(tasks.DataError, match=f'pip install {package}'):
+            tasks.make(name, str(tmp_path)).decode(torch.tensor([1]))
+    pairs = types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()),
+                                  decode=lambda tokens: bytes(tokens).decode())
+    tiktoken = types.SimpleNamespace(get_encoding={'gpt2': pairs}.get)
+    monkeypatch.setitem(sys.modules, 'tiktoken', tiktoken)
+    text = 'byte pairs, ' * 9
+    symbols = np.array(list(text.encode()), dtype=np.uint16)
+    (tmp_path / 'test.bin').write_bytes(symbols.tobytes())
+    token_file(tmp_path, symbols, 'train.npy')
+    task = tasks.make('openwebtext', str(tmp_path))
+    for part in tasks.PARTS:
+        assert np.array_equal(task.parts[part][0], symbols)
+    assert len(task.vocab) == 50304 == len(set(task.vocab))
+    for row in task.sample(3, 20, generator(0))[0]:
+        assert task.decode(row) in text
+        assert torch.equal(task.encode(task.decode(row)), row)
+    assert task.decode(torch.tensor([1 + ord('a'), 50258, 50303, tasks.PAD])) == 'a'
+
+
+# --------------------------------------------------------------------------------------------------
+# runs on them
+
+def test_perplexity_of_known_distributions(tmp_path):
+    """Trained on uniform bytes, and on a Markov chain whose entropy follows from its transitions:
+    correct to 1 %, at every length of the context."""
+    source = np.random.default_rng(0)
+    P = source.dirichlet(np.full(6, 0.5), size=6)
+    stationary = np.linalg.matrix_power(P, 200)[0]
+    entropy = -(stationary[:, None] * P * np.log(P)).sum()
+    chain = [0]
+    for x in source.random(200000):
+        chain.append(min(5, int(np.searchsorted(P[chain[-1]].cumsum(), x))))
+    token_file(tmp_path / 'chain', np.array(chain, dtype=np.uint16), 'all.npy')
+    noise = source.integers(0, 256, 300000, dtype=np.uint8)
+    (tmp_path / 'noise').write_bytes(noise.tobytes())
+    for task, path, perplexity in (('tokens:size=6', 'chain', math.exp(entropy)),
+                                   ('text', 'noise', 256)):
+        train.main(flags(task=task, data=tmp_path / path, out_dir=tmp_path / 'run', lr=1e-2,
+                         train_lengths=32, eval_lengths='16,32', max_steps=400, eval_interval=400,
+                         n_test=300, batch_size=32))
+        scores = json.load(open(tmp_path / 'run/lengths.json'))['0']
+        for score in scores.values():
+            assert abs(math.exp(score['loss']) / perplexity - 1) < 0.01, (perplexity, scores)
+
+
+def test_a_sweep_on_a_corpus(tmp_path, capsys):
+    """Its table and record; --eval_only scores a seed again, continues a prompt, and refuses text
+    of another vocabulary."""
+    lines = [f'def f{i}(x): return {i * 7 % 11} * x\n' for i in range(400)]
+    (tmp_path / 'text').write_text(''.join(lines))
+    argv = flags(task='characters', data=tmp_path / 'text', out_dir=tmp_path / 'sweep', n_test=5,
+                 train_lengths=16, eval_lengths='16,32,64', pe='nope,alibi', seeds='0,1')
+    train.main([*argv, f'--results={tmp_path}/r.jsonl'])
+    out = capsys.readouterr().out
+    assert re.search(r'perplexity by length of the context, pe\n'
+                     r'context +16 \| +32 +64\nnope +\d+\.\d+ \| +\d', out)
+    run = tmp_path / 'sweep/pe=alibi'
+    scores = json.load(open(run / 'lengths.json'))
+    assert scores['0']['64'].keys() == {'exact', 'token', 'last', 'n', 'loss'}
+    result = json.loads(open(tmp_path / 'r.jsonl').readlines()[1])
+    assert result['lengths']['1']['64']['loss'] == scores['1']['64']['loss']
+    again = [f'--out_dir={run}', '--eval_only']
+    train.main([*again, '--eval_lengths=64', '--seeds=1'])
+    assert json.load(open(run / 'eval.json')) == {'1': {'64': scores['1']['64']}}
+    assert f'{math.exp(scores["1"]["64"]["loss"]):.3f}' in capsys.readouterr().out
+
+    texts = []
+    for more in ([], [], ['--temperature=0'], ['--new_tokens=7']):
+        train.main([*again, '--prompt=def f', *more])
+        texts.append(capsys.readouterr().out.partition('\n\n')[2])
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith('def f') for text in texts)
+    assert len(texts[0]) == 5 + 200 + 1 and len(texts[3]) == 5 + 7 + 1
+
+    with pytest.raises((train.UserError, tasks.DataError), match='not in the vocabulary'):
+        train.main([*again, '--prompt=é'])
+    tasks.make.cache_clear()        # as in a new process
+    (tmp_path / 'text').write_text('fewer letters' * 99)
+    with pytest.raises(train.UserError, match='was trained with vocab_size='):
+        train.main(again)
+
+
+def test_scan_exact_match_is_greedy_decoding(tmp_path):
+    """Of a trained model, with an encoding that depends on the final length, to the end token."""
+    train.main(flags(out_dir=tmp_path, task='scan', pe='vipe', n_layer=2, d_model=32, lr=3e-3,
+                     max_steps=300, eval_interval=300, batch_size=32, train_lengths='1-4',
+                     eval_lengths='1-5'))
+    model, cfg = train.load(tmp_path)
+    task = cfg.the_task
+    exact = 0
+    for length, (tokens, targets) in task.held_out('test', 40, [2, 4, 5], generator).items():
+        score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
+        greedy = 0
+        for row, target in zip(tokens, targets):
+            prompt = row[None, :(target != -100).nonzero()[0] + 1]
+            n_new = len(row) - prompt.shape[1]
+            answer = model.generate(prompt, n_new, end=task.end)[0]
+            greedy += task.decode(answer) == task.decode(row)
+        assert abs(greedy / len(tokens) - score) < 1e-6
+        exact += score
+    assert exact > 0.5
+
+
+# ------------------------------------------------------------------------------------------------
+# kernels.py: in Triton's interpreter without a GPU, compiled with one
+
+CUDA = torch.cuda.is_available()
+DEVICE = 'cuda' if CUDA else 'cpu'
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason='needs Triton')
+kernel_test = gpu if CUDA else needs_triton
+
+
+@pytest.fixture
+def nan_memory():
+    """New tensors hold NaN, so that an element that a kernel does not write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_equal_reference(function, reference, inputs):
+    """Asserts that outputs and gradients are as near the float64 reference as allowed."""
+    error, allowed = kernels.compare(function, reference, inputs)
+    assert error <= allowed
+
+
+def strided_inputs(name, B, H, T, D, dtype, layout):
+    """sample_inputs with q, k, v as slices of one projection, contiguous, or with a last axis that
+    is not."""
+    q, k, v, *own = kernels.sample_inputs(name, B, H, T, D, dtype, DEVICE)
+    if layout == 'projected':
+        rows = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], dim=-1)  # (B, T, 3 H D)
+        xs = [x.unflatten(-1, (H, D)).transpose(1, 2) for x in rows.chunk(3, dim=-1)]
+    elif layout == 'other':
+        xs = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    else:
+        xs = q, k, v
+    return [x.detach().requires_grad_() for x in xs] + own
+
+
+@kernel_test
+@pytest.mark.usefixtures('nan_memory')
+@pytest.mark.parametrize('name', ['attention', 'pope_attention', 'vipe_attention'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('seed', range(16 if CUDA else 4))
+def test_kernels_against_their_references(name, dtype, seed):
+    """Random shapes and strides, every output and gradient."""
+    rng, _ = random.Random(seed), torch.manual_seed(seed)
+    T = rng.choice([1, 2, 17, 64, 65, 100, 131] if dtype == torch.float32 else [17, 65, 100, 131])
+    D = rng.choice([16, 20, 32, 64, 80, 128])
+    layout = rng.choice(['projected', 'contiguous', 'other'])
+    inputs = strided_inputs(name, rng.randint(1, 2), rng.randint(1, 3), T, D, dtype, layout)
+    function = getattr(kernels, name)
+    function = partial(function, distance=True) if name == 'attention' else function
+    assert_equal_reference(function, getattr(kernels, f'{name}_reference'), inputs)
+
+
+@kernel_test
+@pytest.mark.parametrize('softplus', [True, False])
+@pytest.mark.parametrize('G', [0, 1, 2])
+def test_polar_with_every_switch(softplus, G):
+    """delta for G groups of the batch, or none; q and k twice as wide as v, with and without e."""
+    torch.manual_seed(1)
+    q, k, v = kernels.sample_inputs('attention', 2, 2, 70, 24, device=DEVICE)
+    delta = [(6 * torch.rand(G, 2, 24)).to(DEVICE).requires_grad_()] * (G > 0)
+
+    def call(polar, attention, q, k, v, *delta):
+        q = polar(q, None, 100.0, softplus)
+        k = polar(k, delta[0] if delta else None, 100.0, softplus)
+        return attention(q, k, v)[0]
+
+    assert_equal_reference(partial(call, kernels.polar, kernels.attention),
+                           partial(call, kernels.polar_reference, kernels.attention_reference),
+                           [q, k, v, *delta])
+    assert kernels.attention(q, k, v)[1] is None
+
+
+@kernel_test
+@pytest.mark.parametrize('name', ['pope_attention', 'vipe_attention', 'cursor_scan'])
+def test_kernels_repeat_bit_for_bit(name):
+    def once():
+        torch.manual_seed(0)
+        inputs = kernels.sample_inputs(name, 1, 2, 20, 32, device=DEVICE)
+        return kernels.outputs_and_gradients(getattr(kernels, name), inputs)
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once()))
+
+
+@kernel_test
+def test_kernels_as_operators():
+    """Schema, fake tensors and gradients, as torch.compile requires them; no second gradient."""
+    torch.manual_seed(0)
+    check = partial(torch.library.opcheck, test_utils=(
+        'test_schema', 'test_autograd_registration', 'test_faketensor'))
+    q, k, v, delta = kernels.sample_inputs('pope_attention', 2, 2, 20, 16, device=DEVICE)
+    for distance in (True, False):
+        check(kernels.attention_forward, (q, k, v, distance))
+    for phases in (delta[None], None):
+        check(kernels.polar, (q, phases, 100.0, True))
+    reset, step, gamma, _, jumps = kernels.sample_inputs('cursor_scan', 2, 2, 9, 4, device=DEVICE)
+    check(kernels.scan_forward, (reset, step, gamma.expand(2, -1).detach(), jumps))
+    check(kernels.scan_forward, (reset, step, None, None))
+    grad, = torch.autograd.grad(kernels.attention(q, k, v)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match='second-order'):
+        grad.sum().backward()
+
+
+def test_blocks_divide():
+    for name, rows in kernels.BLOCKS.items():
+        for M, N, *_ in rows:
+            assert (N % M if name == 'keys_kernel' else M % N) == 0
+
+
+@needs_triton
+def test_positions_are_a_multiple_of_16_numbers_apart():
+    """Of what the kernels write, and of what they read: others are copied."""
+    x = torch.randn(1, 3, 65, 20)
+    assert kernels.new_rows(x, 40).stride() == (65 * 128, 40, 128, 1)
+    rows = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert rows.stride(2) == 60 and kernels.readable(rows).stride(2) == 64
+    assert torch.equal(kernels.readable(rows), x)
+
+
+def test_auto_takes_the_reference_where_shared_memory_is_small(monkeypatch):
+    """And warns once."""
+    half = types.SimpleNamespace(is_cuda=True, shape=(1, 1, 512, 64), dtype=torch.bfloat16,
+                                 device='a small GPU')
+    auto = encoding('pope', heads=1, head_dim=64)
+
+    def takes_kernel():
+        return auto.takes_kernel(half, half, torch.arange(512))
+    monkeypatch.setattr(kernels, 'triton', object())
+    monkeypatch.setattr(kernels, 'shared_memory', lambda device: 64 * 1024)
+    kernels.fits.cache_clear()
+    with pytest.warns(UserWarning, match='require 101376 bytes') as said:
+        assert not takes_kernel() and not takes_kernel()
+    assert len(said) == 1
+    monkeypatch.setattr(kernels, 'shared_memory', lambda device: 99 * 1024)
+    kernels.fits.cache_clear()
+    assert takes_kernel()
+    kernels.fits.cache_clear()
+
+
+@kernel_test
+@pytest.mark.parametrize('name', ['pope', 'vipe', 'pope+vipe'])
+def test_kernels_under_autocast(name):
+    """q, k and v in half precision; factors and the expected distance stay in float32."""
+    tokens = torch.randint(1, 11, (1, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    exact = make(torch.float32, pe=name, kernel='reference').to(DEVICE)(tokens)[0]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        half = make(torch.float32, pe=name, kernel='triton').to(DEVICE)(tokens)[0]
+    assert (half - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+@kernel_test
+@pytest.mark.parametrize('name', ['pope+vipe', 'rope+alibi'])
+def test_sums_compile_in_one_graph(name):
+    model = make(torch.float32, pe=name, kernel='triton').to(DEVICE)
+    tokens = torch.randint(1, 11, (1, 9)).to(DEVICE)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    close(compiled(tokens)[0].detach(), model(tokens)[0].detach(), 1e-4)
+
+
+def by_kernels(kw):
+    """Whether a kernel computes this encoding's attention."""
+    try:
+        enc = pe.build(pe.PEConfig(**(dict(d_model=32, n_head=4) | kw)))[0]
+    except Exception:  # a class that is not done yet: other tests fail
+        return False
+    return enc.fusable and enc.triton_pays
+
+
+BY_KERNELS = {name: kw for name, kw in VARIANTS.items() if by_kernels(kw)}
+# whose cursors have a kernel of their own
+BY_KERNELS['prism copy'] = dict(VARIANTS['prism copy'], n_head=2, prism_cursors=1)
+
+
+def test_only_encodings_without_a_bias_take_kernels():
+    assert {'pope', 'vipe', 'ssmax', 'pope+vipe'} <= set(BY_KERNELS)
+    assert not {'alibi', 't5', 'kerple', 'fire', 'pope+alibi', 'pope half'} & set(BY_KERNELS)
+
+
+@kernel_test
+@pytest.mark.parametrize('kw', BY_KERNELS.values(), ids=BY_KERNELS)
+def test_encodings_by_kernels(kw):
+    """kernel=triton has the loss and the gradients of kernel=reference: alone, and under vmap."""
+    T = 6 if kw['pe'] == 'prism' else 17  # the interpreter is slow at the scan's steps
+    tokens = torch.randint(1, 11, (1, T + 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def losses_and_gradients(kernel):
+        """Of two seeds."""
+        cfg = dict(n_layer=1, kernel=kernel, **kw)
+        models = [make(torch.float32, seed, **cfg).to(DEVICE) for seed in (0, 1)]
+        params, buffers = torch.func.stack_module_state(models)
+
+        def loss_of(params, buffers):
+            state = params, buffers
+            return torch.func.functional_call(
+                models[0], state, (inputs, targets), dict(total_len=30), tie_weights=False)[1]
+
+        alone = torch.stack([model(inputs, targets, total_len=30)[1] for model in models])
+        alone.sum().backward()
+        together = torch.func.vmap(loss_of)(params, buffers)
+        together.sum().backward()
+        grads = [p.grad for p in params.values()]
+        for name in params:
+            grads.append(torch.stack([model.get_parameter(name).grad for model in models]))
+        return [alone.detach(), together.detach()], grads
+
+    losses, grads = losses_and_gradients('triton')
+    expected_losses, expected_grads = losses_and_gradients('reference')
+    for a, b in zip(losses, expected_losses):
+        assert (a - b).abs().max() < 1e-4
+    for a, b in zip(grads, expected_grads):
+        assert (a - b).norm() <= 2e-4 * b.norm() + 1e-6
+
+
+@kernel_test
+def test_kernels_refuse_other_positions():
+    """Fractions take the reference; integers that do not count up by 1 give NaN."""
+    q, k, v, pos = (x.to(DEVICE) for x in qkv())
+    q, k, v = q.float(), k.float(), v.float()
+    enc = encoding('pope', kernel='triton').float().to(DEVICE)
+    plain = encoding('pope', kernel='reference').float().to(DEVICE)
+    assert enc.attend(q, k, v, 3 * pos).isnan().any()
+    close(enc.attend(q, k, v, pos + 7), plain.attend(q, k, v, pos), 1e-4)
+    close(enc.attend(q, k, v, pos * 0.5), plain.attend(q, k, v, pos * 0.5), 1e-4)
+
+
+@pytest.mark.parametrize('sharpen, copy', [(True, False), (True, True), (False, True)])
+def test_the_reference_of_the_scan_is_pes(sharpen, copy):
+    """In float64, with a table that is longer than the sequence."""
+    torch.manual_seed(0)
+    reset, step, gamma, table, jumps = (
+        x.detach().double() for x in kernels.sample_inputs('cursor_scan', 2, 2, 9, 4, P=12))
+    inputs = reset, step, gamma if sharpen else None, table, jumps if copy else None
+    close(kernels.cursor_scan_reference(*inputs), pe.cursor_scan(*inputs), 1e-10)
+    assert kernels.EPS == pe.EPS
+
+
+def assert_scan(shape, sharpen, copy, **kw):
+    """Compares a scan: its output and the gradients of gates, gamma, table and jumps."""
+    torch.manual_seed(sum(shape))
+    B, C, T, P, d_pe = shape
+    reset, step, gamma, table, jumps = kernels.sample_inputs(
+        'cursor_scan', B, C, T, d_pe, device=DEVICE, P=P)
+    inputs = [reset, step, table, *[gamma] * sharpen, *[jumps] * copy]
+
+    def call(scan, reset, step, table, *rest):
+        return scan(reset, step, rest[0] if sharpen else None, table, rest[-1] if copy else None)
+
+    assert_equal_reference(partial(call, kernels.cursor_scan), partial(call, pe.cursor_scan),
+                           inputs)
+
+
+@kernel_test
+@pytest.mark.usefixtures('nan_memory')
+@pytest.mark.parametrize('shape', [
+    (2, 2, 12, 12, 8), (1, 1, 50, 50, 3), (3, 1, 1, 1, 4), (1, 2, 16, 100, 34)])  # B, C, T, P, d_pe
+@pytest.mark.parametrize('sharpen, copy', [(True, False), (True, True), (False, True)])
+def test_cursor_scan_by_the_kernel(shape, sharpen, copy):
+    assert_scan(shape, sharpen, copy)
+
+
+@kernel_test
+def test_cursor_scan_widens_its_window_twice():
+    """120 tokens: 128 bins for the first 48, then 256, then 512."""
+    assert_scan((1, 1, 120, 512, 5), sharpen=True, copy=True)
+
+
+@gpu
+@pytest.mark.parametrize('copy', [False, True])
+def test_gpu_cursor_scan_at_length(copy):
+    assert_scan((2, 3, 2048, 2048, 84), sharpen=True, copy=copy)
+
+
+@kernel_test
+@pytest.mark.parametrize('exponent', [1.0001, 1e4])
+def test_cursor_scan_with_extreme_exponents(exponent):
+    torch.manual_seed(0)
+    reset, step, _, table, jumps = (x.detach() for x in kernels.sample_inputs(
+        'cursor_scan', 2, 2, 9, 4, device=DEVICE))
+    gamma = torch.full((2,), exponent, device=DEVICE)
+    expected = pe.cursor_scan(reset, step, gamma, table, jumps)
+    close(kernels.cursor_scan(reset, step, gamma, table, jumps), expected, 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize('scan', [kernels.cursor_scan, pe.cursor_scan])
+def test_cursor_scan_requires_a_table_that_no_cursor_leaves(scan):
+    reset, step, gamma, table, _ = kernels.sample_inputs('cursor_scan', 1, 2, 9, 4, device=DEVICE)
+    for wrong, message in ((table[1:-1], '-9..9'), (table[1:], '2P')):
+        with pytest.raises(AssertionError, match=message):
+            scan(reset, step, gamma, wrong)
+
+
+def test_without_triton_everything_but_the_kernels_works():
+    """import pe imports neither Triton nor kernels, and leaves the environment as it was."""
+    code = ("import os; before = dict(os.environ); import sys, torch, pe; "
+            "assert os.environ == before and not {'triton', 'kernels'} & set(sys.modules); "
+            "sys.modules['triton'] = None; import kernels; "
+            "x = torch.randn(1, 1, 4, 4); kernels.attention_reference(x, x, x); "
+            "pe.build(pe.PEConfig(pe='pope')); kernels.attention(x, x, x)")
+    assert 'RuntimeError: the kernels require Triton' in python('-c', code).stderr
+
+
+@pytest.mark.skipif(CUDA or kernels.triton is None, reason='needs Triton and no GPU')
+def test_kernels_warn_where_triton_was_imported_too_early():
+    env = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
+    for code in ('import triton, kernels', 'import kernels, triton'):
+        early = code.endswith('kernels')
+        assert ('too late to choose' in python('-c', code, env=env).stderr) == early
+
+
+COMPILE = """
+import json, sys, types
+import torch, triton
+from triton.backends.compiler import GPUTarget
+import kernels
+
+arch, shared = int(sys.argv[1]), int(sys.argv[2])
+triton.runtime.driver.set_active(types.SimpleNamespace(
+    get_current_target=lambda: GPUTarget('cuda', arch, 32),
+    get_current_device=lambda: 0, get_current_stream=lambda device: 0))
+kernels.shared_memory = lambda device: shared
+run = triton.JITFunction.run
+
+def compile_only(kernel, *args, **kw):  # launches nothing; ptxas makes machine code
+    made = run(kernel, *args, **(kw | dict(warmup=True)))
+    ptx = made.asm['ptx']
+    print(json.dumps(dict(kernel=kernel.__name__, dtype=dtype, shared=made.metadata.shared,
+                          wgmma=ptx.count('wgmma.mma_async'), mma=ptx.count('mma.sync.'))))
+
+triton.JITFunction.run = compile_only
+for call in sys.argv[3:]:
+    name, D, dtype = call.split('/')
+    T = 100 if name == 'cursor_scan' else 4096
+    inputs = kernels.sample_inputs(name, 1, 1, T, int(D), getattr(torch, dtype))
+    kernels.outputs_and_gradients(getattr(kernels, name), inputs)
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize('arch, shared, calls', [  # bytes a block on A100, RTX 4090, H100
+    (90, 232448, ['pope_attention/128/float16', 'vipe_attention/64/bfloat16',
+                  'vipe_attention/128/float32', 'cursor_scan/64/float32']),
+    (89, 101376, ['pope_attention/128/bfloat16', 'vipe_attention/128/bfloat16']),
+    (80, 166912, ['pope_attention/128/bfloat16', 'vipe_attention/64/float16'])])
+def test_kernels_compile(arch, shared, calls):
+    """Without a GPU, by Triton's compiler alone: shared memory suffices.
+
+    On sm_90 products in half precision are asynchronous (wgmma, no mma.sync); those in float32 are
+    exact (neither).
+    """
+    run = python('-c', COMPILE, str(arch), str(shared), *calls,
+                 env=os.environ | dict(TRITON_INTERPRET='0'))
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    attention = {'forward_kernel', 'queries_kernel', 'keys_kernel'}
+    for row in rows:
+        assert row['shared'] <= shared, row
+        if row['kernel'] in attention and row['dtype'] == 'float32':
+            assert row['mma'] == row['wgmma'] == 0, row
+        elif row['kernel'] in attention:
+            assert (row['mma'] == 0, row['wgmma'] > 0) == (arch == 90, arch == 90), row
+    scans = {'scan_kernel', 'scan_backward_kernel'} if arch == 90 else set()
+    assert {row['kernel'] for row in rows} == {
+        *attention, 'polar_kernel', 'polar_backward_kernel', *scans}
+
+
+def exact_row(name, q, k, v, own, row):
+    """(y, expected distance) [H, D], [H] of one query in float64; ViPE's scaled queries and keys
+    are rounded as the kernels take them."""
+    dtype, D = q.dtype, q.shape[3]
+    s = torch.arange(row + 1, device=DEVICE)
+    q, own = q[0, :, row].double(), own.double()
+    k, v = (x[0, :, :row + 1].double() for x in (k, v))
+    if name == 'pope_attention':
+        theta = 1e4 ** (-torch.arange(D, device=DEVICE, dtype=torch.float64) / D)
+        phase = (s - row)[:, None] * theta + own[:, None]  # (H, row + 1, D)
+        x = torch.einsum('hd,hsd->hs', F.softplus(q), F.softplus(k) * phase.cos()) / D ** 0.5
+    else:
+        q = (q * math.log(row + 1)).to(dtype).double()
+        k = (k * (1 + torch.einsum('hd,hsd->hs', own, k))[..., None]).to(dtype).double()
+        x = torch.einsum('hd,hsd->hs', q, k) / D ** 0.5
+    p = x.softmax(dim=-1)
+    return torch.einsum('hs,hsd->hd', p, v), (p * (row - s)).sum(dim=-1)
+
+
+@gpu
+@pytest.mark.parametrize('name', ['pope_attention', 'vipe_attention'])
+def test_gpu_kernels_at_32768_tokens(name):
+    """Finite, and right on sampled rows."""
+    torch.manual_seed(0)
+    T = 32768
+    q, k, v, own = strided_inputs(name, 1, 2, T, 64, torch.bfloat16, 'projected')
+    out = getattr(kernels, name)(q, k, v, own)
+    y, e = out if name == 'vipe_attention' else (out, None)
+    loss = y.float().square().sum() + (0 if e is None else e.sum())
+    assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(loss, (q, k, v, own))))
+    for row in (0, 1, 4095, 20000, T - 1):
+        expected, distance = exact_row(name, q, k, v, own, row)
+        assert (y[0, :, row].double() - expected).norm() < 0.02 * expected.norm()
+        if e is not None and row:
+            assert ((e[0, :, row] - distance).abs() / (row + 1)).max() < 0.01
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2024,7 +3271,7 @@ BAD = {
     'small set': (['--n_train=1'], 'too few problems'),
     'a point of a sweep': (['--d_model=32,33'], 'even'),
     # data, files and devices
-    'no data': (['--task=jsb'], 'give --data=PATH'),
+    'no data': (['--task=jsb'], 'add --data=PATH'),
     'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
     'no cuda': (['--device=cuda:7'], 'not available'),
     'bad device': (['--device=tpu'], 'not available'),
@@ -2191,6 +3438,1179 @@ def test_the_chains_of_paper_prism_are_the_papers(baseline):
                         'dyn_str_cpy_prism': (*short, [1], 'fixed'),
                         'multiplication_cot_prism': (*short, [1], 'none'),
                         'scan_cot_prism': (22, [10000, 22], 48, [1], 'fixed')}
+
+
+# ------------------------------------------------------------------------------------------------
+# probe.py: each probe finds a planted truth, or agrees with a loop
+
+# --------------------------------------------------------------------------------------------------
+# helpers
+
+def nano(task='copy', dtype=torch.float64, longest=8, **kw):
+    """(model, task, cfg) with random weights, as of a run trained to `longest`."""
+    torch.manual_seed(0)
+    small = dict(d_model=16, n_layer=2, dtype='float64', train_lengths=range(1, longest + 1),
+                 eval_lengths=range(1, longest + 5))
+    cfg = train.Config(task=task, **small | kw)
+    return Transformer(cfg).to(dtype).eval(), cfg.the_task, cfg
+
+
+def at_random(*shape, dtype=torch.float64, seed=0):
+    """Normal numbers of this shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def untouched(function, model, task, cfg, **flags):
+    """The results of a probe, after which the model has no hook and computes bitwise the same."""
+    tokens, _ = task.sample(2, 5, torch.Generator())
+    before = model(tokens)[0]
+    found = function(model, task, cfg, **flags)
+    assert torch.equal(model(tokens)[0], before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# the trace, the pictures and the program
+
+@variants
+def test_a_trace_is_what_the_model_computes(kw):
+    """Weights, values and outputs of every layer fit together, for every encoding."""
+    model = make(**kw)
+    tokens = torch.randint(1, 11, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(tokens)[0]
+    layers = probe.trace(model, tokens)
+    assert all(layer.stream is above.after for above, layer in zip(layers, layers[1:]))
+    for layer, block in zip(layers, model.blocks):
+        y = layer.enc.mix(layer.weights, layer.v, layer.pos, layer.state, layer.x)
+        close(y, layer.y, 1e-6)
+        close(layer.out, block.attn.proj(layer.y.transpose(1, 2).flatten(2)).detach())
+        close(layer.x, block.norm_1(layer.stream).detach())
+    with torch.no_grad():
+        with probe.recording(model, lambda i, layer: layer.logits.roll(i, 1)):
+            assert not torch.allclose(model(tokens)[0], before)    # layer 2's heads are exchanged
+        with probe.recording(model) as again:
+            model(tokens.flip(0))
+            assert not torch.equal(again[0].logits, layers[0].logits)
+            assert torch.equal(model(tokens)[0], before)
+        assert torch.equal(again[0].logits, layers[0].logits)    # of the latest pass
+
+
+@pytest.mark.parametrize('kw', [
+    dict(pe='rope'), dict(pe='ape+rope', n_head=8), dict(pe='nope', n_head=2, n_layer=1),
+    dict(pe='prism', n_head=2)], ids=['one head', 'eight heads', 'one layer', 'prism'])
+def test_every_probe_on_every_kind_of_run(kw):
+    """It returns numbers that JSON can store and a figure that draws, or says in one line why it
+    cannot."""
+    plt = pytest.importorskip('matplotlib.pyplot')
+    subject, answered = nano('parity', dtype=torch.float32, longest=4, **kw), []
+    for name, function in probe.PROBES.items():
+        own = inspect.signature(function).parameters.keys()
+        small = dict(n=4, steps=0, gammas=[0.5], l_max=[3])
+        try:
+            rows, summary, draw = untouched(function, *subject,
+                                            **{key: small[key] for key in small.keys() & own})
+        except train.UserError as error:
+            assert '\n' not in str(error) and len(str(error)) > 30, name
+            continue
+        answered.append(name)
+        json.dumps(dict(rows=rows, summary=summary), allow_nan=False)
+        assert max(map(len, probe.as_text(rows, summary).splitlines())) <= 130, name
+        figure = draw(plt)
+        figure.set_layout_engine('none')    # slow
+        figure.draw_without_rendering()
+        assert figure.get_suptitle() and len(figure.axes) >= 1
+        plt.close(figure)
+    assert len(answered) >= 10, answered
+
+
+def test_the_program_on_a_run(tmp_path, capsys):
+    """Rows, a summary, a picture; the run's own files stay as they were."""
+    run = tmp_path / 'run'
+    train.main(flags(task='string_copy', pe='prism', n_head=2, out_dir=run, seeds='0,3'))
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    probe.main(['cursor', str(run), '--seed=3', '--length=5'])
+    found = json.loads((run / 'probe_cursor.json').read_text())
+    assert len(found['rows']) == 2 * 2 * 2 * 2 and found['summary']['length'] == 5
+    probe.main(['cursor', str(run), f'--out_dir={tmp_path / "elsewhere"}'])
+    elsewhere = json.loads((tmp_path / 'elsewhere' / 'probe_cursor.json').read_text())
+    assert elsewhere['summary']['length'] == 12
+    assert {path: path.read_bytes() for path in before} == before
+    drawn = importlib.util.find_spec('matplotlib') is not None
+    assert (run / 'probe_cursor.png').exists() == drawn
+    probe.main(['norms', str(run), f'--picture={tmp_path / "x.svg"}'])
+    assert (tmp_path / 'x.svg').exists() == drawn and not (run / 'probe_norms.png').exists()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        probe.main(['axes', 'RUN', '--help'])
+    out = capsys.readouterr().out
+    assert '--length' in out and 'default: 8' in out and 'W_ij' in out and 'PRISM' not in out
+
+
+def test_mistakes_end_in_one_line(tmp_path, capsys):
+    run = str(tmp_path / 'run')
+    train.main(flags(out_dir=run))
+    for argv, says in (
+            (['cursor', run], 'take a run with pe=prism'),
+            (['cursr', run], "did you mean 'cursor'?"), (['cursor'], 'give one run'),
+            (['cursor', run, '--lenght=5'], '--lenght=5'), (['cursor', run, '--length=x'], "'x'"),
+            (['perturb', run, '--gammas=x'], '--gammas'), (['cursor', run, '--seed=1'], 'seed 1'),
+            (['gradients', 'by_hand:parity'], 'never trained'), ([run], 'name a probe before'),
+            (['axes', run, '--picture=x.gif'], '.png, .svg or .pdf'),
+            (['axes', run, '--hf=x'], 'give one run'), (['cursor', '--hf=x'], 'marked \\*'),
+            (['axes', 'by_hand:mode'], 'by_hand:mode: .* copy, parity, polynomial'),
+            (['axes', run, 'x'], 'unrecognized')):
+        with pytest.raises(train.UserError, match=says):
+            probe.main(argv)
+    failed = python('probe.py', 'cursor', 'nowhere')
+    assert failed.returncode == 2 and failed.stderr.count('\n') == 1
+    assert 'no run in nowhere' in failed.stderr
+    capsys.readouterr()
+    probe.main([])
+    listed = capsys.readouterr().out
+    for name in probe.PROBES:
+        assert re.search(rf'(?m)^  {name} *\*? +[A-Z].*[?.]', listed), name
+
+
+def test_without_matplotlib_no_older_figure_stays(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'probe_norms.png').touch()
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    train.main(flags(out_dir=tmp_path))
+    probe.main(['norms', str(tmp_path)])
+    assert 'pip install matplotlib' in capsys.readouterr().out
+    assert not (tmp_path / 'probe_norms.png').exists()
+
+
+def test_correlation():
+    x, y = at_random(2, 3, 50)
+    close(probe.correlation(x, y), [torch.corrcoef(torch.stack(xy))[0, 1] for xy in zip(x, y)])
+    assert probe.correlation(torch.ones(5), torch.arange(5)).isnan()
+
+
+def test_probes_that_want_a_causal_mask_say_so():
+    subject = nano('distance', pe='alibi', causal=False, train_lengths=[8], eval_lengths=[8])
+    for asks in (probe.toeplitz, probe.axes, probe.disentangle, probe.stretch, probe.tuning):
+        with pytest.raises(train.UserError, match='causal mask'):
+            asks(*subject)
+
+
+# --------------------------------------------------------------------------------------------------
+# ViPE
+
+def head_by_hand(task):
+    model, cfg = probe.iteration_head(task)
+    return model, cfg.the_task, cfg
+
+
+@pytest.mark.parametrize('name, longest', [('copy', 1000), ('parity', 999), ('polynomial', 300)])
+def test_iteration_head_is_right_at_every_length(name, longest):
+    """Every token of the answer right, with confidence."""
+    model, task, _ = head_by_hand(name)
+    for length in (1, 2, 3, 48, longest):
+        tokens, targets = task.sample(2, length, torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            assert model(tokens, targets)[1] < 1e-6
+
+
+def test_the_iteration_head_is_seen():
+    """Layer 1 looks at the anchors, layer 2 at x_t, at every length; a blunt head loses both."""
+    rows, _, _ = probe.attention(*head_by_hand('parity'), length=30, n=2)
+    assert [row['length'] for row in rows] == [16] * 4 + [30] * 4
+    for first, second in ((rows[0], rows[2]), (rows[4], rows[6])):    # second heads are zero
+        assert first['x_to_BoS'] == first['s_to_EoI'] == second['s_to_x_t'] == 1
+        assert first['s_to_x_t'] == second['x_to_BoS'] == 0
+    model, task, cfg = head_by_hand('copy')
+    rows, summary, _ = probe.alignment(model, task, cfg, length=120, n=2)
+    assert summary['head'] == '2.1' and rows[-1]['length'] == 120
+    assert summary['right_to'] == summary['aligned_to'] == 120
+    for row in rows:
+        assert row['2.1'] == row['exact'] == row['states'] == 1
+        assert row['1.1'] == 0 and 0 < row['2.2'] < 0.5
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
+    rows, summary, _ = probe.alignment(model, task, cfg, length=40, n=2)
+    assert all(0 < row['2.1'] < 0.4 for row in rows if row['length'] > 4)
+    assert summary['aligned_to'] == 0
+
+
+def test_attention_and_alignment_against_loops():
+    """Means over queries, on random weights, in a task where the correct key runs backwards."""
+    model, task, cfg = nano('reverse', pe='rope', n_head=2)
+    rows, _, _ = probe.attention(model, task, cfg, length=6, n=3)
+    others, found, _ = probe.alignment(model, task, cfg, length=6, n=3)
+    heads = [f'{row["layer"]}.{row["head"]}' for row in rows[:4]]
+    assert found['head'] == max(heads, key=lambda head: sum(row['length'] * row[head]
+                                                            for row in others))
+    tokens, targets = probe.problems(task, [6], 3)[6]
+    layers = probe.trace(model, tokens)
+    for row in rows[:4]:
+        a = layers[row['layer'] - 1].weights[:, row['head'] - 1].tolist()
+
+        def mean(weight, queries, a=a):
+            return pytest.approx(statistics.mean(weight(a[b], t) for b in range(3)
+                                                 for t in queries), abs=6e-5)
+
+        assert row['x_to_BoS'] == mean(lambda a, t: a[t][0], range(1, 7))
+        assert row['s_to_EoI'] == mean(lambda a, t: a[t][7], range(8, 14))
+        assert row['entropy'] == mean(lambda a, t: -sum(x * math.log(x) for x in a[t] if x),
+                                      range(7, 14))
+        assert row['s_to_x_t'] == mean(lambda a, t: a[t][13 - t], range(7, 13))
+        assert others[-1][f'{row["layer"]}.{row["head"]}'] == row['s_to_x_t']
+    row = probe.alignment(model, task, cfg, length=12, n=3)[0][-1]
+    tokens, targets = probe.problems(task, [12], 3)[12]
+    right = (model(tokens)[0].argmax(dim=-1) == targets).double()
+    assert row['states'] == pytest.approx(right[:, 13:25].mean().item(), abs=6e-5)
+    for name in ('mode', 'parity:steps=0'):
+        other = train.Config(task=name, train_lengths=[8], eval_lengths=[8])
+        with pytest.raises(train.UserError, match='unique correct key'):
+            probe.alignment(model, other.the_task, other)
+
+
+def test_offset():
+    """The iteration head follows the count from BoS position by position; NoPE has none to move."""
+    for offset in (-3, 2):
+        rows, summary, _ = untouched(probe.attention, *head_by_hand('copy'), offset=offset, n=4)
+        assert summary['head'] == '2.1' and summary['peak'] == -offset
+        assert (rows[2]['moved'], rows[2]['x_t'], rows[0]['moved']) == (1, 0, 0)
+    model, task, cfg = nano(pe='rope')
+    rows, _, _ = probe.attention(model, task, cfg, offset=-2, length=7, n=2)
+    tokens = probe.problems(task, [7], 2)[7][0]
+    with torch.no_grad():
+        layer = probe.trace(model, tokens, torch.tensor([2, *range(1, 17)]))[1]
+        found = layer.weights[:, 0, range(9, 13), range(4, 8)].mean().item()    # s_1 to x_4, ..
+    assert rows[1]['moved'] == pytest.approx(found, abs=6e-5)
+    for name in ('nope', 'prism'):
+        with pytest.raises(train.UserError, match='does not use positions'):
+            probe.attention(*nano(pe=name), offset=-2)
+    for length, offset in ((3, -4), (8, -7), (1, 1)):     # -7: s_1 would look at x_9
+        with pytest.raises(train.UserError, match=f'beyond the {length} inputs'):
+            probe.attention(*nano(pe='rope'), length=length, offset=offset)
+
+
+def test_distances():
+    """Accuracy at query L + 1 + d, and only within the trained total length of 13."""
+    model, task, cfg = nano('parity', pe='nope', longest=5)
+    rows, _, _ = probe.alignment(model, task, cfg, n=20, distances=[0, 2])
+    for row in rows:
+        within = [f'd={d}' for d in (0, 2) if d < row['length'] < 11 - d]
+        assert [key for key in row if 'd=' in key] == within
+    tokens, targets = probe.problems(task, [7], 20)[7]
+    right = (model(tokens)[0].argmax(dim=-1) == targets).double().mean(dim=0)
+    expected = [right[8].item(), right[10].item()]
+    assert [rows[6]['d=0'], rows[6]['d=2']] == pytest.approx(expected, abs=6e-5)
+    rows, _, _ = probe.alignment(*head_by_hand('parity'), n=4, distances=[1, 3, 7])
+    assert all(value == 1 for row in rows for key, value in row.items() if 'd=' in key)
+    assert max(row['length'] for row in rows if 'd=7' in row) > 16    # trained to 16
+
+
+def test_ridge_and_agreement():
+    """Against the normal equations; R2, Pearson's and Spearman's r by hand, where ranks tie."""
+    x = at_random(200, 5) * torch.tensor([1, 10, 0.1, 1e-3, 0]) + 3
+    y = x @ torch.tensor([1.0, -2, 3, 100, 0]).double() + 7
+    w, b = probe.ridge(x, y, penalty=1e-12)
+    close(w[:4], [1.0, -2, 3, 100], 1e-5)
+    close(x @ w + b, y, 1e-5)
+    z = (x - x.mean(0))[:, :4] / x[:, :4].std(0, correction=0)
+    noisy = y + at_random(200, seed=1)
+    w, b = probe.ridge(x[:, :4], noisy, penalty=0.3)
+    direct = torch.linalg.inv(z.T @ z + 200 * 0.3 * torch.eye(4)) @ z.T @ (noisy - noisy.mean())
+    close(x[:, :4] @ w + b, z @ direct + noisy.mean())
+    found = probe.agreement(torch.tensor([1, 2, 2, 4, 5]), torch.tensor([1.0, 3, 2, 2, 7]))
+    assert found == pytest.approx(dict(
+        rmse=math.sqrt(9 / 5), mae=1.0, r2=1 - 9 / 10.8, pearson=12 / math.sqrt(10.8 * 22),
+        spearman=7.25 / 9.5), abs=1e-12)
+
+
+def test_linear():
+    """Layer 1 writes the distance to EoI: exact at 3 times the length, unlike an untrained model
+    and the embedding."""
+    rows, summary, _ = probe.linear(*head_by_hand('copy'), n=4)
+    at = {(row['target'], row['layer'], row['lengths']): row for row in rows}
+    assert len(rows) == 18 and at['distance', 0, 'longer']['r2'] < 0.5
+    for lengths in ('trained', 'longer', '3x'):
+        row = at['distance', 1, lengths]
+        assert row['r2'] == row['pearson'] == 1 and row['untrained'] < 0.9
+    assert min(at['distance', 2, '3x'][key] for key in ('r2', 'pearson', 'spearman')) > 0.99
+    assert list(summary) == [
+        f'{what}, r2 {part}' for what in ('position from layer 1', 'distance from layer 2')
+        for part in ('trained', 'longer')]
+    rows, _, _ = probe.linear(*nano('string_copy', pe='ape', d_model=32), n=8)
+    assert {row['target'] for row in rows} == {'position'} and rows[0]['r2'] > 0.9    # sinusoids
+    assert rows[0]['untrained'] > 0.9    # which a model has without training
+    short = train.Config(task='copy', train_lengths=[4], eval_lengths=[4])
+    with pytest.raises(train.UserError, match='eval_lengths beyond 4'):
+        probe.linear(nano()[0], short.the_task, short)
+
+
+def test_squeeze():
+    """Beyond the trained 13 tokens positions are fractions that end where training did."""
+    model, task, cfg = nano('parity', pe='ape', longest=5)
+    rows, _, _ = probe.squeeze(model, task, cfg, n=20)
+    assert [row['length'] for row in rows] == list(range(1, 10))
+    assert all(row['tokens'] == row['tokens, squeezed'] for row in rows[:5])
+    assert rows[8]['tokens'] != rows[8]['tokens, squeezed']
+    tokens, targets = probe.problems(task, [9], 20)[9]    # 21 tokens
+    share = (targets != -100).sum()
+    squeezed = model(tokens, pos=torch.linspace(0, 12, 21))[0].argmax(dim=-1) == targets
+    assert rows[8]['tokens, squeezed'] == pytest.approx((squeezed.sum() / share).item(), abs=6e-5)
+    # of no encoding nothing changes; hidden: a token sees its last 13 alone, in layer 1 of 1
+    model, task, cfg = nano('parity', pe='nope', longest=5, n_layer=1)
+    rows, _, _ = probe.squeeze(model, task, cfg, n=20)
+    assert all(row['tokens'] == row['tokens, squeezed'] > 0 for row in rows[5:])
+    windows = [model(tokens[:, max(0, t - 12):t + 1])[0][:, -1].argmax(dim=-1) for t in range(21)]
+    right = (torch.stack(windows, dim=1) == targets).sum() / share
+    assert rows[8]['tokens, hidden'] == pytest.approx(right.item(), abs=6e-5)
+    for function, given in ((probe.squeeze, {}), (probe.attention, dict(offset=2))):
+        with pytest.raises(train.UserError, match='positions=index'):
+            function(*nano('parity', pe='ape', positions='randomized'), **given)
+
+
+def test_proposition_1():
+    """Gaussian values under uniform weights follow eq. 4; those of few symbols keep a variance."""
+    v = torch.cat([2 + 3 * at_random(1, 200_000), 0.5 + 1.5 * at_random(19, 200_000, seed=1)])
+    n = torch.arange(1, 21).double()
+    for found, curve in zip(probe.coordinate_statistics(v.cumsum(0) / n[:, None]),
+                            probe.proposition_1(n, 0.5, 1.5 ** 2, 2, 3 ** 2)):
+        assert torch.allclose(found, curve[:len(found)], rtol=0.02, atol=0.005)
+    model, task, cfg = nano('parity', pe='vipe', vipe_d_p=3)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[:16] = 0    # no queries: uniform weights
+    rows, summary, _ = probe.prefix(model, task, cfg, n=4)
+    assert len(rows) == 19 and (rows[0]['token'], rows[9]['token']) == ('BoS', 'EoI')
+    for row in rows:
+        for part in {'mean', 'var', 'diff'} & row.keys():
+            assert row[part] == row[f'{part} 1/n']
+    assert rows[-1]['var'] > 2 * rows[-1]['var eq4']
+    sigma_2 = summary['sigma_2'] ** 2
+    assert rows[0]['var'] == rows[0]['var eq4'] == pytest.approx(sigma_2, rel=0.01)
+    with pytest.raises(train.UserError, match='begin with BoS'):
+        probe.prefix(*nano('string_copy', pe='nope'))
+    with pytest.raises(train.UserError, match='every value .* is 0'):
+        probe.prefix(*head_by_hand('copy'))
+
+
+def test_proposition_2():
+    """z = V beta where values hang on the token alone, and not where they hold positions. D.1: NoPE
+    cannot tell prefixes of equal shares apart, RoPE can; ALiBi cannot where the prefix repeats,
+    since e^(-md) of both differ by one factor."""
+    cases = [(['0'], ['0'] * 4), (['0', '1', '2', '3'], ['0', '1', '2', '3'] * 2)]
+    cases += [(['BoS', *one], ['BoS', *other]) for one, other in cases]
+    cases.append((['BoS', '0', '1', '2', '3'], ['BoS', '1', '0', '2', '3']))
+    told_apart = {}
+    for name in ('nope', 'rope', 'vipe', 'alibi', 'ape', 'vrope'):
+        model, task, cfg = nano('polynomial', pe=name, n_head=2)
+        _, summary, _ = probe.prefix(model, task, cfg, n=4)
+        assert summary['error'] > 0.1 if name in ('ape', 'vrope') else summary['error'] < 1e-12
+        told_apart[name] = []
+        for pair in cases:
+            ids = [torch.tensor([[task.vocab.index(word) for word in words]]) for words in pair]
+            (_, z, _), (_, z_2, _) = [probe.first_layer(model, x, len(task.vocab)) for x in ids]
+            told_apart[name].append(probe.gap(z[..., -1, :], z_2[..., -1, :]) > 1e-9)
+    assert told_apart['nope'] == [False, False, True, True, False]
+    assert told_apart['rope'] == [False, True, True, True, True]
+    assert told_apart['alibi'] == [False, False, True, True, True]
+
+
+# --------------------------------------------------------------------------------------------------
+# PoPE
+
+@pytest.mark.parametrize('kw', [dict(pe='rope'), dict(pe='pope', pope_delta='uniform')])
+def test_polar_multiplies_to_the_logits(kw):
+    """Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d) is what the encoding computes."""
+    enc, pos = make(**kw).blocks[0].attn.pe, torch.arange(10)
+    q, k = at_random(2, 1, 4, 10, 8)
+    zq, zk, theta = probe.polar(enc, q[0], k[0])
+    turn = torch.polar(torch.ones(()).double(), -(pos[:, None] - pos)[..., None] * theta)
+    logits = (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1) * enc.scale
+    close((logits + pe.causal(logits)).softmax(dim=-1), enc.logits(q, k, pos)[0].softmax(-1))
+
+
+@pytest.mark.parametrize('name, says', [('alibi', 'rope or pope'), ('yarn', 'yarn rotates')])
+def test_polar_refuses(name, says):
+    with pytest.raises(train.UserError, match=says):
+        probe.polar(make(pe=name, train_len=8).blocks[0].attn.pe, *at_random(2, 4, 10, 8))
+
+
+def test_loss_by_position():
+    """Mean over problems of the loss at each position; nan where nothing is predicted."""
+    model, task, cfg = nano('copy', pe='rope', longest=3)
+    rows, summary, _ = untouched(probe.loss, model, task, cfg, n=5)
+    tokens, targets = probe.problems(task, [7], 5)[7]
+    curve = probe.losses_by_position(model, tokens, targets)
+    losses = train.token_losses(model(tokens)[0], targets)
+    close(curve[8:16], losses[:, 8:16].mean(dim=0).detach(), 1e-6)
+    assert curve[:8].isnan().all() and [row['first'] for row in rows] == list(range(9, 17))
+    assert rows[0]['rope'] == pytest.approx(curve[8].item(), abs=1e-4)
+    assert summary['rope, beyond'] == pytest.approx(curve[8:16].mean().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize('pairs, used, fast', [([1.0, 1, 1, 1], 1, 0.5), ([0, 0, 1.0, 0], 0.25, 0)])
+def test_norms_of_planted_frequencies(pairs, used, fast):
+    """All frequencies alike, or a single slow one, whose wavelength has the largest norm."""
+    model, task, cfg = nano(pe='rope', d_model=8, n_head=1)
+    with torch.no_grad():
+        for block in model.blocks:
+            W = block.attn.qkv.weight
+            W[:] = W[:1]    # every feature of a query and of a key is the same number
+            W[:16] *= torch.tensor(pairs).repeat_interleave(2).repeat(2)[:, None]
+    rows, summary, _ = probe.norms(model, task, cfg, n=2)
+    assert summary['used'] == pytest.approx(used, abs=1e-3)
+    assert summary['fast'] == pytest.approx(fast, abs=1e-3)
+    assert [row['q'] > 0.01 for row in rows] == [x > 0 for x in pairs]
+    close([row['wavelength'] for row in rows], [2 * math.pi * 10 ** c for c in range(4)], 0.01)
+
+
+def test_tuning_curves():
+    """ALiBi's are lines, RoPE's the sum of its waves."""
+    row = torch.randint(1, 11, (1, 9), generator=torch.Generator().manual_seed(0))
+    model = make(pe='alibi')
+    curves = probe.tuning_curves(model, row, 6, 3)
+    slope = model.blocks[0].attn.pe.slope[:, None]
+    close(curves - curves[..., :1], (-slope * torch.arange(6)).expand_as(curves))
+    model = make(pe='rope')
+    layer = probe.trace(model, row)[0]
+    t, s = torch.randint(9, (3, 2), generator=torch.Generator().manual_seed(0))[1].tolist()
+    zq, zk, theta = probe.polar(layer.enc, layer.q[0], layer.k[0])
+    turn = torch.polar(torch.ones(6, 4).double(), -torch.arange(6)[:, None] * theta)
+    waves = (zq[:, t].conj() * zk[:, s] @ turn.T).real * layer.enc.scale
+    close(probe.tuning_curves(model, row, 6, 3)[0, 1], waves)
+    for name, says in (('nope', 'that depend on the distance'), ('ape', 'depend on the distance'),
+                       ('prism', 'come from the content'), ('fox', 'all inputs of fox')):
+        with pytest.raises(train.UserError, match=says):
+            probe.tuning(*nano(pe=name))
+
+
+def test_tuning_splits_the_variance():
+    """The peak is the median distance of the largest logit, the range that of the mean."""
+    model, task, cfg = nano(pe='rope', n_head=2)
+    rows, summary, _ = untouched(probe.tuning, model, task, cfg, contents=6)
+    row, = probe.sequences(task, cfg.train_lengths, 0, 1)
+    curves = probe.tuning_curves(model, row, summary['distances'], 6)
+    for line, curve in zip(rows, curves.transpose(1, 2).flatten(0, 1)):
+        peaks = sorted(c.argmax().item() for c in curve)
+        assert line['peak'] == (peaks[2] + peaks[3]) / 2
+        assert line['shift'] == pytest.approx(np.quantile(peaks, 0.75) - np.quantile(peaks, 0.25))
+        assert line['range'] == pytest.approx(np.ptp(curve.mean(dim=0).numpy()), abs=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# the Toeplitz study
+
+def carried_by_one_head():
+    """A model right at copy, length 1, in which head 3 of layer 2 alone brings x_1 to EoI."""
+    _, task, cfg = nano('copy', pe='nope', n_head=4, train_lengths=[1], eval_lengths=[1])
+    model, eye = Transformer(cfg).double().eval(), torch.eye(16)
+    with torch.no_grad():
+        for block in model.blocks:
+            for p in (block.mlp[2].weight, block.attn.proj.weight, block.attn.qkv.weight):
+                p.zero_()
+        model.embedding.weight.copy_(eye[:6])
+        model.blocks[1].attn.qkv.weight[2 * 16 + 8:][:2] = eye[4:6]    # head 3's value: the symbol
+        model.blocks[1].attn.proj.weight[8:10, 8:10] = eye[:2, :2]
+        model.head.weight[:3] = 0
+        model.head.weight[3] = 1e4 * eye[4:6].sum(dim=0)    # EoS after a symbol
+        model.head.weight[4:] = 100 * eye[8:10]
+    return model, task, cfg
+
+
+def test_ablate_finds_the_head_that_carries_the_answer():
+    """Drops, summary and curves, where one head carries all, where two do, and where none does."""
+    model, task, cfg = carried_by_one_head()
+    rows, summary, _ = probe.ablate(model, task, cfg)
+    assert [[row[f'drop {h}'] for h in (1, 2, 3, 4)] for row in rows] == [[0] * 4, [0, 0, 100, 0]]
+    assert [row['effective'] for row in rows] == [None, 1] and summary['base'] == 100
+    assert [summary[key] for key in ('layer', 'head', 'largest', 'second')] == [2, 3, 100, 0]
+    scores = iter([50.0, 60.0, 50.0, 40.0] * 2)
+    rows, _, curves = probe.without_heads(model, cfg, 50.0, lambda hook: next(scores))
+    assert list(rows[0].values()) == [1, 0, -10, 0, 10, 1]
+    assert curves[0][0] == 'layer 1' and list(curves[0][1]) == [50, 60, 50, 40]    # what is left
+    drops = torch.tensor([[1, 1, 1, 1], [0, 0, 7, -3], [1, 2, 3, 4]]).double()
+    close(probe.effective(drops), [4, 1, 100 / 30])
+    rows, _, _ = probe.ablate(*head_by_hand('parity'), n=64)
+    assert [[row['drop 1'], row['drop 2'], row['effective']] for row in rows] == [[100, 0, 1]] * 2
+    rows, summary, _ = probe.ablate(*nano('polynomial', n_head=2), n=200)
+    assert summary['unit'] == 'tokens right (%)' and 0 < summary['base'] < 60    # none is right
+    assert any(row['drop 1'] or row['drop 2'] for row in rows)
+    for given, says in ((dict(), '--n_head=4'), (dict(what='positions'), r'pe=ape or ape\+rope'),
+                        (dict(what='layers'), 'heads, positions')):
+        with pytest.raises(train.UserError, match=says):
+            probe.ablate(*nano(pe='rope'), **given)
+
+
+def test_ablate_takes_out_what_was_added(tmp_path):
+    """Before layer 1 it leaves the same weights without an encoding; random vectors differ."""
+    (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
+    shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12])
+    model, task, cfg = nano('characters', pe='random', n_head=2, **shape)
+    plain = nano('characters', pe='nope', n_head=2, **shape)[0]
+    plain.load_state_dict(model.state_dict(), strict=False)
+    problems = probe.problems(task, [12], 30)
+    rows, summary, _ = probe.ablate(model, task, cfg, what='positions', n=30)
+    without, base = (train.evaluate(net, task, problems)[12]['loss'] for net in (plain, model))
+    close(torch.tensor([rows[0]['without p'], summary['base']]), [without, base], 1e-3)
+    assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and len(rows) == 2
+
+
+def test_a_planted_toeplitz_part_is_recovered():
+    a, rest = at_random(3, 9), at_random(3, 9, 9, seed=1)
+    for s, d in np.ndindex(3, 9):
+        rest[s].diagonal(-d).sub_(rest[s].diagonal(-d).mean())
+    rest = rest.triu(1) * 1e6 + rest.tril()    # what is above the diagonal does not count
+    i, j = np.tril_indices(9)
+    planted = torch.zeros(3, 9, 9).double()
+    planted[:, i, j] = a[:, i - j]
+    close(probe.diagonal_means(planted + rest), a)
+    close(probe.toeplitz_matrix(a), planted)
+    shares = planted[:, i, j].var(dim=1) / (planted + rest)[:, i, j].var(dim=1)
+    close(probe.variance_share(planted, planted + rest), shares)
+    close(probe.variance_share(rest, planted + rest), 1 - shares)
+
+
+def test_eq_2_wants_a_factor_for_each_frequency():
+    """With one for each it is RoPE; a single G_e misses much, but nothing of one frequency."""
+    q, k, pos = at_random(2, 2, 10, 8), at_random(2, 2, 10, 8, seed=1), torch.arange(10.0).double()
+    theta = pe.frequencies(4, 1e4, q)
+    turn = torch.polar(torch.ones(2, 10, 4).double(), (pos[:, None] * theta).expand(2, 10, 4))
+    L, G = probe.grams(q, k, turn)
+    close(G.real, q @ k.mT)
+    close(L.real[:, :, 7, 2], (pe.rotate(q[:, :, 7], 5 * theta) * k[:, :, 2]).sum(dim=-1))
+    off, missed = probe.single_factor_error(L.real, G)[0], 0
+    grid = np.exp(1j * np.linspace(0, 2 * np.pi, 721))
+    for d in range(10):
+        x, y = (np.concatenate([z[b, 0].diagonal(-d) for b in (0, 1)]) for z in (G, L.real))
+        missed += min((((x * a).real - y) ** 2).sum() for a in grid)
+    i, j = np.tril_indices(10)
+    close(off, missed / (L.real[:, 0, i, j].var(correction=0) * 2 * 55))
+    assert off > 0.05 and (L.real.abs() > G.abs()).double().mean() > 0.1    # no modulus of 1 fits
+    turn = torch.polar(torch.ones(10, 1).double(), pos[:, None] * torch.pi / 36).expand(2, 10, 1)
+    L, G = probe.grams(q[..., :2], k[..., :2], turn)
+    assert probe.single_factor_error(L.real, G).max() < 1e-12
+
+
+@pytest.mark.parametrize('kw', [
+    dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='alibi'), dict(pe='fire'),
+    dict(pe='yarn', eval_lengths=[9]), dict(pe='rope', rope_heads=1),
+    dict(pe='ape+rope', attention='mla'), dict(pe='pope'), dict(pe='prism'), dict(pe='ape+vipe'),
+    dict(pe='nope')], ids=lambda kw: '-'.join(map(str, kw.values())))
+def test_toeplitz_splits_the_logits(kw):
+    """Eq. 1's terms are the logits and their fractions add up to 1, for encodings that are linear
+    in q and k."""
+    shape = dict(d_model=32, n_head=4, train_lengths=[3], eval_lengths=[3])
+    model, task, cfg = nano('copy', **shape | kw)
+    names = set(kw['pe'].split('+'))
+    linear, turns = not names & {'pope', 'vipe', 'prism'}, bool(names & {'rope', 'yarn'})
+    rows, summary, _ = untouched(probe.toeplitz, model, task, cfg, length=8)
+    assert len(rows) == 2 * cfg.heads and ('G_e off' in rows[0]) == turns
+    tokens = probe.batch(task, [8], 8, 4)[1]
+    p = probe.added_vectors(model, tokens.shape[1])
+    for layer, block in zip(probe.trace(model, tokens), model.blocks) if linear else ():
+        at = layer.enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
+        total = sum(probe.eq_1(layer, block.norm_1, p, at).values())
+        close((total + pe.causal(total)).expand_as(layer.logits), layer.logits)
+    for row in rows if linear else []:
+        total = sum(row.get(name, 0) for name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B'))
+        assert abs(total - 1) < 1e-3
+    if kw['pe'] == 'rope':
+        assert [row['G_e off'] < 1e-6 for row in rows] == [False, True, True, True] * 2
+
+
+def test_gradients_at_all_edges_are_those_of_t5s_table():
+    """Summed over the layers, which share the table, H(d) is the gradient by its bias."""
+    model, task, cfg = nano('copy', pe='t5', n_head=2)
+    tokens, targets = task.sample(3, 5, torch.Generator())
+    rows, H = probe.gradients_by_layer(model, tokens, targets, probe.edges(task, tokens))
+    train.token_losses(model(tokens)[0], targets).sum().backward()
+    close(H.sum(dim=0).T, model.blocks[0].attn.pe.table.grad[:13], 1e-6)
+    for row, heads in zip(rows, H.norm(dim=-1)):
+        assert row['first'] == pytest.approx(heads.max().item(), rel=1e-3)
+        assert row['margin'] == pytest.approx((heads.max() - heads.min()).item(), rel=1e-3)
+    ratio = rows[0]['margin'] / rows[1]['margin']
+    assert rows[0]['growth'] == pytest.approx(ratio, rel=2e-3) and rows[1]['growth'] is None
+
+
+def test_jacobians_bound_those_of_the_whole_sequence():
+    """A1: a block that adds nothing has singular values 1; planted growth shows, in its layer."""
+    model, task, _ = nano('copy', pe='rope', n_head=2)
+    tokens, targets = task.sample(2, 3, torch.Generator())
+    J = probe.jacobians(model, tokens, targets)
+    for i, layer in enumerate(probe.trace(model, tokens)):
+        def block(x, i=i, layer=layer):
+            return model.blocks[i](x, layer.pos, layer.state)[:, :-1]
+        x = layer.stream[:1]
+        whole = torch.autograd.functional.jacobian(block, x)[0, :, :, 0, :-1]
+        close(J[i, 0], whole[-1, :, -1])    # the last token, EoS, is asked for and not read
+        s, of_all = (torch.linalg.svdvals(z) for z in (J[i, 0], whole.flatten(2).flatten(0, 1)))
+        assert of_all.min() <= s.min() + 1e-12 and of_all.max() >= s.max() - 1e-12
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.proj.weight.zero_()
+            block.mlp[2].weight.zero_()
+        model.blocks[1].attn.proj.weight += 9 * torch.eye(16)
+    s = torch.linalg.svdvals(probe.jacobians(model, tokens, targets)).flatten(1)
+    close(s[0], torch.ones(32))
+    assert s[1].max() > 2
+
+
+def test_anchors_of_two_triggers():
+    task = tasks.make('distance')
+    tokens, targets = task.sample(200, 12, torch.Generator().manual_seed(0))
+    b, u, j, d = probe.edges(task, tokens)
+    assert (tokens[b, u] == task.query).all() and (targets[b, u] != -100).all()
+    assert (tokens[b, j] + tokens[b, j - d] == 2 * task.first_trigger + 1).all()
+    assert torch.equal(d // 4 + task.first_class, tokens[:, -1])
+
+
+def test_gradients_repeats_the_first_steps_of_the_run(tmp_path):
+    """After all steps it finds what it finds in the saved model; and what it refuses."""
+    run = tmp_path / 'run'
+    train.main(flags(task='copy', n_head=2, n_layer=2, seeds=3, out_dir=run))
+    saved = (run / 'ckpt.pt').read_bytes()
+    probe.main(['gradients', str(run), '--n=50'])    # as many steps as the run had
+    assert (run / 'ckpt.pt').read_bytes() == saved
+    rows = json.loads((run / 'probe_gradients.json').read_text())['rows']
+    assert [row.pop('step') for row in rows][::2] == [0, 3, 6, 9, 12, 'trained']
+    assert rows[0] != rows[8]
+    for a, b in zip(rows[8:10], rows[10:]):
+        assert all(b[key] == (x and pytest.approx(x, rel=1e-2)) for key, x in a.items())
+    for argv, says in (([str(run), '--steps=13'], 'this run had 12'), (['by_hand:copy'], 'never')):
+        with pytest.raises(train.UserError, match=says):
+            probe.main(['gradients', *argv])
+
+
+# --------------------------------------------------------------------------------------------------
+# PRISM
+
+def gates_by_hand():
+    """A model of string_copy whose gates hang on biases alone: query cursors always step up, key
+    cursors stay."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
+    cursors = model.blocks[0].attn.pe.cursors
+    with torch.no_grad():
+        cursors.gates.W.weight.zero_()
+        query, key = cursors.gates.W.bias.view(2, cursors.count, 4)
+        query.copy_(torch.tensor([-30.0, 9, 0, 0]))
+        key.copy_(torch.tensor([-30.0, 0, 0, 9]))
+    return model, task, cfg
+
+
+def test_gates_set_by_hand_are_seen():
+    """Moves 1 and 0, always, in prompt and answer; and the modes are where the gates lead."""
+    model, task, cfg = gates_by_hand()
+    rows, summary, _ = untouched(probe.cursor, model, task, cfg, length=20)
+    count = model.blocks[0].attn.pe.cursors.count
+    assert [(row['of'], row['part'], row['moves'], row['steady']) for row in rows] == (
+        [('query', 'prompt', 1.0, 1.0), ('query', 'answer', 1.0, 1.0)] * count +
+        [('key', 'prompt', 0.0, 1.0), ('key', 'answer', 0.0, 1.0)] * count)
+    assert all(abs(row['incr'] + row['decr'] + row['keep'] - 1) < 0.002 for row in rows)
+    assert summary['steady'] == 1 and summary['length'] == 20
+    tokens = task.sample(2, 4, torch.Generator())[0]
+    for c in probe.cursors_of(model, tokens):
+        offset = c['histogram'].argmax(dim=-1) - tokens.shape[1]
+        assert torch.equal(offset[0], torch.arange(1, 11) * (c['of'] == 'query'))
+
+
+def test_cursors_of_two_layers_with_a_copy_branch():
+    """Each layer of prism_layers has cursors of its own; every fifth query cursor can jump."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2,
+                            prism_layers=[1, 2], dtype=torch.float32, longest=3)
+    rows, summary, _ = untouched(probe.cursor, model, task, cfg, length=5, n=3)
+    assert len(rows) == 2 ** 5 and summary['length'] == 5
+    assert [row['layer'] for row in rows if row['of'] == 'query'] == [1] * 8 + [2] * 8
+    jumps = [list(row.values())[:4] for row in rows if 'jump' in row]    # layer, head, cursor, of
+    assert jumps[::2] == jumps[1::2] == [[1, 1, 1, 'query'], [2, 1, 1, 'query']]
+    with torch.no_grad():    # layer 1 steps up, whatever it reads
+        cursors = model.blocks[0].attn.pe.cursors
+        cursors.gates.W.bias.add_(1000 * torch.eye(4)[1].repeat(2 * cursors.count))
+    moved = probe.cursor(model, task, cfg, length=5, n=3)[0]
+    assert [row['incr'] == 1 for row in moved[:16]] == [row['layer'] == 1 for row in rows[:16]]
+
+
+@pytest.mark.parametrize('kw', [{}, dict(prism_sharpen=False), dict(prism_copy='trained')])
+def test_kernel_compares_eq_6_and_the_mean_place_with_what_is_right(kw):
+    """With loops; and nothing differs where cursors are sure."""
+    model, task, cfg = nano('string_copy', pe='prism', n_head=2, longest=3, **kw)
+    rows, summary, _ = untouched(probe.kernel, model, task, cfg)
+    assert summary['rises'] == 4      # of 32 features
+    _, tokens, targets = probe.batch(task, cfg.train_lengths, 3, 1)
+    T, start = 8, 3                                               # abc=abc. and its "="
+    for c, row in zip(probe.cursors_of(model, tokens), rows):
+        if 'jump' in c['gates']:
+            assert row['eq6'] is None
+            continue
+        h = c['histogram'][0].tolist()
+        torch.testing.assert_close(probe.displacement(c, 0), c['histogram'][0, -1].double())
+        apart = 0.0
+        law = probe.displacement(c, start + 1).tolist()           # -4..4
+        for d in range(-2 * T, 2 * T + 1):
+            eq_6 = sum(h[start][i] * h[-1][i + d] for i in range(2 * T + 1) if 0 <= i + d <= 2 * T)
+            apart += abs(eq_6 - (law[d + 4] if abs(d) <= 4 else 0)) / 2
+        assert row['eq6'] == pytest.approx(apart, abs=1e-3) and apart > 0.01
+        assert row['mean'] > 0.05
+
+    sure, task, cfg = gates_by_hand()
+    rows, *_ = untouched(probe.kernel, sure, task, cfg)
+    assert all(row['peak'] > 0.999 and row['eq6'] < 1e-3 and row['mean'] < 1e-3 for row in rows)
+
+
+# --------------------------------------------------------------------------------------------------
+# LLM position generalization
+
+def layer_of(enc, q, k):
+    """A layer of a trace, of these queries and keys [B, H, T, D]."""
+    logits = enc.logits(q, k, torch.arange(q.shape[2]))
+    return types.SimpleNamespace(enc=enc, q=q, k=k, state=None, logits=logits)
+
+
+def twelve_tokens():
+    return torch.randint(1, 11, (1, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_three_axes_solve_equation_7():
+    """A sum of three axes is found whole; of any other map the fit is the least-squares one."""
+    T, (i, j) = 9, torch.tril_indices(9, 9)
+    a, b, c = at_random(3, T)
+    W = torch.zeros(T, T).double().index_put((i, j), a[i - j] + b[i] + c[j])
+    close(probe.three_axes(W[None])[-1][0][i, j], W[i, j], 1e-6)
+    close(probe.axes_fit(W[None]), torch.ones(2, 1), 1e-9)
+    design = torch.cat([F.one_hot(z, T) for z in (i - j, i, j)], dim=1).double()
+    ridged = torch.cat([design, 1e-3 * torch.eye(3 * T)])    # ridge 1e-6
+    W = at_random(2, T, T)
+    for one, a, b, c, fit in zip(W, *probe.three_axes(W)):
+        aim = torch.cat([one[i, j], torch.zeros(3 * T)])
+        solution = torch.tensor(np.linalg.lstsq(ridged.numpy(), aim.numpy(), rcond=None)[0])
+        close(torch.cat([a, b, c]), solution, 1e-5)
+        close(fit[i, j], design @ solution, 1e-7)
+
+
+def test_two_axes_are_equation_12():
+    W, n = at_random(7, 7), 7
+    a, b, fit = probe.two_axes(W)
+    close(a[3], W[3].mean() - W.sum() / (2 * n * n))
+    close(b[2], W[:, 2].mean() - W.sum() / (2 * n * n))
+    close(fit, a[:, None] + b)
+    close(a.sum(), b.sum())    # eq. 11
+    a, b = at_random(2, 7)
+    close(probe.two_axes(a[:, None] + b)[-1], a[:, None] + b)
+
+
+@pytest.mark.parametrize('kw', [
+    dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', rope_heads=2),
+    dict(pe='pope', attention='mla'), dict(pe='alibi', rope_heads=1), dict(pe='yarn'),
+    dict(pe='pope+alibi'), dict(pe='nope')])
+def test_logits_at_other_distances(kw):
+    """The encoding's own logits at the true positions; at fake ones those of a sequence there."""
+    enc = make(**kw).blocks[0].attn.pe
+    layer = layer_of(enc, *at_random(2, 1, enc.cfg.heads, 10, enc.cfg.head_dim))
+    pos = torch.arange(10)
+    below = torch.ones(10, 10, dtype=torch.bool).tril()
+    close(probe.logits_at(layer, pos, pos)[..., below], layer.logits[..., below])
+    close(probe.fake_logits(layer, 7)[:, 7 - pos[:8], pos[:8]], layer.logits[0, :, 7, :8])
+
+
+def planted(n, seed=0):
+    """zq, zk [1, 200, n] of random pairs, and theta [n]: the first slow, the others fast."""
+    zq, zk = (torch.complex(*at_random(2, 1, 200, n, seed=seed + i)) for i in (0, 1))
+    return zq, zk, torch.tensor([1e-6] + [1.0] * (n - 1)).double()
+
+
+def test_slow_dominating_pairs():
+    zq, zk, theta = planted(6)
+    grown = zk * torch.tensor([20.0, 20, 1, 1, 1, 1])
+    ratio, slow = probe.slow_dominating(zq, grown, theta, 1000)
+    assert slow.tolist() == [[True] + [False] * 5]    # the second dominates and is fast
+    product = [(zq[0, :, c].abs().mean() * grown[0, :, c].abs().mean()).item() for c in range(6)]
+    close(ratio[0, 0], product[0] / np.median(product))
+    assert not probe.slow_dominating(zq, grown, theta, 2e6)[1].any()
+    assert not probe.slow_dominating(zq, zk, theta, 1000)[1].any()
+
+
+def test_analytic_f_and_g():
+    """Entry by entry; and the slow part's own logits."""
+    zq, zk = (torch.complex(at_random(2, 5, 3, seed=n), at_random(2, 5, 3, seed=n + 1))
+              for n in (0, 2))
+    kbar, theta = zk.mean(dim=1), (0.5, 0.1, 0.01)
+    slow = torch.tensor([[True, True, True], [True, False, True]])
+    f, g, own = probe.analytic(zq, zk, torch.tensor(theta, dtype=torch.float64), slow)
+    for h, i, j in itertools.product(range(2), range(5), range(5)):
+        sums = np.zeros(3)
+        for c in slow[h].nonzero()[:, 0].tolist():
+            q, k, m = (x.item() for x in (zq[h, i, c], zk[h, j, c], kbar[h, c]))
+            to_m, to_k = (cmath.phase(q) - cmath.phase(z) for z in (m, k))
+            sums += abs(q) * np.array([
+                abs(m) * math.cos(to_m + (i - j) * theta[c]), abs(k - m) * math.cos(to_k),
+                abs(k) * math.cos(to_k + (i - j) * theta[c])])
+        close([x[h, i, j] for x in (g, own)], sums[1:])
+        assert j > i or abs(f[h, i, j] - sums[0]) < 1e-10
+
+
+def test_additivity_is_not_dominance():
+    """Both hold of a large slow pair; of a small one the first only; of a fast one the second."""
+    zq, zk, theta = planted(3)
+    zk = zk * 0.3 + torch.tensor([1.0, 0, 0])    # the first pair has a fixed direction
+
+    def fit(size, slow):
+        pos, z = torch.arange(200), zq * torch.tensor(size)
+        turn = torch.polar(torch.ones(()).double(), -(pos[:, None] - pos)[..., None] * theta)
+        W = (z[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1)
+        found = probe.analytic_fit(W, z, zk, theta, torch.tensor([slow]))
+        return dict(zip(probe.FITS, found[:, 0].tolist()))
+    large = fit([20.0, 1, 1], [True, False, False])
+    assert large['dominance'] > 0.99 and abs(large['r_fg'] - large['slow_fg']) < 0.02
+    assert large['slow_fg'] > 0.8
+    small = fit([0.05, 1, 1], [True, False, False])
+    close(small['slow_fg'], large['slow_fg'])
+    assert max(abs(small['dominance']), abs(small['r_fg'])) < 0.2
+    fast = fit([1.0, 20, 1], [False, True, False])
+    assert fast['dominance'] > 0.98 and abs(fast['slow_fg']) < 0.7
+    assert all(map(math.isnan, fit([1.0, 1, 1], [False] * 3).values()))    # no such pair
+
+
+def test_tuples_are_all_and_tested():
+    """A planted slow pair whose key is constant: its row has ratio, rotation, angle and fixed."""
+    model, task, cfg = nano(pe='rope', d_model=8, n_head=1, n_layer=1)
+    angle = torch.tensor([0, 0, 0, 2.0]).double()
+    q = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor([[1], [1], [1], [20]])
+    with torch.no_grad():    # the embedding is 1 in channel 1, which the norm makes 7 ** 0.5
+        model.embedding.weight.zero_()[:, 0] = 1
+        model.blocks[0].attn.qkv.weight[:16].zero_()[:, 0] = torch.cat(
+            [q.flatten(), torch.tensor([1.0, 0]).repeat(4).double()])
+    (row,), summary, _ = probe.tuples(model, task, cfg, n=2)
+    assert (row['layer'], row['head'], row['pair'], row['fixed']) == (1, 1, 4, 0)
+    found = [row[key] for key in ('ratio', 'angle', 'rotation', 'wavelength')]
+    close(found, [20, 2, cfg.train_len * 1e-3, 2000 * math.pi], 1e-3)
+    assert summary == dict(pairs=1, heads=1, of_heads=1, fixed=0)
+
+
+@pytest.mark.parametrize('gamma, l_max', [(0.2, 3), (0.5, 1), (1.0, 40), (0.01, 5)])
+def test_draws_are_the_same_for_all_levels(gamma, l_max):
+    """Shares and distances as asked for; a larger gamma moves the same and more, a larger l_max the
+    same ones farther, to the same side."""
+    pos, moved = torch.arange(40), []
+    for seed in range(30):
+        def draw(of, *level, seed=seed):
+            return of(40, *level, torch.Generator().manual_seed(seed))
+        order, fewer = (draw(probe.transposition, g, l_max) for g in (gamma, gamma / 2))
+        assert torch.equal(order[order], pos) and (order - pos).abs().max() <= l_max
+        assert torch.equal(fewer[fewer != pos], order[fewer != pos])
+        moved.append((order != pos).double().mean().item())
+        shift, less = (draw(probe.offsets, g, l_max) for g in (gamma, gamma / 2))
+        assert shift.abs().max() <= l_max and (gamma < 1 or (shift != 0).all())
+        assert torch.equal(less[less != 0], shift[less != 0])
+        far = draw(probe.offsets, gamma, 10 * l_max)
+        assert torch.equal(far.sign(), shift.sign()) and (far.abs() >= shift.abs()).all()
+    assert abs(statistics.mean(moved) - gamma) < (0.01 if gamma < 0.5 else 0.2)
+
+
+@pytest.mark.parametrize('gamma', [0.0, 1.0])
+@pytest.mark.parametrize('kind', probe.KINDS)
+def test_perturbed_and_original_have_the_same_targets(kind, gamma):
+    """Before and after are of the targets that have not moved; nothing moved costs nothing."""
+    model, _, cfg = nano('copy', pe='rope', longest=6)
+    _, tokens, targets = probe.batch(cfg.the_task, [6], 0, 5)
+    before = probe.perturbed(model, tokens, targets)
+    after = probe.perturbed(model, tokens, targets, kind, gamma, 4)
+    for x, seed in ((before, 0), (after, 1)):
+        x[1] = at_random(*targets.shape, seed=seed) > -1
+    row, moved = probe.perturb_scores(after, before, targets), after[-1]
+    asked = [(i, t) for i, t in (targets != -100).nonzero().tolist()
+             if t + 1 == targets.shape[1] or not moved[i, t + 1]]
+    for when, x in (('', after), (' before', before)):
+        losses, right = ([of[at].item() for at in asked] for of in x[:2])
+        close(row['loss' + when], statistics.mean(losses), 2e-4)
+        close(row['token' + when], statistics.mean(right), 2e-4)
+        exact = {i: all(x[1][at] for at in asked if at[0] == i) for i, _ in asked}
+        close(row['exact' + when], statistics.mean(exact.values()), 2e-4)
+    close(before[0][asked[0]], train.token_losses(model(tokens)[0], targets)[asked[0]].double())
+    assert len(asked) < (targets != -100).sum() if kind == 'text' and gamma else not moved.any()
+    y, y0 = (x[2].transpose(2, 3).flatten(3) for x in (after, before))    # (n, L, T, H D)
+    change = [statistics.mean(((y[i, j, t] - y0[i, j, t]).norm() / y0[i, j, t].norm()).item()
+                              for j, t in itertools.product(range(2), (~still).nonzero()[:, 0]))
+              for i, still in enumerate(moved) if not still.all()]
+    close(row['output'], statistics.mean(change), 2e-4)
+    assert row['output'] > 0 if gamma else row['cost'] == row['output'] == 0
+
+
+@pytest.mark.parametrize('name', ['rope', 'pope', 'alibi', 't5', 'yarn'])
+def test_a_window_over_everything_is_attention(name):
+    """A query at the end of a window gives what it gives there; with the first tokens kept, what
+    the sequence of these tokens gives."""
+    model = make(pe=name)
+    tokens = twelve_tokens()
+    layer, t = probe.trace(model, tokens)[0], torch.tensor([11])
+    close(probe.sliding(layer, t, 0, 12)[0], layer.y[0, :, -1].flatten())
+    other = probe.trace(model, tokens[:, [0, 1, 4, 5, 6, 7]])[0]
+    found = probe.sliding(layer, torch.tensor([7]), 2, 6, first=2)[0]
+    close(found, other.y[0, :, -1].flatten())
+    assert not torch.allclose(probe.sliding(layer, torch.tensor([7]), 2, 6)[0], found)
+
+
+def test_nearest_sees_what_the_plane_does_not():
+    """Points off the plane of the two main axes are far; held-out normal points are not."""
+    points = at_random(600, 20) * torch.tensor([5.0, 4] + [0.2] * 18)
+    normal, later = points[:300], points[300:]
+    main = torch.linalg.svd(normal - normal.mean(dim=0))[2][:2]
+    away = later.clone()
+    away[:, 10] += 8.0
+    inside = ((away - normal.mean(dim=0)) @ main.T / torch.tensor([5.0, 4])).square().sum(dim=1)
+    assert (inside < 9.21).double().mean() > 0.97    # the old measure: of the 99 % ellipse
+    assert 0.8 < probe.nearest(later, normal).median() < 1.3
+    assert probe.nearest(away, normal).median() > 5
+    assert probe.nearest(normal.roll(7, dims=1), normal).median() > 3    # features permuted
+    xs = normal.tolist()
+    typical = statistics.median(min(math.dist(x, y) for y in xs if y is not x) for x in xs)
+    close(probe.nearest(later, normal)[0],
+          min(math.dist(later[0].tolist(), y) for y in xs) / typical, 2e-2)
+
+
+def test_what_attention_sees():
+    """Which encodings have distances to move keys by; the others are refused in one line."""
+    for name in pe.ENCODINGS:
+        sees = probe.sees_distances(make(pe=name), torch.arange(1, 10)[None])
+        assert sees or name not in ('rope', 'pope', 'alibi', 't5', 'yarn')
+        assert not sees or name not in ('nope', 'ape', 'fire', 'vipe')
+    for function, name, given, says in (
+            (probe.disentangle, 'ape', {}, 'those of pe=ape'),
+            (probe.stretch, 'ape', {}, 'those of pe=ape'),
+            (probe.tuples, 'ape', {}, 'rope or pope'), (probe.norms, 'nope_every', {}, '_every=0'),
+            (probe.perturb, 'rope', dict(gammas=[2.0]), 'fractions'),
+            (probe.stretch, 'rope', dict(layer=3), 'must be 1 to 2')):
+        kw = dict(nope_every=2) if name == 'nope_every' else dict(pe=name)
+        with pytest.raises(train.UserError, match=says):
+            function(*nano(**kw), **given)
+
+
+@pytest.mark.parametrize('kw', [dict(pe='rope', n_head=2, n_layer=1),
+                                dict(pe='pope+alibi', n_head=2), dict(pe='t5', n_head=2)])
+def test_probes_that_need_distances(kw):
+    """Beside those above: sums, T5's biases, and the levels that there are."""
+    net, task, cfg = nano(**kw)
+    for p in net.blocks[0].attn.pe.parameters():
+        torch.nn.init.normal_(p)    # T5's begin as zeros
+    rows, _, _ = untouched(probe.disentangle, net, task, cfg, n=1)
+    assert ('r_fg' in rows[0]) == (kw['pe'] != 't5') and all(-1 <= row['r'] <= 1 for row in rows)
+    rows, _, _ = untouched(probe.perturb, net, task, cfg, n=2, gammas=[0.5], l_max=[3, 9, 100])
+    assert {row['l_max'] for row in rows} == {None, 3, 9}    # 19 tokens
+    assert {row['kind'] for row in rows} == {'original', *probe.KINDS}
+    rows, summary, _ = untouched(probe.stretch, net, task, cfg, n=2, queries=3, window=9)
+    T = summary['tokens']
+    assert [(row['outputs'], row['points']) for row in rows] == [
+        ('later positions', 2 * (T - 9)), ('windows', 2 * 3 * (T - 8)),
+        ('windows with the first tokens', 2 * 3 * (T - 8))]
+
+
+# --------------------------------------------------------------------------------------------------
+# Llama
+
+def small_llama(**kw):
+    """A Llama with random weights, with shared keys."""
+    transformers = pytest.importorskip('transformers')
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, vocab_size=67, max_position_embeddings=64)
+    cfg = transformers.LlamaConfig(**shape | kw, attn_implementation='eager', initializer_range=0.5)
+    return transformers.LlamaForCausalLM(cfg).eval()
+
+
+LLAMA3 = dict(rope_type='llama3', rope_theta=500.0, factor=4.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(head_dim=12),
+                                dict(attention_bias=True, rope_parameters=LLAMA3)],
+                         ids=['plain', 'wide', 'llama3'])
+@torch.no_grad()
+def test_a_llama_as_one_of_ours(kw):
+    """q, k and logits of a trace give the attention and the output that transformers computes."""
+    net = small_llama(**kw)
+    tokens = torch.randint(67, (2, 20), generator=torch.Generator().manual_seed(1))
+    theirs = net(input_ids=tokens, output_attentions=True, use_cache=False)
+    model = probe.Llama(net)
+    close(model(tokens)[0], theirs.logits, 1e-4)
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    for layer, attention in zip(probe.trace(model, tokens), theirs.attentions):
+        assert layer.q.shape == layer.k.shape == (2, 4, 20, kw.get('head_dim', 8))
+        close(layer.weights, attention, 1e-4)
+        close(layer.enc.mix(layer.weights, layer.v, layer.pos, layer.state), layer.y, 1e-4)
+        zq, zk, theta = probe.polar(layer.enc, layer.q[0], layer.k[0])
+        turn = torch.polar(torch.ones(()), -distance[..., None] * theta)
+        logits = (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1) * layer.enc.scale
+        close((logits + pe.causal(logits)).softmax(dim=-1), attention[0], 1e-4)
+
+
+def test_a_llama_from_a_folder(tmp_path):
+    """--hf and --text in place of a run, with every probe that takes a Llama."""
+    net, tokenizers = small_llama(), pytest.importorskip('tokenizers')
+    vocabulary = {f'w{i}': i for i in range(67)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token='w66'))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    folder, text, out = tmp_path / 'net', tmp_path / 'text', tmp_path / 'out'
+    net.save_pretrained(folder)
+    fast = sys.modules['transformers'].PreTrainedTokenizerFast(tokenizer_object=words)
+    fast.save_pretrained(folder)
+    tokens = [f'w{random.Random(i).randrange(1, 66)}' for i in range(200)]
+    text.write_text(' '.join(tokens))
+    model, cfg = probe.load_llama(str(folder), str(text))
+    for function in probe.LLAMA:
+        given = dict(gammas=[0.5], l_max=[3]) if function is probe.perturb else {}
+        rows, summary, _ = function(model, cfg.the_task, cfg, length=16, **given)
+        assert summary and (rows or function is probe.tuples)
+    row, = probe.sequences(cfg.the_task, [16], 0, 1)
+    assert [f'w{i}' for i in row[0].tolist()] in [tokens[i:i + 16] for i in range(len(tokens))]
+    where = [f'--hf={folder}', f'--text={text}', f'--out_dir={out}']
+    for given, n in ([], 1), (['--n=3'], 3):
+        assert probe.read_flags(probe.axes, [*where, *given])['n'] == n
+    probe.main(['axes', *where, '--length=16'])
+    assert len(json.loads((out / 'probe_axes.json').read_text())['rows']) == 8
+    for argv, says in (
+            ([*where, '--seed=3'], 'without --seed'), (where[:1], 'requires a text'),
+            ([where[0], '--text=none'], 'no such file or folder: none'),
+            (['--hf=none', where[1]], 'no such file or folder: none'),
+            ([f'--hf={tmp_path}', where[1]], 'cannot load')):
+        with pytest.raises(train.UserError, match=says):
+            probe.main(['axes', *argv])
+
+
+def test_a_llamas_token_0_is_a_token():
+    text = object.__new__(probe.LlamaText)
+    text.begin, text.vocab = [2], list('!ab')
+    tokens, targets = text.lay_out([[0, 1], [1, 0, 1, 0, 1]], 5)
+    assert tokens.tolist() == [[2, 0, 1, 0, 0], [2, 1, 0, 1, 0]]
+    assert targets.tolist() == [[0, 1, -100, -100, -100], [1, 0, 1, 0, -100]]
+
+
+def test_without_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    (tmp_path / 'x.gguf').touch()
+    with pytest.raises(train.UserError, match='pip install transformers gguf accelerate'):
+        probe.main(['axes', f'--hf={tmp_path / "x.gguf"}', f'--text={tmp_path / "x.gguf"}'])
+
+
+# ------------------------------------------------------------------------------------------------
+# results/tables.py: records, tables, the board, marked blocks of README files, commands
+
+def write_lines(path, *lines):
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def record(exact, seeds='0', **options):
+    """A record whose seeds (those that did not fail) have these exact scores at 1, 2 and 4."""
+    config = {'pe': 'rope', 'task': 'parity', 'train_lengths': '1-2', 'n_test': 100,
+              'seeds': seeds, 'out_dir': 'out/planted/x', **options}
+    scores = {seed: {'exact': values, 'token': [1, 1, 1]} for seed, values in exact.items()}
+    return {'config': config, 'lengths': '1-2,4', 'scores': scores}
+
+
+def test_a_run_is_read_back_from_its_record(tmp_path):
+    path = tmp_path / 'records.jsonl'
+    argv = (f'--task=parity --pe=nope --d_model=8 --n_layer=1 --train_lengths=1-2 --n_eval=8 '
+            f'--eval_lengths=1-3,5 --n_test=7 --max_steps=10 --warmup_steps=3 --seeds=1,2 '
+            f'--length_schedule=[(0,1),(5,2)] --out_dir={tmp_path}/out/tiny/x --results={path}')
+    train.main(argv.split())
+    assert json.loads(path.read_text())['config'] == {
+        'pe': 'nope', 'd_model': 8, 'n_layer': 1, 'task': 'parity', 'train_lengths': '1-2',
+        'length_schedule': '[[0, 1], [5, 2]]', 'n_test': 7, 'seeds': '1-2', 'max_steps': 10,
+        'warmup_steps': 3, 'out_dir': f'{tmp_path}/out/tiny/x'}
+    run, = tables.read_runs(path)['tiny']
+    assert run.trained == [1, 2] and run.sizes == {1: 7, 2: 7, 3: 7, 5: 7} and not run.failed
+    for seed, by_length in json.loads((tmp_path / 'out/tiny/x/lengths.json').read_text()).items():
+        for metric in ('exact', 'token', 'last'):
+            wanted = {int(n): pytest.approx(x[metric], abs=5e-5) for n, x in by_length.items()}
+            assert run.by_length(int(seed), metric) == wanted
+
+
+def test_a_table_shows_planted_numbers_and_failed_seeds(tmp_path):
+    corpus, rare = record({0: [0, 0, 0]}, task='stdlib'), record({0: [0.5, 1, 0.9]}, task='copy')
+    corpus['scores'][0]['loss'] = [3.0, 2.0, 2.04]
+    rare['n'] = {'1': 2, '4': 300}                         # too few of length 1 to count in reach
+    write_lines(tmp_path / 'x.jsonl',
+                record({0: [1, 0.95, 0.5]}, warmup_steps=7),
+                record({1: [1, 0.75, 0]}, seeds='1-2', warmup_steps=7),
+                record({}, seeds='0-1', pe='nope'),
+                corpus, rare, {'probe': 'alignment', 'rows': {}})
+    runs = tables.read_runs(tmp_path / 'x.jsonl')['planted']
+    keys, grid = tables.grid_of(runs)
+    assert keys == ['pe']                                  # the warm-up follows from it
+    *_, head, _, rope, nope = tables.table(keys, grid)
+    assert head == '| pe | parity | stdlib | copy |'
+    assert rope == ('| rope | 92.5 (87.5 to 97.5): 97.5, 87.5<br>25.0 (0.0 to 50.0): 50.0, 0.0<br>'
+                    '2, 1<br>1 of 3 seeds failed | 12.18<br>7.69<br>none | 99.0<br>90.0<br>2 |')
+    assert nope == '| nope | 2 of 2 seeds failed |  |  |'
+    if train.pyplot():
+        tables.figure(grid).savefig(tmp_path / 'x.png')
+
+
+def test_every_published_cell_of_the_board_is_found():
+    cells = [(row, column) for row in tables.ROWS for column in tables.COLUMNS]
+    for minutes in (1, 0.25):
+        grid = tables.find_cells(minutes, cells)
+        assert sum(map(len, grid.values())) == len(cells) == 275
+        assert all(len(run.scores) == 5 for row in grid.values() for run, in row.values())
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A board of one column in a folder of its own."""
+    os.symlink(tables.ROOT / 'train.py', tmp_path / 'train.py')
+    (tmp_path / 'results').mkdir()
+    (tmp_path / 'results/board.jsonl').touch()
+    monkeypatch.setattr(tables, 'ROOT', tmp_path)
+    monkeypatch.setattr(tables, 'RATES', '1e-3,2e-3')
+    monkeypatch.setattr(tables, 'SHAPE', '--d_model=8 --n_layer=1 --batch_size=8 --n_eval=8')
+    monkeypatch.setattr(tables, 'COLUMNS', {'tiny': '1 9 1-2 1-4 --task=parity'})
+    return tmp_path
+
+
+def test_the_board_trains_what_is_missing(tiny, monkeypatch, capsys):
+    command = ['board', '--minutes=1', '--task=tiny', '--pe=nope']
+    tables.main(command)
+    first = capsys.readouterr().out
+    assert first.splitlines()[2] == '| encoding | tiny |' and '\n| nope | ' in first
+    line = json.loads((tiny / 'out/board.jsonl').read_text())
+    assert line['config']['seeds'] == '0-4' and line['lengths'] == '1-4'
+    monkeypatch.setattr(tables, 'run_train', None)         # nothing is left to train
+    tables.main(command)
+    assert capsys.readouterr().out == first
+    with pytest.raises(train.UserError, match="unknown task of the board 'tyni'"):
+        tables.main(['board', '--task=tyni'])
+
+
+def test_the_board_takes_the_best_rate_resumes_and_reports_errors(tiny, monkeypatch):
+    folder, commands, status = tiny / 'out/board_1/tiny/nope', [], 0
+    for rate, exact in ((0.001, [0.5, 0.75]), (0.002, [0.25, 1])):
+        at = tiny / f'{folder},search/lr={rate}'
+        at.mkdir(parents=True)
+        evals = [{'eval': {'1': {'exact': x, 'token': x}}} for x in exact]
+        write_lines(at / 'log.jsonl', {'step': 0, 'loss': 1}, *evals)
+    folder.mkdir()
+    (folder / 'ckpt.pt').touch()
+
+    def run(command, **_):
+        commands.append(command)
+        return tables.subprocess.CompletedProcess(command, status, '', 'noise\ntrain.py: no')
+    monkeypatch.setattr(tables.subprocess, 'run', run)
+    tables.run_cell(1, 'nope', 'tiny', 'out/board.jsonl')
+    search, final = commands
+    assert {'--lr=1e-3,2e-3', '--seeds=5'} < {*search} and '--resume' not in search
+    assert {'--lr=2e-3', '--seeds=0-4', '--resume'} < {*final}
+    status = 2
+    with pytest.raises(train.UserError, match='nope,search: train.py: no'):
+        tables.run_cell(1, 'nope', 'tiny', 'out/board.jsonl')
+
+
+@pytest.mark.parametrize('path', ['README.md', 'results/README.md'])
+def test_marked_blocks_are_made_from_the_records(path):
+    text, sets = (tables.ROOT / path).read_text(), tables.read_runs()
+    assert tables.refreshed(text.replace('<!-- end', 'old\n<!-- end'), sets) == text, 'refresh it'
+
+
+def test_commands_name_options_and_configs_that_exist():
+    for line in (tables.ROOT / 'results/commands.sh').read_text().splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ['run']:
+            flags = {word[2:].partition('=')[0] for word in words if word.startswith('--')}
+            assert flags <= {*train.defaults(train.Config)}, line
+            assert all((tables.ROOT / word).exists() for word in words if word[:8] == 'configs/')
 
 
 # ------------------------------------------------------------------------------------------------

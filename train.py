@@ -191,15 +191,18 @@ def defaults(cls):
 
 
 def as_typed(value):
-    """A value as one would type it; a list as 1-16 if its numbers are consecutive, or as 1,2,4."""
+    """A value as one would type it; a list of integers as 1-16,20,24."""
     if not isinstance(value, (list, tuple, range)):
         return str(value)
-    items = list(value)
-    if any(isinstance(x, (list, tuple)) for x in items):
-        return str(items)
-    if len(items) > 2 and all(b == a + 1 for a, b in itertools.pairwise(items)):
-        return f'{items[0]}-{items[-1]}'
-    return ','.join(map(str, items))
+    spans = []                                             # [first, last] of consecutive numbers
+    for x in value:
+        if type(x) is not int:
+            return str(list(value))
+        if spans and x == spans[-1][1] + 1:
+            spans[-1][1] = x
+        else:
+            spans.append([x, x])
+    return ','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)
 
 
 def parse_list(text):
@@ -865,30 +868,35 @@ def begin(cfg, checkpoint):
     write_file(log, ''.join(lines))
 
 
+# options that a record leaves out: how a run was executed, and what follows from other options
+NOT_RECORDED = {*FREE, *Config.DERIVED} - {'out_dir', 'n_test', 'eval_only', 'accumulate'}
+
+
 def append_record(cfg, device, by_seed, failed=()):
-    """Append a finished run to cfg.results, as results/tables.py reads it: the options that differ
-    from their defaults, {seed: {length: [exact, token, last, (loss)]}} to four digits, and the
-    versions that made it."""
-    config = {key: as_typed(value) if isinstance(value, list) else value
-              for key, usual in defaults(Config).items()
-              if key not in FREE or key in ('out_dir', 'eval_lengths', 'n_test')
-              if (value := getattr(cfg, key)) != usual}
-    metrics = 'exact', 'token', 'last', 'loss'
-    lengths = {seed: {n: [round(x[m], 4) for m in metrics if m in x] for n, x in scores.items()}
-               for seed, scores in by_seed.items()}
-    sizes = {n: x['n'] for scores in by_seed.values() for n, x in scores.items()
-             if x['n'] != cfg.n_test}
+    """Append a finished run to cfg.results in the form that results/tables.py describes."""
+    usual, config, scores = defaults(Config), {}, {}
+    for key, value in usual.items():
+        now = getattr(cfg, key)
+        if key not in NOT_RECORDED and (now != value or key in ('pe', 'task')):
+            config[key] = as_typed(now) if isinstance(now, list) else now
+    for seed, by_length in by_seed.items():
+        rows = [by_length[n] for n in cfg.eval_lengths]
+        columns = {metric: [round(row[metric], 4) for row in rows] for metric in rows[0]}
+        scores[seed] = {metric: column for metric, column in columns.items() if metric != 'n'
+                        and (metric == 'exact' or column != columns['exact'])}
+    sizes = {n: row['n'] for by_length in by_seed.values() for n, row in by_length.items()
+             if row['n'] != cfg.n_test}
     git = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'describe', '--always',
            '--dirty', '--exclude=*']
     commit = ''
     with contextlib.suppress(OSError):                     # no git
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     hardware = torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()
-    record = dict(config=config, lengths=lengths, n=sizes, failed=list(failed),
-                  torch=torch.__version__, commit=commit, hardware=hardware)
-    record = {key: x for key, x in record.items() if x or key == 'lengths'}
-    with open(cfg.results, 'ab', buffering=0) as f:
-        f.write((json.dumps(record) + '\n').encode())      # in one piece
+    record = dict(config=config, lengths=as_typed(cfg.eval_lengths), scores=scores, n=sizes,
+                  failed=list(failed), torch=torch.__version__, commit=commit, hardware=hardware)
+    record = {key: x for key, x in record.items() if x or key == 'scores'}
+    with open(cfg.results, 'ab', buffering=0) as f:        # in one piece
+        f.write((json.dumps(record, separators=(',', ':')) + '\n').encode())
 
 
 # --------------------------------------------------------------------------------------------------

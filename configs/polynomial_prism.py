@@ -1,5 +1,5 @@
-# PRISM computes the polynomial iteration s_t = s_(t-1) x_t + 1 mod 5 of up to 100 symbols, trained on
-# at most 16: `python probe.py cursor out/polynomial_prism` shows how.
+# PRISM computes the iteration s_t = s_(t-1) x_t + 1 mod 5 of up to 100 symbols, trained on at most
+# 16: `python probe.py cursor out/polynomial_prism` shows how.
 # Compare: --pe=prism,vipe,shifted_ape,rope
 task = 'polynomial'
 pe = 'prism'

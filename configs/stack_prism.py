@@ -1,6 +1,6 @@
-# PRISM on stack manipulation (0110422=11020000), without the copy branch, with the paper's two PRISM
-# layers (the paper has them before layers 1 and 4 of 5) and four cursors per head. The cursors of
-# the second one can follow the height of the stack: up at a push, down at a pop.
+# PRISM on stack manipulation (0110422=11020000), without the copy branch, with two PRISM layers (in
+# the paper before layers 1 and 4 of 5) and four cursors per head. The cursors of the second one can
+# follow the height of the stack: up at a push, down at a pop.
 task = 'stack'
 pe = 'prism'
 n_head = 4

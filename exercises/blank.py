@@ -20,8 +20,7 @@ from typing import NamedTuple
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from engine import config  # noqa: E402
-from engine.config import UserError  # noqa: E402
+from train import UserError, check_name, run_program  # noqa: E402
 
 CORE, OWN = 'test_all.py', 'exercises/test_graders.py'
 MARK = 'exercises/this_copy'        # a file of each copy, with the exercise's name
@@ -42,42 +41,39 @@ EXERCISES = {
     'rope': Exercise(
         ['pe.py:rotate', 'pe.py:RoPE.qk'],
         [f'{CORE}::test_rope', f'{CORE}::test_rope_fraction'], ['rope', 'rope fraction'],
-        ['pe.py:YaRN.qk', 'pe.py:SelectiveRoPE.qk', 'pe.py:VRoPE.turn',
-         'probes/llama.py:LlamaRoPE.qk', 'probes/llama.py:LlamaAttention.project']),
+        ['pe.py:YaRN.qk', 'pe.py:SelectiveRoPE.qk', 'pe.py:VRoPE.rotated', 'probe.py:LlamaRoPE.qk',
+         'probe.py:LlamaAttention.project']),
     'alibi': Exercise(
-        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.by_distance'], [f'{CORE}::test_alibi'],
+        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.bias'], [f'{CORE}::test_alibi'],
         ['alibi', 'alibi on 2 heads']),
     't5': Exercise(
-        ['pe.py:T5.bucket'],
-        [f'{CORE}::test_t5{x}' for x in ('', '_without_a_mask_tells_before_from_after')],
-        ['t5', 't5 24']),
+        ['pe.py:T5.bucket'], [f'{CORE}::test_t5'], ['t5', 't5 24']),
     'attention': Exercise(
         ['exercises/online.py:attention', 'kernels.py:forward_kernel'],
         [f'{OWN}::test_online_softmax', f'{OWN}::test_forward_kernel']),
     'pope': Exercise(
-        ['pe.py:PoPE.theta', 'pe.py:PoPE.qk'], [f'{CORE}::test_pope'],
+        ['pe.py:PoPE.theta', 'pe.py:PoPE.qk', 'pe.py:polar'], [f'{CORE}::test_pope'],
         ['pope', 'pope uniform', 'pope no delta', 'pope no softplus', 'pope half'],
-        ['kernels.py:pope_attention_reference', 'kernels.py:attention_reference',
+        ['kernels.py:pope_attention_reference', 'kernels.py:polar_reference',
          'kernels.py:polar_kernel', 'kernels.py:polar_backward_kernel', 'kernels.py:cos_sin_table',
-         'probes/pope.py:polar']),
+         'probe.py:polar']),
     'vipe': Exercise(
-        ['pe.py:ViPE.rescale', 'pe.py:ViPE.out', 'pe.py:Encoding.expected_distance'],
-        [f'{CORE}::test_vipe'],
+        ['pe.py:ViPE.factors', 'pe.py:ViPE.value', 'pe.py:ViPE.out'], [f'{CORE}::test_vipe'],
         ['vipe', 'vipe logits only', 'vipe value only', 'vipe s global', 'vipe d_p', 'nope'],
-        ['kernels.py:vipe_attention_reference', 'kernels.py:vipe_factors', 'pe.py:SSMax.rescale']),
+        ['kernels.py:vipe_attention_reference', 'kernels.py:vipe_factors', 'pe.py:SSMax.qk']),
     'prism': Exercise(
-        ['pe.py:cursor_scan'],
+        ['pe.py:algorithm_1'],
         [f'{CORE}::test_{x}' for x in (
             'cursor_machines', 'cursor_keeps_its_mass', 'sharpening_multiplies_exponents',
             'cursor_histogram_is_the_sum_over_all_paths', 'cursor_scan_in_chunks')],
         ['prism', 'prism copy'],
-        [f'engine/scan.py:{x}' for x in (
-            'after_reset', 'after_step', 'load_copy', 'scan_chunk', 'scan_kernel',
-            'superposition_gradient', 'step_gradient', 'scan_backward_kernel')]),
-    'by_hand': Exercise(['probes/by_hand.py:iteration_head'], [f'{OWN}::test_weights_by_hand']),
+        [f'kernels.py:{x}' for x in (
+            'cursor_scan_reference', 'after_reset', 'after_step', 'step_gradient', 'scan_kernel',
+            'scan_backward_kernel')]),
+    'by_hand': Exercise(['probe.py:iteration_head'], [f'{OWN}::test_weights_by_hand']),
     'heads': Exercise(
-        ['probes/toeplitz.py:without_heads'],
-        ['probes/test_toeplitz.py::test_ablate_finds_the_head_that_carries_the_answer']),
+        ['probe.py:without_heads'],
+        [f'{CORE}::test_ablate_finds_the_head_that_carries_the_answer']),
     'break_it': Exercise([], [f'{OWN}::test_where_it_breaks']),
     'design': Exercise([], [f'{OWN}::test_your_own_encoding'], ['mine']),
 }
@@ -121,10 +117,10 @@ def read(path, root=ROOT):
 
 
 def make_copy(name, folder):
-    """Copy the repository, but its history and results, into a new folder, and take out."""
+    """Copy the repository, without its history and records, into a new folder, and take out."""
     if os.path.exists(folder):
         raise UserError(f'{os.path.relpath(folder)} is there: delete it to start again')
-    skip = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'results', 'assets',
+    skip = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets',
                                   'TEACHING.md')
     shutil.copytree(ROOT, folder, ignore=skip)
     for path, text in (blanked_files(name) | {MARK: name}).items():
@@ -188,7 +184,7 @@ def section(name):
 
 def main(argv):
     """The program; returns the exit status."""
-    if config.wants_help(argv):
+    if {'-h', '--help'} & set(argv):
         print(__doc__)
         return 0
     names = [arg for arg in argv if not arg.startswith('-')]
@@ -199,7 +195,7 @@ def main(argv):
     if len(names) != 1 or flags not in ([], ['--check'], ['--show-diff']):
         raise UserError('write the name of one exercise, and perhaps --check or --show-diff')
     name = names[0]
-    config.check_name('exercise', name, EXERCISES)
+    check_name('exercise', name, EXERCISES)
     folder = os.path.join(ROOT, 'out/exercises', name)
     if os.path.exists(os.path.join(ROOT, MARK)):
         if flags != ['--check'] or read(MARK) != name:
@@ -223,4 +219,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    config.run(main)
+    run_program(main)

