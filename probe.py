@@ -1368,10 +1368,11 @@ def sees_distances(model, tokens):
     layer, pos = trace(model, tokens[:1])[0], torch.arange(tokens.shape[1])
     try:
         own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)
+        shifted = logits_at(layer, pos + 1, pos + 1)
     except encodings.InputMissing:    # positions come from the content
         return False
     same = torch.allclose(own + encodings.causal(own), layer.logits, 1e-3, 1e-4)
-    return same and not torch.allclose(own, moved)
+    return same and torch.allclose(own, shifted, 1e-3, 1e-4) and not torch.allclose(own, moved)
 
 
 def check_distances(model, tokens, cfg):

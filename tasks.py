@@ -635,10 +635,10 @@ class FlipFlop(Task):
 
 
 class Group(Task):
-    """State tracking (Merrill et al. 2024): token t is a group's element x_t, its label x_1 .. x_t,
-    without a chain of thought. `length`: elements, uniform. Option `name`: s2 to s5, permutations;
-    the left factor is applied first. Without the start symbol, attention that depends on distances
-    alone could not distinguish `x x` from `x`, because it averages equal values.
+    """State tracking (Merrill et al. 2024): token t is an element x_t of a group, its label the
+    product of x_1 to x_t, without a chain of thought. `length`: elements, uniform. Option `name`:
+    s2 to s5, permutations; the left factor is applied first. The start symbol lets attention that
+    depends on distances alone, which averages equal values, distinguish `x x` from `x`.
     >>> example('group:name=s3', 5)
     '^ 102 120 210 012 021'
     """
@@ -1294,8 +1294,8 @@ def main(argv):
     length = int(rest[0]) if rest else 64 if task.corpus else max(5, task.min_length)
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
-    if options := inspect.signature(type(task)).parameters.values():
-        print(f'options, with their defaults: {":".join(map(str, options))}')
+    if options := ':'.join(map(str, inspect.signature(type(task)).parameters.values())):
+        print('options, with their defaults:', options.replace('True', '1').replace('False', '0'))
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
         answer = 'all but the first' if task.corpus else task.decode(target[target != -100])

@@ -747,10 +747,6 @@ def evaluate(model, task, sets, autocast=None):
 #   rng       the states of torch's generators (dropout)
 #   losses    [steps, S] since the last line of the log
 
-class Diverged(UserError):
-    """No seed's loss is finite any more."""
-
-
 def write_file(path, data):
     """Write bytes or text so that the file is always either the old one or the new one, whole."""
     try:
@@ -1008,7 +1004,8 @@ class Stop:
 def train(cfg, device, checkpoint, stop):
     """Train all seeds from where the checkpoint left them.
 
-    Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped.
+    Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped. The
+    checkpoint says which seeds diverged.
     """
     task, first = cfg.the_task, checkpoint['step']
     trainer = Trainer(cfg, device)
@@ -1032,6 +1029,8 @@ def train(cfg, device, checkpoint, stop):
 
         rows = torch.stack(losses).tolist()                # only here the loop waits for the device
         alive = note_failures(checkpoint, done, rows, trainer.models)
+        if not alive:
+            return {}
         if done % cfg.log_interval == 0 or evaluating:
             speed = round((done - first) / (time.time() - began), 2)
             lr = trainer.optimizer.param_groups[0]['lr'].item()
@@ -1061,8 +1060,8 @@ def train(cfg, device, checkpoint, stop):
 
 
 def note_failures(checkpoint, step, rows, models):
-    """{seed: model} of the seeds that have not diverged; raise Diverged if there is none. rows
-    [steps, S]: the losses of the last steps up to `step`."""
+    """{seed: model} of the seeds that have not diverged. rows [steps, S]: the losses of the last
+    steps up to `step`."""
     alive = {}
     for i, (seed, entry) in enumerate(checkpoint['seeds'].items()):
         bad = [number for number, row in enumerate(rows, step - len(rows) + 1)
@@ -1074,9 +1073,6 @@ def note_failures(checkpoint, step, rows, models):
             tqdm.write(entry['failed'])
         if 'failed' not in entry:
             alive[seed] = models[i]
-    if not alive:
-        raise Diverged('; '.join(failures(checkpoint)) + '; the last finite checkpoint, if any, is '
-                       'kept. A lower --lr or a longer --warmup_steps may help')
     return alive
 
 
@@ -1084,8 +1080,8 @@ def note_failures(checkpoint, step, rows, models):
 # the program: a run, a sweep, an evaluation
 
 def run(cfg, stop):
-    """Train one configuration, with cfg.resume from its checkpoint: {seed: {length: scores}}, or
-    None if it was stopped."""
+    """Train one configuration, with cfg.resume from its checkpoint: ({seed: {length: scores}}, None
+    if it was stopped; a line about each seed that diverged)."""
     device = pick_device(cfg)
     if cfg.results:
         open(cfg.results, 'a').close()                     # fails now rather than after training
@@ -1100,15 +1096,12 @@ def run(cfg, stop):
             raise UserError(f'the run in {cfg.out_dir} was trained on another kind of device, which'
                             f' draws other random numbers: resume with --device={other}')
     begin(cfg, checkpoint)
-    by_seed = {}
-    try:
-        by_seed = train(cfg, device, checkpoint, stop)
-    finally:
-        if cfg.results and (by_seed or by_seed == {} and failures(checkpoint)):
-            append_record(cfg, device, by_seed, failures(checkpoint))
+    by_seed, failed = train(cfg, device, checkpoint, stop), failures(checkpoint)
     if by_seed:
         write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
-    return by_seed
+    if cfg.results and by_seed is not None:
+        append_record(cfg, device, by_seed, failed)
+    return by_seed, failed
 
 
 def train_points(points, swept):
@@ -1123,16 +1116,15 @@ def train_points(points, swept):
             by_seed = finished(cfg)
         if by_seed:
             print('finished earlier; delete the folder to train it again')
+            lines = failures(read_checkpoint(cfg.out_dir))
         else:
-            try:
-                by_seed = run(cfg, stop)
-            except Diverged as error:
-                failed.append(f'{label} {error}'.strip())
-                continue
+            by_seed, lines = run(cfg, stop)
         if by_seed is None:
             print(f'stopped and saved; continue with {"the same command" if swept else "--resume"}')
             return 128 + stop.signal
-        failed += [f'{label} {line}'.strip() for line in failures(read_checkpoint(cfg.out_dir))]
+        failed += [f'{label} {line}'.strip() for line in lines]
+        if not by_seed:
+            continue
         scores[label] = by_seed
         if swept:
             print(brief(cfg, mean_scores(by_seed)))
@@ -1143,7 +1135,8 @@ def train_points(points, swept):
         print(f'\n{what} by length, ' + ' x '.join(swept))
         print_rows(cfg, [(label, mean_scores(x), 'exact') for label, x in scores.items()])
     if failed:
-        raise UserError(f'{len(failed)} diverged: ' + '; '.join(failed))
+        raise UserError(f'{len(failed)} diverged: {"; ".join(failed)}. A lower --lr or a longer '
+                        '--warmup_steps may help')
     return 0
 
 

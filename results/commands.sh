@@ -121,7 +121,7 @@ prism)    # PRISM's tasks and parts
     run prism_odds_40 configs/odds_first_prism.py --pe=prism --train_lengths=1-40 '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)]' --eval_lengths=1-40,50,60,80,100,150,200 --seeds=0-2
     run prism_noise configs/bucket_sort_prism.py --pe=prism --seeds=0-2
     # 1 more run of prism_noise needs options of commit 670674a
-    run prism_chains configs/multiplication_cot_prism.py --pe=prism --n_head=2 --n_layer=3 --train_lengths=1-3 '--length_schedule=[(0,1),(400,2),(800,3)]' --eval_lengths=1-6 --batch_size=64 --max_steps=3000 --prism_alpha_lr=0.03 --ema=0 --seeds=0-2
+    run prism_chains configs/multiplication_cot_prism.py --pe=prism --n_head=2 --n_layer=3 --train_lengths=1-3 '--length_schedule=[(0,1),(400,2),(800,3)]' --eval_lengths=1-6 --batch_size=64 --max_steps=3000 --prism_alpha_lr=0.03 --seeds=0-2
     run prism_chains configs/addition_prism.py --pe=prism --prism_recurrent=norm --seeds=0-2
     run prism_chains configs/addition_prism.py --pe=prism --train_lengths=1-12 '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]' --seeds=0-2
     run prism_chains configs/addition_prism.py --pe=prism --train_lengths=1-12 '--length_schedule=[(0,3),(500,5),(1000,8),(1500,12)]' --max_steps=7000 --eval_interval=1000 --eval_lengths=1-12,14,16,20,24,30,36 --seeds=0-11
