@@ -381,7 +381,7 @@ def attention(model, task, cfg, length=0, n=16, offset=0):
     def draw(plt):
         title = f'attention with {offset:+d} positions from BoS (ViPE Figure 9; dots: x_t)'
         title = title if offset else (f'attention; trained to {cfg.train_len} tokens (red). '
-                                      'Does the pattern persist in the lower row?')
+                                      'Lower row: twice that length.')
         fig, axs = panels(plt, len(maps), f'{titled(cfg)}: {title}')
         # one scale; BoS, to which many heads attend, does not count
         top = torch.cat([x[1:, 1:].amax(dim=1) for x in maps.values()]).quantile(0.9).item()
@@ -481,7 +481,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         failed = min((row['length'] for row in longer if row[key] < least), default=torch.inf)
         summary[name] = max((row['length'] for row in longer if row['length'] < failed), default=0)
     others = ['_' + head for head in heads if head in rows[0] and head != heads[best]]
-    title = f'{titled(cfg)}: attention to the correct key. Where it falls, answers fail?'
+    title = f'{titled(cfg)}: attention to the correct key. Answers fail where it falls.'
     shown = {f'weight of head {heads[best]} (grey: others)': [
         heads[best], 'states', 'exact', *others]}
     if distances:
@@ -850,7 +850,7 @@ def tuning(model, task, cfg, length=0, contents=24):
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
         f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}
         for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
-    title = f'{titled(cfg)}: logits by distance (grey: one content). Do their peaks agree?'
+    title = f'{titled(cfg)}: logits by distance. Grey: one query and key; blue: their mean.'
     draw = curves(title, lines, f'distance; trained to {cfg.train_len} (red line)', 'logit',
                   cfg.train_len, xlim=(0, length))
     return head_rows(columns), summary, draw

@@ -3394,7 +3394,6 @@ def test_configs_are_valid(name, tmp_path, request):
     elif task == 'cfq':
         values |= dict(data=str(request.getfixturevalue('cfq')), batch_size=12)
     elif task == 'maestro':
-        pytest.importorskip('miditok')
         values['data'] = str(request.getfixturevalue('midi'))
     cfg = train.make_config(values)
     if not name.startswith('paper_') and name != 'addition_prism.py':

@@ -51,7 +51,7 @@ from model import ModelConfig, Transformer
 class Config(ModelConfig):
     """Every option of a run, in addition to those of model.ModelConfig and pe.PEConfig."""
     # data
-    task: str = 'parity'           # what to learn, with its options, as in polynomial:p=7
+    task: str = 'parity'           # what to learn, with its options, as in parity:steps=0
     data: str = ''                 # file or folder, for a task that reads one
     train_lengths: list = range(1, 17)  # problem lengths trained on, mixed within a batch
     eval_lengths: list = range(1, 49)   # problem lengths evaluated
