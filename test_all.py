@@ -2787,20 +2787,17 @@ def test_a_run_of_a_task_that_has_changed_is_refused(tmp_path):
         train.main(flags(task='string_reverse', out_dir=tmp_path) + ['--eval_only'])
 
 
-def test_runs_with_removed_options_are_refused(tmp_path):
-    """Older checkpoints are read if what they lack, or have besides, had its default value."""
+def test_runs_of_another_version_are_read_or_refused(tmp_path):
+    """A checkpoint may lack options; parameters that a class no longer has are one line."""
     train.main(flags(out_dir=tmp_path))
-    for change, readable in ((dict(prism_input=0.5, abacus_offset=99), True),
-                             (dict(prism_noise=0.3), False), (dict(ema=0.9), False)):
-        state = read_checkpoint(tmp_path)
-        state['config'] |= change
-        state['config'].pop('pope_frequencies', None)
-        torch.save(state, tmp_path / 'ckpt.pt')
-        if readable:
-            assert train.load(tmp_path)[1].pope_frequencies == 'all'
-        else:
-            with pytest.raises(train.UserError, match='an option that was removed'):
-                train.load(tmp_path)
+    state = read_checkpoint(tmp_path)
+    del state['config']['pope_frequencies']
+    torch.save(state, tmp_path / 'ckpt.pt')
+    assert train.load(tmp_path)[1].pope_frequencies == 'all'
+    state['seeds'][0]['model']['blocks.0.attn.pe.table'] = torch.zeros(3)
+    torch.save(state, tmp_path / 'ckpt.pt')
+    with pytest.raises(train.UserError, match='has changed since the run'):
+        train.load(tmp_path)
 
 
 def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
@@ -3289,10 +3286,12 @@ BAD = {
 def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, capsys):
     train.main(flags(out_dir=tmp_path))
     (tmp_path / 'probe_axes.json').touch()
+    (tmp_path / 'probe_notes.txt').touch()
     assert 'replaces' not in capsys.readouterr().out
     train.main(flags(out_dir=tmp_path, pe='alibi'))
     assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
     assert not (tmp_path / 'probe_axes.json').exists() and (tmp_path / 'ckpt.pt').exists()
+    assert (tmp_path / 'probe_notes.txt').exists()
 
 
 @pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)

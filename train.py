@@ -148,9 +148,6 @@ FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_in
 ARCHITECTURE = ['train_lengths'] + [
     f.name for f in fields(ModelConfig)
     if f.name not in ('vocab_size', 'train_len', 'eval_len', 'vipe_s', 'kernel', 'prism_alpha_lr')]
-# options of former versions: the files of a run may have them, at these values only
-REMOVED = dict(prism_input=0.5, prism_whole=0.0, prism_whole_at=0.0, prism_info=0.0,
-               prism_noise=0.0, prism_start='fading', ema=0.0)
 # dtype of the weights
 DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.float32,
           'float64': torch.float64}
@@ -300,19 +297,10 @@ def read_options(argv):
     if (values['eval_only'] or values['resume']) and not sweeps:
         path = os.path.join(values['out_dir'], 'config.json')
         saved = read_json(path)
-        check_removed(saved, path)
         here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only')}
         values |= {key: check(Config, key, saved[key], path) for key in values.keys() & saved}
         values |= flags | here
     return values
-
-
-def check_removed(saved, path):
-    """Raise UserError for a run that used an option which no longer exists."""
-    for key, value in REMOVED.items():
-        if saved.get(key, value) != value:
-            raise UserError(f'{path} has {key}={saved[key]}, an option that was removed; '
-                            'commit 670674a is the last that reads it')
 
 
 def default_out_dir(values):
@@ -548,7 +536,7 @@ class Trainer:
                                                self.batches):
             entry = checkpoint['seeds'][seed]
             if 'model' in entry:                           # else it diverged before its first one
-                model.load_state_dict(entry['model'])
+                load_weights(model, entry['model'], self.cfg.out_dir)
             batches.resume(start, epoch['lengths'], epoch['at'])
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         for i, state in checkpoint['moments'].items():
@@ -745,7 +733,7 @@ def evaluate(model, task, sets, autocast=None):
 #   moments   AdamW's averages, stacked over the seeds: {number of the parameter: {name: [S, ...]}}
 #   batches   where the data are: the generators' states at the start of the epoch, and the row
 #   rng       the states of torch's generators (dropout)
-#   losses    [steps, S] since the last line of the log
+#   losses    [steps, S] since the last line of the log, whose size in bytes is log_size
 
 def write_file(path, data):
     """Write bytes or text so that the file is always either the old one or the new one, whole."""
@@ -784,7 +772,8 @@ def read_checkpoint(folder):
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     if not {'config', 'seeds', 'step'} <= set(checkpoint):
         raise UserError(f'{path} is not a whole checkpoint of train.py; delete it and train again')
-    check_removed(checkpoint['config'], path)
+    if checkpoint['config'].get('ema'):
+        raise UserError(f'{path} used ema, an option that was removed: train again')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
@@ -794,8 +783,8 @@ def save(cfg, checkpoint, state, alive, step, losses):
     models = state.pop('models')
     for seed in alive:
         checkpoint['seeds'][seed].update(step=step, model=models[seed])
-    shape = len(losses), len(cfg.seeds)
-    checkpoint.update(state, step=step, losses=torch.cat([torch.empty(0), *losses]).view(shape))
+    checkpoint.update(state, step=step, losses=torch.stack(losses).cpu() if losses else losses,
+                      log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
@@ -812,6 +801,15 @@ def check_same(cfg, checkpoint, names=None):
         if saved[key] != getattr(cfg, key):
             raise UserError(f'the run in {cfg.out_dir} has {key}={saved[key]}, but {cfg.task}, or '
                             f'its data, has changed to {getattr(cfg, key)}; train again')
+
+
+def load_weights(model, weights, folder):
+    """model.load_state_dict(weights); raise UserError if a class has changed since the run."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise UserError(f'pe.py or model.py has changed since the run in {folder}: its parameters '
+                        'are others now; train it again') from None
 
 
 def failures(checkpoint):
@@ -842,26 +840,18 @@ def begin(cfg, checkpoint):
     """Prepare a run's folder: remove what is newer than the checkpoint, or belongs to a run that
     this one replaces."""
     os.makedirs(cfg.out_dir, exist_ok=True)
+    there = os.listdir(cfg.out_dir)
     old = ['lengths.json']
-    if not checkpoint['step']:
-        there = os.listdir(cfg.out_dir)
-        old += ['ckpt.pt', 'eval.json', 'lengths.png', 'report.md']
-        old += [name for name in there if name.startswith('probe_')]
-        if 'ckpt.pt' in there:
-            print(f'replaces the run in {cfg.out_dir}')
-    for name in old:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(cfg.out_dir, name))
+    if not checkpoint['step'] and 'ckpt.pt' in there:
+        print(f'replaces the run in {cfg.out_dir}')
+        old += ['ckpt.pt', 'eval.json']
+        old += [name for name in there if re.fullmatch(r'probe_[a-z]+\.(json|png)', name)]
+    for name in set(old) & set(there):
+        os.remove(os.path.join(cfg.out_dir, name))
     config = json.dumps(checkpoint['config'], indent=1)
     write_file(os.path.join(cfg.out_dir, 'config.json'), config)
-    log, lines = os.path.join(cfg.out_dir, 'log.jsonl'), []
-    if checkpoint['step'] and os.path.exists(log):         # a resumed run repeats later lines
-        with open(log) as f:
-            for line in f:
-                with contextlib.suppress(ValueError):      # a line cut off by a kill
-                    if json.loads(line)['step'] <= checkpoint['step']:
-                        lines.append(line)
-    write_file(log, ''.join(lines))
+    with open(os.path.join(cfg.out_dir, 'log.jsonl'), 'ab') as log:
+        log.truncate(checkpoint.get('log_size'))           # a resumed run repeats later lines
 
 
 # options that a record leaves out: how a run was executed, and what follows from other options
@@ -1013,7 +1003,7 @@ def train(cfg, device, checkpoint, stop):
     losses = []                                            # [S] each, since the log's last line
     if first:
         trainer.restore(checkpoint)
-        losses = list(checkpoint['losses'].to(device))
+        losses = [x.to(device) for x in checkpoint['losses']]
     size = sum(p.numel() for p in trainer.models[0].parameters())
     print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}')
     log = open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a', buffering=1)
@@ -1085,7 +1075,8 @@ def run(cfg, stop):
     device = pick_device(cfg)
     if cfg.results:
         open(cfg.results, 'a').close()                     # fails now rather than after training
-    checkpoint = {'config': asdict(cfg), 'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0}
+    checkpoint = {'config': asdict(cfg), 'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0,
+                  'log_size': 0}
     if cfg.resume and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
         checkpoint = read_checkpoint(cfg.out_dir)
         check_same(cfg, checkpoint)
@@ -1160,7 +1151,7 @@ def load(run_dir, seed=None, cfg=None):
         raise UserError(f'no model of seed {seed} in {run_dir}; there are: '
                         + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(DTYPES[cfg.dtype])
-    model.load_state_dict(models[seed])
+    load_weights(model, models[seed], run_dir)
     cfg.seeds = [seed]
     return model.eval(), cfg
 
