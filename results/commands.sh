@@ -90,6 +90,13 @@ toeplitz)    # distance and counting
     run embedding --task=polynomial,string_reverse --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --embedding_std=0.1,1 --seeds=0-2
     run embedding --task=indirect_indexing:letters=12:shift=2 --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --embedding_std=0.1,1 --seeds=0-2
     ;;
+prism_plain)    # PRISM with its paper's options alone
+    run prism_plain configs/string_copy_prism.py --seeds=0-7
+    run prism_plain configs/string_reverse_prism.py --seeds=0-7
+    run prism_plain configs/dyn_str_cpy_prism.py --seeds=0-7
+    run prism_plain configs/parity_prism.py --seeds=0-7
+    run prism_plain configs/polynomial_prism.py --seeds=0-7
+    ;;
 prism)    # PRISM's tasks and parts
     # the records were trained with the configs of commit 670674a, which set options that are gone
     run prism configs/string_copy_prism.py --pe=prism,shifted_ape,rope,nope --seeds=0-2
