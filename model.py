@@ -17,20 +17,20 @@ import pe as encodings
 
 @dataclass
 class ModelConfig(encodings.PEConfig):
-    """The shape of the model. ValueError where the numbers do not fit together."""
+    """The shape of the model. Raises ValueError where the numbers do not fit together."""
     vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
     d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'    # layernorm | rmsnorm
     dropout: float = 0.0           # on the embedding and on each block's additions to the stream
-    embedding_std: float = 0.1     # of the token embedding at first
+    embedding_std: float = 0.1     # of the token embedding at initialization
     tie: bool = False              # output matrix = token embedding
 
     def __post_init__(self):
         super().__post_init__()
         encodings.check_positive(self, 'vocab_size', 'embedding_std')
         if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
+            raise ValueError(f'dropout must be in [0, 1), got {self.dropout}')
 
 
 NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
@@ -70,7 +70,7 @@ class LatentAttention(Attention):
     """Multi-head latent attention (the Toeplitz study, eq. 3), c_j = W_D x_j, v_j = W_UV c_j:
     <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>.
 
-    Each half of a head has its own up-projection; the encoding, R or any other, acts on the second.
+    Each half of a head has its own up-projection; R is RoPE, on the second (pe.LatentRoPE).
     """
     def make_projections(self, cfg):
         self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
