@@ -131,7 +131,7 @@ class Encoding(nn.Module):
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
     raw_qk = False            # True: a sum's other parts must leave q and k as they are
-    mean_distance = False     # True: out() gets sum_s alpha_ts (t - s) as y's last channel
+    mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
     drawable = True           # False: left out of the picture of all encodings
     zero_init = False         # True: has no effect at initialization
