@@ -1248,7 +1248,7 @@ def cursor(model, task, cfg, length=0, n=32):
 
     def draw(plt):
         title = (f'{titled(cfg)}, trained to {trained}: cursors; {100 * summary["exact"]:.0f} % '
-                 f'correct at length {length}. A cursor that keeps its pace at any length extends.')
+                 f'correct at length {length}. Cursors with a constant pace generalize.')
         brief = batch(task, cfg.train_lengths, trained, 1)[1]
         return cursor_panels(plt, title, model, task, (trained, brief), (length, tokens[:1]))
     return rows, summary, draw
