@@ -161,7 +161,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def generate(self, tokens, n, temperature=0.0, end=None):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
-        the likeliest at temperature 0; rows past their end are padded."""
+        greedily at temperature 0; rows past their end are padded."""
         if not self.cfg.causal:
             raise ValueError('causal=False hides the last token from all others: no next one')
         total_len = tokens.shape[1] + n

@@ -135,6 +135,7 @@ class Encoding(nn.Module):
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
     drawable = True           # False: left out of the picture of all encodings
     zero_init = False         # True: has no effect at initialization
+    reads_content = False     # True: state() computes positions from the content
     own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
 
     def __init__(self, cfg):
@@ -249,7 +250,7 @@ class Encoding(nn.Module):
         large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
         if self.cfg.kernel == 'triton' or not large:
             return self.cfg.kernel == 'triton'
-        return kernels().triton is not None and kernels().fits(q.device)
+        return kernels(required=False) is not None and kernels().fits(q.device)
 
     def attend_by_kernel(self, q, k, v, at):
         """attend() by kernels.attention, in memory that grows with T."""
@@ -262,10 +263,16 @@ class Encoding(nn.Module):
         return self.out(y, at)
 
 
-def kernels():
-    """The module kernels.py, imported here only, where a kernel is launched."""
-    import kernels
-    return kernels
+def kernels(required=True):
+    """The module kernels.py, imported here only, where a kernel is launched. Not required: None if
+    kernels.py is not beside this file, or Triton is missing."""
+    try:
+        import kernels
+    except ModuleNotFoundError:
+        if required:
+            raise ValueError("kernel='triton' requires kernels.py beside pe.py") from None
+        return None
+    return kernels if required or kernels.triton else None
 
 
 def options_of(cls):
@@ -302,7 +309,7 @@ def check_positions(pos, B, T):
         raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or [{B}, {T}] '
                          f'if rows differ; got {list(pos.shape)}')
     if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
-        raise ValueError(f'{pos.dtype} does not hold positions: use int64 or float32')
+        raise ValueError(f'{pos.dtype} does not represent positions: use int64 or float32')
 
 
 def positions(cfg, tokens, training, total_len=None):
@@ -402,7 +409,7 @@ def pad_to_one_width(*xs):
     """Zeros behind the last features: no dot product changes, and no other channel of y."""
     width = max(x.shape[-1] for x in xs)
     if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
-        width += -width % 8  # the fused CUDA kernels want that
+        width += -width % 8  # the fused CUDA kernels require it
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 
@@ -510,7 +517,7 @@ class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
     R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even.
 
-    rope_fraction = p: theta_c = 0 but for the first ceil(p d/2) of them (Barbero et al. 2024).
+    rope_fraction = p: theta_c = 0 except for the first ceil(p d/2) of them (Barbero et al. 2024).
     """
     shift_invariant = True
     rope_fraction: float = 1.0     # rotate only the fastest fraction p of the frequencies
@@ -730,7 +737,8 @@ class FIRE(Encoding):
 
 class Kerple(Encoding):
     """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
-    a from U(0, 2), b from U(0, 1), learned per head and layer and held above 0.01, as there."""
+    a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least
+    0.01, as in the paper."""
     shift_invariant = True
     needs_causal = True
 
@@ -850,7 +858,7 @@ class StickBreaking(Encoding):
     """Stick-breaking attention (Tan et al. 2024): alpha_ts = sigmoid(z_ts) prod_{s<j<t} (1 -
     sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first.
 
-    A token does not see itself. The weights sum to at most 1: the first token's y is 0.
+    A token does not attend to itself. The weights sum to at most 1: the first token's y is 0.
     """
     shift_invariant = True
     needs_causal = True
@@ -860,7 +868,7 @@ class StickBreaking(Encoding):
         return causal(like, itself=False)
 
     def weigh(self, logits):
-        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)  # -inf, 0 at keys out of sight
+        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)  # -inf, 0 at masked keys
         later = left.flip(-1).cumsum(dim=-1).flip(-1) - left  # sum_{j>s} log(1 - sigmoid(z_tj))
         return (taken + later).exp()
 
@@ -1159,7 +1167,7 @@ class Cursors(nn.Module):
         """Superpositions [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
         on_gpu = x.is_cuda and x.dtype != torch.float64
         by_kernel = self.cfg.kernel == 'triton' or (
-            self.cfg.kernel == 'auto' and on_gpu and kernels().triton is not None)
+            self.cfg.kernel == 'auto' and on_gpu and kernels(required=False) is not None)
         scan = kernels().cursor_scan if by_kernel else cursor_scan
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.actions(x))
         gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
@@ -1201,7 +1209,7 @@ class PRISM(Encoding):
     needs_causal = True
     order = 1
     drawable = False               # equal content says nothing
-    reads_content = True           # positions come from the content, by state()
+    reads_content = True
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
     prism_cursors: int = 2         # query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # width of the sinusoids that a cursor superposes
@@ -1493,7 +1501,8 @@ def draw(path, T=48):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit('pe.py: drawing requires matplotlib: pip install matplotlib')
+        print('pe.py: drawing requires matplotlib: pip install matplotlib', file=sys.stderr)
+        sys.exit(2)
     names = [name for name, cls in ENCODINGS.items() if cls.drawable] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
@@ -1512,7 +1521,10 @@ def draw(path, T=48):
 if __name__ == '__main__':
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
-    elif sys.argv[1:]:
+    elif not sys.argv[1:]:
+        print_encodings()
+    elif sys.argv[1].endswith(('.png', '.svg', '.pdf')):
         draw(sys.argv[1])
     else:
-        print_encodings()
+        print(f'pe.py: name a picture.png, .svg or .pdf, got {sys.argv[1]}', file=sys.stderr)
+        sys.exit(2)

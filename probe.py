@@ -1963,7 +1963,11 @@ def read_flags(function, argv):
                             help=f'default: {p.default!r}')
     if LLAMA.get(function) and any(arg.startswith('--hf') for arg in argv):
         parser.set_defaults(n=LLAMA[function])
-    return vars(parser.parse_args(argv))
+    flags = vars(parser.parse_args(argv))
+    for key in {'n', 'contents', 'queries'} & flags.keys():
+        default = inspect.signature(function).parameters[key].default
+        need(flags[key] >= min(1, default), f'--{key} must be an integer >= 1')
+    return flags
 
 
 def main(argv):

@@ -2527,6 +2527,9 @@ def test_without_triton_everything_but_the_kernels_works():
             "x = torch.randn(1, 1, 4, 4); kernels.attention_reference(x, x, x); "
             "pe.build(pe.PEConfig(pe='pope')); kernels.attention(x, x, x)")
     assert 'RuntimeError: the kernels require Triton' in python('-c', code).stderr
+    code = ("import sys, pe; sys.modules['kernels'] = None; "
+            "assert pe.kernels(required=False) is None; pe.kernels()")
+    assert 'requires kernels.py beside pe.py' in python('-c', code).stderr
 
 
 @pytest.mark.skipif(CUDA or kernels.triton is None, reason='needs Triton and no GPU')
@@ -3264,6 +3267,7 @@ BAD = {
     'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'),
     'no such length': (['--task=scan', '--train_lengths=23'], 'no problems of the lengths'),
     'zero steps': (['--max_steps=0'], 'max_steps must be positive'),
+    'many pieces': (['--accumulate=9'], 'larger than the batch_size'),
     'bad schedule': (['--length_schedule=[(5, 3)]'], 'from step 0 on'),
     'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'too few problems'),
     'small set': (['--n_train=1'], 'too few problems'),

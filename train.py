@@ -93,6 +93,8 @@ class Config(ModelConfig):
         super().__post_init__()
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
+        if self.accumulate > self.batch_size:
+            raise ValueError(f'accumulate={self.accumulate} is larger than the batch_size')
         self.check_lengths()
         task = self.the_task
         if task.corpus:
@@ -137,7 +139,7 @@ class Config(ModelConfig):
             size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
             if not lengths or size and size < self.batch_size:
                 raise ValueError(f'at step {step}, the lengths {lengths} have too few problems for '
-                                 f'batch_size={self.batch_size}')
+                                 f'batch_size={self.batch_size}: lower it, or raise n_train')
 
 
 # options that may differ between a run and its continuation
@@ -328,6 +330,8 @@ def print_help(doc, cls):
     owners = dict.fromkeys(base for enc in encodings.ENCODINGS.values() for base in enc.__mro__
                            if base is not object and base.__dict__.get('__annotations__'))
     for base in [*bases, *(owner for owner in owners if issubclass(owner, encodings.Encoding))]:
+        if not keys(cls).keys() & base.__annotations__:
+            continue
         print(f'{base.__module__}.{base.__name__}'.replace('__main__', 'train'))
         above = []
         for line in inspect.getsource(base).splitlines():
@@ -442,6 +446,8 @@ class Trainer:
     def __init__(self, cfg, device):
         self.cfg, self.device = cfg, device
         self.models, self.batches = [], []
+        if cfg.kernel == 'triton':
+            encodings.kernels()                            # before the optimizer imports Triton
         for seed in cfg.seeds:
             torch.manual_seed(seed)
             self.models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
