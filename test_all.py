@@ -1872,7 +1872,7 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
         assert predicted == sorted(set(range(int(ends[-1]))) - firsts), length
         row, t = (targets != -100).nonzero(as_tuple=True)
         assert torch.equal(tokens[row, t] + 1, targets[row, t])  # from the token before it
-        assert tokens.shape[1] == length
+        assert tokens.shape[1] == length and (targets != -100).any(dim=1).all()
     few = task.held_out('test', 3, lengths, generator).values()
     kept, *others = ({*targets[targets != -100].tolist()} for _, targets in few)
     assert all(tokens == kept for tokens in others)
@@ -2617,29 +2617,20 @@ def draw(batches, step):
     return batches.next(step)[0]
 
 
-# ------------------------------------------------------------------------------------------------
 # a run and its files
 
 def test_a_run_and_its_files(tmp_path, capsys):
     run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
     assert train.main(flags(out_dir=run, seeds='3,4', results=results)) == 0
-    out = capsys.readouterr().out
-    for text in ('pe=rope', 'exact match', 'last state', '│'):
-        assert text in out
+    assert 'exact match' in capsys.readouterr().out
     scores = read_json(run / 'lengths.json')
     assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345')
     assert set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
     logged = [(line['step'], line['seed']) for line in log_lines(run) if 'loss' in line]
     assert logged == [(step, seed) for step in range(2, 13, 2) for seed in (3, 4)]
-    assert read_json(run / 'config.json')['seeds'] == [3, 4]
     record = read_json(results)                            # a single line
-    assert record['lengths'] == '1-5'
-    for seed, by_length in scores.items():
-        for metric in ('exact', 'token', 'last'):    # a metric equal to exact is left out
-            column = record['scores'][seed].get(metric, record['scores'][seed]['exact'])
-            close(column, [x[metric] for x in by_length.values()], 1e-4)
-    assert record['config']['seeds'] == '3-4' and record['config']['train_lengths'] == '1-3'
-    assert 'lr' not in record['config'] and record['torch']        # defaults are not written
+    assert record['config']['seeds'] == '3-4' and record['lengths'] == '1-5'
+    assert 'lr' not in record['config']                    # defaults are not written
     model, cfg = train.load(run, seed=4)
     assert cfg.task == 'parity' and not model.training
     assert same(model.state_dict(), weights(run, 4))
@@ -2678,32 +2669,21 @@ def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path):
         assert log_lines(folder) == log_lines(whole)
 
 
-def test_a_run_of_a_task_that_has_changed_is_refused(tmp_path):
-    """string_reverse had no start symbol once; its sequences were a token shorter."""
-    train.main(flags(task='string_reverse', out_dir=tmp_path))
-    state = read_checkpoint(tmp_path)
-    state['config']['train_len'] -= 1
-    torch.save(state, tmp_path / 'ckpt.pt')
-    with pytest.raises(train.UserError, match='string_reverse, or its data, has changed'):
-        train.load(tmp_path)
-    with pytest.raises(train.UserError, match='string_reverse, or its data, has changed'):
-        train.main(flags(task='string_reverse', out_dir=tmp_path) + ['--eval_only'])
-
-
-def test_runs_with_removed_options_are_refused(tmp_path):
-    """Older checkpoints are read if what they lack, or have besides, had its default value."""
+def test_checkpoints_of_other_versions(tmp_path):
+    """They are read if what they lack, or have besides, had its default value; not of a task whose
+    sequences have changed."""
     train.main(flags(out_dir=tmp_path))
-    for change, readable in ((dict(prism_input=0.5, abacus_offset=99), True),
-                             (dict(prism_noise=0.3), False), (dict(ema=0.9), False)):
-        state = read_checkpoint(tmp_path)
-        state['config'] |= change
-        state['config'].pop('pope_frequencies', None)
-        torch.save(state, tmp_path / 'ckpt.pt')
-        if readable:
+    whole = read_checkpoint(tmp_path)
+    del whole['config']['pope_frequencies']
+    for change, says in ((dict(prism_input=0.5, abacus_offset=99), None),
+                         (dict(prism_noise=0.3), 'an option that was removed'),
+                         (dict(train_len=3), 'parity, or its data, has changed')):
+        torch.save(whole | dict(config=whole['config'] | change), tmp_path / 'ckpt.pt')
+        if not says:
             assert train.load(tmp_path)[1].pope_frequencies == 'all'
-        else:
-            with pytest.raises(train.UserError, match='an option that was removed'):
-                train.load(tmp_path)
+            continue
+        with pytest.raises(train.UserError, match=says):
+            train.load(tmp_path)
 
 
 def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
@@ -2726,17 +2706,12 @@ def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
-    train.main(flags(out_dir=tmp_path))
-    before = (tmp_path / 'ckpt.pt').read_bytes()
-
-    def full(fd):
-        raise OSError(28, 'No space left on device')
-    with monkeypatch.context() as patch:
-        patch.setattr(os, 'fsync', full)
-        with pytest.raises(train.UserError, match='No space left'):
-            train.write_file(str(tmp_path / 'ckpt.pt'), b'new')
-    assert (tmp_path / 'ckpt.pt').read_bytes() == before
-    assert not list(tmp_path.glob('*.tmp'))
+    path = tmp_path / 'ckpt.pt'
+    path.write_bytes(b'old')
+    monkeypatch.setattr(os, 'fsync', mock.Mock(side_effect=OSError(28, 'No space left on device')))
+    with pytest.raises(train.UserError, match='No space left'):
+        train.write_file(str(path), b'new')
+    assert path.read_bytes() == b'old' and list(tmp_path.iterdir()) == [path]
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
@@ -2755,45 +2730,40 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypa
     assert entry['step'] == 4 and all(p.isfinite().all() for p in entry['model'].values())
 
 
-def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
+def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, monkeypatch, capsys):
     train.main(flags(out_dir=tmp_path))
+    (tmp_path / 'probe_axes.json').touch()
+    assert 'replaces' not in capsys.readouterr().out
     monkeypatch.setattr(train, 'train', lambda *args: None)           # as if stopped at once
     train.main(flags(out_dir=tmp_path, lr=0.5))
-    assert not (tmp_path / 'ckpt.pt').exists() and not (tmp_path / 'lengths.json').exists()
+    assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
+    for name in ('ckpt.pt', 'lengths.json', 'probe_axes.json'):
+        assert not (tmp_path / name).exists()
 
 
-def test_a_run_goes_on_only_where_its_random_numbers_are(tmp_path):
-    argv = flags(out_dir=tmp_path, seeds='0,1')
+def test_a_run_resumes_only_on_its_kind_of_device(tmp_path):
+    argv = flags(out_dir=tmp_path)
     train.main(argv)
     state = read_checkpoint(tmp_path)
     state['step'] = 8
-    state['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)] * 2          # a GPU's
+    state['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)]    # a GPU's generator
     torch.save(state, tmp_path / 'ckpt.pt')
-    says = 'was trained on another kind of device.*--device=cuda'
-    with pytest.raises(train.UserError, match=says):
+    with pytest.raises(train.UserError, match='another kind of device.*--device=cuda'):
         train.main([*argv, '--resume'])
-    assert (tmp_path / 'lengths.json').exists()
 
 
 def test_checkpoints_that_do_not_fit(tmp_path):
     train.main(flags(out_dir=tmp_path))
     for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'),
-                     (dict(pe='nope'), 'trained with pe=rope'),
-                     (dict(train_lengths='1-4'), 'train_lengths'),
-                     (dict(task='copy'), 'trained with task=parity'),
-                     (dict(seeds='0,1'), 'trained with seeds'),
-                     (dict(lr=0.5), 'trained with lr=0.001'),
-                     (dict(max_steps=99), 'max_steps')):
+                     (dict(seeds='0,1'), 'trained with seeds'), (dict(max_steps=99), 'max_steps')):
         with pytest.raises(train.UserError, match=says):
             train.main(flags(out_dir=tmp_path, resume=True, **kw))
     data = (tmp_path / 'ckpt.pt').read_bytes()
     (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
-    for argv in [f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True):
-        with pytest.raises(train.UserError, match='not a whole checkpoint'):
-            train.main(argv)
+    with pytest.raises(train.UserError, match='not a whole checkpoint'):
+        train.main(flags(out_dir=tmp_path, resume=True))
 
 
-# ------------------------------------------------------------------------------------------------
 # many seeds
 
 def losses_of(numbers, steps, together=True, **kw):
@@ -2820,11 +2790,6 @@ def test_seeds_together_train_as_each_alone(kw):
     plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
     long = plain or 'stickbreaking' in kw['pe']
     compare_seeds([5, 6, 7], 20 if long else 10, 1e-9, dtype='float64', **kw)
-
-
-@pytest.mark.parametrize('name', pe.ENCODINGS)
-def test_float32_seeds_together_train_as_each_alone(name):
-    compare_seeds([5, 6], 20, 1e-5, pe=name)
 
 
 def test_seeds_with_tied_embeddings_train_as_each_alone():
@@ -2879,14 +2844,11 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(train, 'clip_each', poisoned)
     with pytest.raises(train.UserError, match='1 diverged: seed 1'):
         train.main(flags(out_dir=b, seeds='0,1,2', results=results))
-    line = read_json(results)
-    assert list(line['scores']) == ['0', '2']
-    assert 'seed 1: the loss' in line['failed'][0]
-    out = capsys.readouterr().out
-    assert 'seed 1: the loss or a weight became NaN or infinite at step 6' in out
-    for seed in (0, 2):
-        assert same(weights(a, seed), weights(b, seed))
-    assert list(read_json(b / 'lengths.json')) == ['0', '2']
+    says = 'seed 1: the loss or a weight became NaN or infinite at step 6'
+    assert says in capsys.readouterr().out
+    record = read_json(results)
+    assert list(record['scores']) == ['0', '2'] and 'seed 1: the loss' in record['failed'][0]
+    assert same(weights(a, 0), weights(b, 0)) and same(weights(a, 2), weights(b, 2))
     assert train.main(['--eval_only', f'--out_dir={b}']) == 0
     assert 'left out: seed 1: the loss' in capsys.readouterr().out
     assert list(read_json(b / 'lengths.json')) == ['0', '2']
@@ -2903,7 +2865,6 @@ def test_micro_batches_give_the_same_gradient(tmp_path):
     assert_same_run(tmp_path / '1', tmp_path / '8')
 
 
-# ------------------------------------------------------------------------------------------------
 # GPUs
 
 class Operators(TorchDispatchMode):
@@ -2980,18 +2941,14 @@ def test_gpu_run_stops_and_resumes(numbers, tmp_path):
     assert_same_run(a, b, 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------
 # sweeps and evaluation
 
 def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
     argv = flags(pe='nope,rope', lr='1e-3,1e-2', out_dir=tmp_path)
     train.main(argv)
-    out = capsys.readouterr().out
     names = [f'pe={name},lr={lr}' for name in ('nope', 'rope') for lr in (0.001, 0.01)]
-    with pytest.raises(train.UserError, match='of a sweep, one of its runs'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}'])
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names)
-    assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', out, re.M)) == 4
+    assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', capsys.readouterr().out, re.M)) == 4
     first, third = tmp_path / names[0] / 'ckpt.pt', tmp_path / names[2] / 'lengths.json'
     third.unlink()                                         # as if killed in the third run
     before = first.stat().st_mtime_ns
@@ -3014,40 +2971,29 @@ def test_eval_only_with_other_options_of_the_task(tmp_path):
     """Scores of flip_flop:ignore=98 do not replace those of flip_flop; they go into results."""
     train.main(flags(task='flip_flop', train_lengths='4', eval_lengths='4', out_dir=tmp_path))
     before = (tmp_path / 'lengths.json').read_text()
-    train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=flip_flop:ignore=98',
-                f'--results={tmp_path}/lines.jsonl'])
+    again = ['--eval_only', f'--out_dir={tmp_path}']
+    train.main([*again, '--task=flip_flop:ignore=98', f'--results={tmp_path}/lines.jsonl'])
     assert (tmp_path / 'lengths.json').read_text() == before
-    line = json.loads((tmp_path / 'lines.jsonl').read_text())
+    line = read_json(tmp_path / 'lines.jsonl')
     assert line['config']['task'] == 'flip_flop:ignore=98'
     scores = read_json(tmp_path / 'eval.json')['0']['4']
     assert line['scores']['0']['exact'] == [round(scores['exact'], 4)]
     assert scores != json.loads(before)['0']['4']
     with pytest.raises(train.UserError, match='task=flip_flop; parity is another'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=parity'])
+        train.main([*again, '--task=parity'])
     train.main(flags(task='group:name=s3', out_dir=tmp_path))
-    with pytest.raises(train.UserError, match='task=group:name=s3; group:name=s4 is another'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=group:name=s4'])
     with pytest.raises(train.UserError, match='continues no prompt'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=012'])
-    train.main(flags(task='distance:span=4', train_lengths='4', eval_lengths='4', causal=False,
-                     out_dir=tmp_path))
-    with pytest.raises(train.UserError, match='no causal mask'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=w1 ?'])
+        train.main([*again, '--prompt=012'])
 
 
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     train.main(flags(out_dir=tmp_path, pe='vipe'))
     before = (tmp_path / 'ckpt.pt').read_bytes()
     capsys.readouterr()
-    train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
-    out = capsys.readouterr().out
-    assert '--eval_lengths=2,9' in out and 'parity with vipe' in out
+    train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9'])
+    assert 'parity with vipe' in capsys.readouterr().out
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
     assert list(read_json(tmp_path / 'lengths.json')['0']) == list('123459')
-    config_file = tmp_path / 'again.py'
-    config_file.write_text(f'eval_only = True\nout_dir = {str(tmp_path)!r}\n')
-    train.main([str(config_file), '--eval_lengths=7'])
-    assert (tmp_path / 'ckpt.pt').read_bytes() == before
 
 
 def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
@@ -3076,7 +3022,6 @@ def test_evaluate_counts():
     assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
 
 
-# ------------------------------------------------------------------------------------------------
 # batches and the learning rate
 
 def test_batches_mix_lengths_and_repeat_fixed_data():
@@ -3115,28 +3060,17 @@ def test_held_out_problems_come_from_generators_of_their_own(n_train):
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):
-    """40 files, each of a byte of its own, and the standard library: no file is in two parts."""
+    """40 files, each of a byte of its own: no file is in two parts."""
     for i in range(1, 41):
         (tmp_path / f'{i}.txt').write_bytes(bytes([i]) * 50)
     cfg = small(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32')
-    task = tasks.make('text', str(tmp_path))
+    task = cfg.the_task
     batches = train.Batches(cfg, 0, task, CPU)
     drawn = [[draw(batches, 0) for _ in range(200)]]
     for split in ('eval', 'test'):
-        sets = train.held_out(cfg, task, split, CPU)
-        drawn.append([tokens for tokens, _ in sets.values()])
-    parts = []
-    for part in drawn:
-        tokens = torch.cat([x.flatten() for x in part])
-        parts.append(set(tokens.tolist()) - {tasks.PAD})
+        drawn.append([tokens for tokens, _ in train.held_out(cfg, task, split, CPU).values()])
+    parts = [{*torch.cat([x.flatten() for x in part]).tolist()} - {tasks.PAD} for part in drawn]
     assert [len(part) for part in parts] == [36, 2, 2] and len(set().union(*parts)) == 40
-
-    files = {}
-    for part, documents in tasks.make('stdlib').parts.items():
-        files[part] = {bytes(x) for x in documents if len(x) > 38}    # two hold one short comment
-    assert all(files.values())
-    for a, b in (('train', 'val'), ('train', 'test'), ('val', 'test')):
-        assert not files[a] & files[b]
 
 
 def test_learning_rate_schedules():
@@ -3150,52 +3084,28 @@ def test_learning_rate_schedules():
     assert rate(99, decay='none') == 1
 
 
-# ------------------------------------------------------------------------------------------------
 # input
 
 BAD = {
-    # names and types
-    'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"),
+    'unknown option': (['--batchsize=3'], "did you mean 'batch_size'"),
     'wrong type': (['--lr=fast'], "--lr=fast: lr must be a number >= 0, got 'fast'"),
-    'no value': (['--lr'], '--lr: lr must be a number'),
-    'negative': (['--n_layer=-1'], 'n_layer must be an integer >= 0'),
     'unknown task': (['--task=pairty'], "'parity'"),
     'unknown encoding': (['--pe=rop'], "'rope'"),
-    # the model and the lengths
     'heads': (['--n_head=5'], 'divisible'),
-    'odd head': (['--d_model=21'], 'even'),
     'an encoder of padding': (['--task=distance', '--train_lengths=8,9', '--causal=False'],
                               'one training length'),
-    'zero length': (['--eval_lengths=[]'], 'eval_lengths'),
-    'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'),
     'no such length': (['--task=scan', '--train_lengths=23'], 'no problems of the lengths'),
-    'zero steps': (['--max_steps=0'], 'max_steps must be positive'),
     'bad schedule': (['--length_schedule=[(5, 3)]'], 'from step 0 on'),
-    'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'too few problems'),
     'small set': (['--n_train=1'], 'too few problems'),
     'a point of a sweep': (['--d_model=32,33'], 'even'),
-    # data, files and devices
     'no data': (['--task=jsb'], 'add --data=PATH'),
     'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
     'no cuda': (['--device=cuda:7'], 'not available'),
-    'bad device': (['--device=tpu'], 'not available'),
     'no graph': (['--graph'], '--graph requires a CUDA device'),
-    # what goes together
     'nothing to resume': (['--resume', '--out_dir=nowhere'], 'nowhere/config.json is missing'),
-    'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'is missing'),
     'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one trained run'),
     'untrained prompt': (['--prompt=x'], '--prompt requires --eval_only'),
-    'two tables': (['--task=copy,scan', '--eval_lengths=22-24'], 'a sweep prints one table'),
 }
-
-
-def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, capsys):
-    train.main(flags(out_dir=tmp_path))
-    (tmp_path / 'probe_axes.json').touch()
-    assert 'replaces' not in capsys.readouterr().out
-    train.main(flags(out_dir=tmp_path, pe='alibi'))
-    assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
-    assert not (tmp_path / 'probe_axes.json').exists() and (tmp_path / 'ckpt.pt').exists()
 
 
 @pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)
@@ -3209,27 +3119,17 @@ def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob('ckpt.pt'))
 
 
-BAD_FILES = [('lr = 1e-3\npee = 1\n', "unknown option 'pee', did you mean 'pe'"),
-             ('lr = = 2', 'line 1: SyntaxError'),
-             ('lr = 1\nseeds = [x]', 'line 2: NameError'),
-             ('prism_info = 0.1', 'unknown option'),
-             ('vocab_size = None', 'unknown option')]
-
-
-@pytest.mark.parametrize('text, says', BAD_FILES)
+@pytest.mark.parametrize('text, says', [
+    ('lr = 1e-3\npee = 1\n', "unknown option 'pee', did you mean 'pe'"),
+    ('lr = = 2', 'line 1: SyntaxError'), ('lr = 1\nseeds = [x]', 'line 2: NameError')])
 def test_bad_config_files(text, says, tmp_path):
     (tmp_path / 'bad.py').write_text(text)
-    with pytest.raises(train.UserError, match=re.escape(says)) as error:
+    with pytest.raises(train.UserError, match=f'bad.py.*{says}'):
         train.main([str(tmp_path / 'bad.py')])
-    assert 'bad.py' in str(error.value)
 
 
-def test_exit_code_2_without_a_traceback(tmp_path):
-    argvs = [['train.py', '--lr=fast'],
-             ['train.py', '--task=jsb', f'--data={tmp_path}'],
-             ['tasks.py', 'pairty'],
-             ['train.py', '--out_dir=/dev/null/x'],
-             ['tasks.py', 'jsb']]
+def test_exit_code_2_without_a_traceback():
+    argvs = [['train.py', '--lr=fast'], ['tasks.py', 'pairty'], ['probe.py', 'cursor', 'nowhere']]
     for argv, run in zip(argvs, pythons(*argvs)):
         assert run.returncode == 2, run.stderr
         assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
@@ -3247,23 +3147,22 @@ def test_files_and_flags_chain(tmp_path):
     assert sweep['out_dir'] == 'out/rope_n_head'
 
 
-VALUES = [('d_model', '1e2', 100), ('d_model', 4.0, 4), ('lr', '3', 3.0), ('lr', 1, 1.0),
-          ('decay', 'none', 'none'), ('compile', 'true', True), ('compile', 'False', False),
-          ('compile', 'None', None), ('data', '12', '12'), ('seeds', '2-4,7', [2, 3, 4, 7]),
-          ('seeds', '5', [5]), ('length_schedule', '[(0, 5), (9, 7)]', [(0, 5), (9, 7)]),
-          ('d_model', '1.5', None), ('d_model', True, None), ('lr', 'inf', None),
-          ('decay', 'exp', None), ('compile', '2', None), ('data', 3, None), ('seeds', '1-', None)]
-
-
-@pytest.mark.parametrize('key, given, value', VALUES)
+@pytest.mark.parametrize('key, given, value', [
+    ('d_model', '1e2', 100), ('d_model', 4.0, 4), ('lr', '3', 3.0), ('lr', 1, 1.0),
+    ('compile', 'true', True), ('compile', 'False', False), ('compile', 'None', None),
+    ('data', '12', '12'), ('seeds', '2-4,7', [2, 3, 4, 7]), ('seeds', '5', [5]),
+    ('length_schedule', '[(0, 5), (9, 7)]', [(0, 5), (9, 7)])])
 def test_a_value_takes_the_type_of_its_field(key, given, value):
-    """None, except where it is given: refused."""
-    if value is None and given != 'None':
-        with pytest.raises(train.UserError, match=f'{key} must be'):
-            train.check(train.Config, key, given, 'a test')
-    else:
-        found = train.check(train.Config, key, given, 'a test')
-        assert found == value and type(found) is type(value)
+    found = train.check(train.Config, key, given, 'a test')
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize('key, given', [
+    ('d_model', '1.5'), ('d_model', True), ('lr', 'inf'), ('decay', 'exp'), ('compile', '2'),
+    ('data', 3), ('seeds', '1-'), ('n_layer', -1)])
+def test_a_value_of_another_type_is_refused(key, given):
+    with pytest.raises(train.UserError, match=f'{key} must be'):
+        train.check(train.Config, key, given, 'a test')
 
 
 def test_help_names_every_option(capsys):
@@ -3274,7 +3173,6 @@ def test_help_names_every_option(capsys):
         assert line and len(line[1].split()) > 1, key
 
 
-# ------------------------------------------------------------------------------------------------
 # configs
 
 def config_file(name):
@@ -3305,33 +3203,22 @@ def test_configs_are_valid(name, tmp_path, request):
         Transformer(cfg)
 
 
-def paper_prism_chains():
-    """{task's config: the words after it} of the chains that configs/paper_prism.py lists."""
-    with open(config_file('paper_prism')) as f:
-        listed = re.findall(r'^#   (.+)$', f.read(), re.M)
-    chains = {}
-    for line in listed:
-        words = re.split(', | or ', line)
-        first = words.index('paper_prism')
-        for name in words[:first]:
-            chains[name] = words[first:]
-    return chains
-
-
 @pytest.mark.parametrize('baseline', [False, True])
 def test_the_chains_of_paper_prism_are_the_papers(baseline):
     """The lengths of PRISM section 6, the layers with PRISM, and where the copy branch is."""
     settings = {}
-    for name, words in paper_prism_chains().items():
-        words = [name, *words, *['paper_prism_baseline'] * baseline]
-        cfg = read_config(*(word if word.startswith('--') else config_file(word) for word in words))
-        settings[name] = (max(cfg.train_lengths), cfg.length_schedule[-1], max(cfg.eval_lengths),
-                          cfg.prism_layers, cfg.prism_copy)
-        assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
-        assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
-        assert cfg.prism_reset
-        with torch.device('meta'):
-            Transformer(cfg)
+    with open(config_file('paper_prism')) as f:
+        chains = [re.split(', | or ', line) for line in re.findall(r'^#   (.+)$', f.read(), re.M)]
+    for line in chains:
+        tasks_in, words = line[:line.index('paper_prism')], line[line.index('paper_prism'):]
+        words = words + ['paper_prism_baseline'] * baseline
+        for name in tasks_in:
+            cfg = read_config(*(word if word.startswith('--') else config_file(word)
+                                for word in [name, *words]))
+            settings[name] = (max(cfg.train_lengths), cfg.length_schedule[-1],
+                              max(cfg.eval_lengths), cfg.prism_layers, cfg.prism_copy)
+            assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
+            assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
     long, short = (40, [30000, 40], 150), (10, [5000, 10], 30)
     assert settings == {'string_copy_prism': (*long, [1], 'none'),
                         'string_reverse_prism': (*long, [1], 'fixed'),
@@ -3882,8 +3769,10 @@ def test_cursors_of_two_layers_with_a_copy_branch():
     with torch.no_grad():    # layer 1 steps up, whatever it reads
         cursors = model.blocks[0].attn.pe.cursors
         cursors.gates.W.bias.add_(1000 * torch.eye(4)[1].repeat(2 * cursors.count))
+        cursors.copy.W_stay.bias.fill_(1000)    # "no copy"
     moved = probe.cursor(model, task, cfg, length=5, n=3)[0]
     assert [row['incr'] == 1 for row in moved[:16]] == [row['layer'] == 1 for row in rows[:16]]
+    assert [row['jump'] == 0 for row in moved if 'jump' in row] == [True, True, False, False]
 
 
 @pytest.mark.parametrize('kw', [{}, dict(prism_sharpen=False), dict(prism_copy='trained')])
