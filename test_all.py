@@ -791,8 +791,6 @@ def test_prism_layers():
     model.blocks[2].tap_resid.register_forward_hook(lambda module, inputs, out: seen.append(out))
     model(torch.randint(11, (2, 7)))
     assert torch.equal(*seen)
-    with pytest.raises(ValueError, match='the first of them 1'):
-        make(pe='prism', prism_layers=[2])
 
 
 def test_prism_recurrent_matrices():
@@ -948,16 +946,13 @@ def test_randomized_positions():
     assert all(len(set(pos)) == 9 and pos == sorted(pos) for pos in draws)
     counts = torch.tensor(draws).flatten().bincount(minlength=20)
     assert (counts / 4000 - 9 / 20).abs().max() < 6 * 0.5 / math.sqrt(4000)
-    fixed = [positions_of(False, positions='randomized') for _ in range(3)]
-    assert fixed[0] == fixed[1] == fixed[2]
-    assert positions_of(True, positions='randomized', positions_max=9) == list(range(9))
+    fixed = [positions_of(False, positions='randomized') for _ in range(2)]
+    assert fixed[0] == fixed[1]
     with pytest.raises(ValueError, match='128 tokens require positions_max=128'):
         make(positions='randomized', positions_max=100, train_len=128)
-    with pytest.raises(ValueError, match='learned has max_len=64 rows'):
-        make(pe='learned', positions='randomized')
     model = make(pe='rope', positions='randomized')
     tokens = torch.randint(11, (2, 12))
-    with torch.no_grad():   # the beginning of 12 tokens stands where it does in all 12
+    with torch.no_grad():   # the first 7 of 12 tokens are at the same positions as in all 12
         close(model(tokens[:, :7], total_len=12)[0], model(tokens)[0][:, :7])
 
 
@@ -1179,25 +1174,20 @@ def test_overfits_one_batch(kw):
 
 def test_only_shared_encodings_share_parameters():
     """T5's table serves all layers; PoPE's delta is each layer's own; in a sum, too."""
-    def count(name, find):
-        model = make(pe=name, n_layer=3)
-        return len({id(find(block.attn.pe)) for block in model.blocks})
-
-    assert count('t5', lambda enc: enc.table) == 1
-    assert count('pope', lambda enc: enc.delta) == 3
-    assert count('t5+pope', lambda enc: enc.parts[0].table) == 1
-    assert count('t5+pope', lambda enc: enc.parts[1].delta) == 3
+    for name in ('t5', 'pope', 't5+pope'):
+        blocks = make(pe=name, n_layer=3).blocks
+        for owner, key, count in (('t5', 'table', 1), ('pope', 'delta', 3)):
+            found = {id(p) for block in blocks for part, p in block.attn.pe.named_parameters()
+                     if part.endswith(key)}
+            assert len(found) == count * (owner in name)
 
 
 def test_rope_heads():
     """rope_heads=1: the first head is RoPE's, the others are NoPE's."""
     q, k, v, pos = qkv(4)
     y = encoding('rope', heads=4, rope_heads=1).attend(q, k, v, pos)
-    rope = encoding('rope', heads=4).attend(q, k, v, pos)
-    nope = encoding('nope', heads=4).attend(q, k, v, pos)
-    close(y[:, :1], rope[:, :1])
-    close(y[:, 1:], nope[:, 1:])
-    assert not torch.allclose(y[:, 1:], rope[:, 1:])
+    close(y[:, :1], encoding('rope', heads=4).attend(q, k, v, pos)[:, :1])
+    close(y[:, 1:], encoding('nope', heads=4).attend(q, k, v, pos)[:, 1:])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1225,30 +1215,19 @@ def test_taps_read_and_replace():
     """A hook on a tap sees the activation; what it returns takes the activation's place."""
     model = make(pe='rope')
     tokens = torch.randint(11, (2, 9))
-    before = model(tokens)[0]
-    shapes, handles = {}, []
-
-    def record(name):
-        def hook(module, inputs, out):
-            shapes[name] = tuple(out.shape)
-        return hook
-
-    for name, module in model.named_modules():
-        if name.split('.')[-1].startswith('tap_'):
-            handles.append(module.register_forward_hook(record(name)))
+    before, shapes, attn = model(tokens)[0], {}, model.blocks[1].attn
+    taps = dict(q=attn.tap_q, k=attn.tap_k, out=attn.tap_head_out, logits=attn.tap_logits,
+                resid=model.blocks[1].tap_resid, embedded=model.tap_resid)
+    handles = [tap.register_forward_hook(lambda module, _, out, name=name:
+                                         shapes.update({name: tuple(out.shape)}))
+               for name, tap in taps.items()]
     close(model(tokens)[0], before)
-    for tap in ('tap_q', 'tap_k', 'tap_head_out'):
-        assert shapes[f'blocks.1.attn.{tap}'] == (2, 4, 9, 8)
-    assert shapes['blocks.0.attn.tap_logits'] == (2, 4, 9, 9)
-    assert shapes['tap_resid'] == shapes['blocks.1.tap_resid'] == (2, 9, 32)
+    assert shapes == dict(q=(2, 4, 9, 8), k=(2, 4, 9, 8), out=(2, 4, 9, 8), logits=(2, 4, 9, 9),
+                          resid=(2, 9, 32), embedded=(2, 9, 32))
     for handle in handles:
         handle.remove()
-
-    tap = model.blocks[1].attn.tap_head_out
-    handle = tap.register_forward_hook(lambda module, inputs, out: out * 0)
+    attn.tap_head_out.register_forward_hook(lambda module, inputs, out: out * 0)
     assert not torch.allclose(model(tokens)[0], before)
-    handle.remove()
-    assert torch.equal(model(tokens)[0], before)
 
 
 @pytest.mark.parametrize('kw', [
@@ -2944,7 +2923,7 @@ def test_schedule_limits_lengths():
     cfg = small(length_schedule='[(0, 1), (5, 3)]')
     assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
     batches = train.Batches(cfg, 0, tasks.make('parity'), CPU)
-    assert draw(batches, 0).shape == (8, 5) and draw(batches, 5).shape == (8, 9)
+    assert [draw(batches, step).shape[1] for step in (0, 4, 5)] == [5, 5, 9]
 
 
 @pytest.mark.parametrize('n_train', [0, 1500])
