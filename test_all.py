@@ -287,21 +287,23 @@ def test_alibi():
     def slopes(heads):
         return encoding('alibi', heads=heads).slope.tolist()
 
-    assert slopes(1) == [2.0 ** -8]
     assert slopes(8) == [2.0 ** -h for h in range(1, 9)]
     close(slopes(12), slopes(8) + [2.0 ** -0.5, 2.0 ** -1.5, 2.0 ** -2.5, 2.0 ** -3.5], 1e-6)
     q, k, _, pos = qkv()
     expected = loop_logits(
         q, k, lambda h, q, k, t, s: content(q, k) - 2.0 ** (-4 * (h + 1)) * (t - s))
     close(encoding('alibi').logits(q, k, pos), expected)
-    enc = encoding('alibi', causal=False)  # keys on both sides
-    apart = (pos[:, None] - pos).abs()
-    close(enc.bias(enc.at(q, q, pos)), -enc.slope[:, None, None] * apart)
-    t5 = encoding('t5', causal=False)
-    torch.nn.init.normal_(t5.table)
-    bias = t5.bias(t5.at(q, q, pos))
-    close(bias, bias.transpose(1, 2))
-    assert 'slope' in dict(enc.named_buffers()) and not list(enc.parameters())
+
+
+@pytest.mark.parametrize('name', ['alibi', 't5'])
+def test_the_bias_of_an_encoder_is_symmetric(name):
+    q, _, _, pos = qkv()
+    enc = encoding(name, causal=False)
+    for p in enc.parameters():
+        torch.nn.init.normal_(p)
+    bias = enc.bias(enc.at(q, q, pos))
+    close(bias, bias.mT)
+    assert bias[..., 0, 1].ne(bias[..., 0, 2]).all()
 
 
 @pytest.mark.parametrize('buckets, max_distance', [(32, 128), (24, 128), (32, 64), (7, 20)])
@@ -346,12 +348,10 @@ def test_fire():
 
 
 def test_rope_fraction():
-    """The fastest ceil(p D/2) frequencies turn, the others stand still."""
+    """The fastest ceil(p D/2) frequencies rotate, the others do not."""
     q, k, _, pos = qkv()
     expected = loop_logits(q, k, rope_score([1.0, 0.1, 0, 0]))
     close(encoding('rope', rope_fraction=0.3).logits(q, k, pos), expected)
-    with pytest.raises(ValueError, match='rope_fraction must be at most 1'):
-        encoding('rope', rope_fraction=2.0)
 
 
 def content_of_layer(T=10, width=16):
@@ -565,13 +565,9 @@ def test_shifted_ape_shifts_in_training_only():
     enc, ape = pe.ShiftedAPE(cfg), pe.APE(cfg)
     close(enc.eval().embed(x, pos), ape.embed(x, pos), 1e-6)
     table = ape.embed(torch.zeros(1, 60, 8), torch.arange(60))[0]
-    offsets = []
-    for row in enc.train().embed(x, pos):
-        found = [m for m in range(51) if torch.allclose(row, table[m:m + 9], atol=1e-5)]
-        offsets.append(found[0])
-    assert min(offsets) < 5
-    assert max(offsets) > 45
-    assert len(set(offsets)) > 25
+    offsets = [next(m for m in range(51) if torch.allclose(row, table[m:m + 9], atol=1e-5))
+               for row in enc.train().embed(x, pos)]
+    assert min(offsets) < 5 and max(offsets) > 45 and len(set(offsets)) > 25
 
 
 @pytest.mark.parametrize('name', ['learned', 'random'])
@@ -580,13 +576,6 @@ def test_tables_repeat_their_last_row(name):
     x = enc.embed(torch.zeros(1, 9, 16, dtype=torch.float64), torch.arange(9))[0]
     close(x[:5], enc.table)
     close(x[5:], enc.table[4].expand(4, 16))
-
-
-def test_picture_of_a_sum():
-    """Where no part acts on the values, a sum is drawn by its logits: 'alibi+nope' as 'alibi'."""
-    alone, added = pe.picture('alibi', 6), pe.picture('alibi+nope', 6)
-    assert torch.equal(alone, added)
-    assert alone[5, 0] < alone[5, 5]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -672,55 +661,6 @@ def test_sharpening_multiplies_exponents():
     close(flat[0, 0, 0, T - 1:T + 2], torch.tensor([0.1, 1.0, 0.1]) / 1.2, 1e-6)
 
 
-def cross_correlation(a, b):
-    """PRISM eq. 6: {d: sum_i a_i b_(i+d)}."""
-    n = len(a)
-    shifts = range(1 - n, n)
-    return {d: sum(float(a[i] * b[i + d]) for i in range(n) if 0 <= i + d < n) for d in shifts}
-
-
-def test_displacement_restarts_from_a_point_and_is_not_eq_6():
-    """PRISM eq. 4 against eq. 6: the displacement since token k is the scan started anew there.
-
-    The cross-correlation of two histograms gives mass to displacements that no path makes.
-    """
-    scan = pe.cursor_scan
-    reset, step, _, table = random_gates(1, 1, 5, 5)
-    k, steps = 2, 2  # from after token 2 to after token 4
-    later = reset[:, :, k + 1:], step[:, :, k + 1:]
-    exact = scan(*later, None, torch.eye(2 * steps + 1).double())[0, 0, -1]
-    law = law_of_paths(later[0][0, 0].tolist(), later[1][0, 0].tolist())
-    close(exact, [law[d] for d in range(-steps, steps + 1)], 1e-12)
-
-    h = scan(reset * 0, step, None, table)[0, 0]
-    eq_6 = cross_correlation(h[k], h[4])
-    close(sum(eq_6.values()), 1.0)
-    assert sum(p for d, p in eq_6.items() if abs(d) > steps) > 0.05  # impossible in two steps
-
-    increment = torch.tensor([1.0, 0.0, 0.0]).double().expand(1, 1, 5, 3)
-    point = scan(reset * 0, increment, None, table)[0, 0]
-    eq_6 = cross_correlation(point[k], point[4])
-    close([eq_6[1], eq_6[2], eq_6[3]], [0.0, 1.0, 0.0])  # right where histograms are one-hot
-
-
-def test_sharpening_keeps_half_a_place():
-    """A cursor that steps up at even tokens, and at odd ones down with probability 0.27, goes half
-    a place a token. Sharpening takes back what the fraction leaves, so that the two tokens of a
-    place have the same two encodings at any length."""
-    T = 100
-    step = torch.zeros(1, 1, T, 3).double()
-    step[:, :, 0::2] = torch.tensor([1.0, 0.0, 0.0]).double()
-    step[:, :, 1::2] = torch.tensor([0.0, 0.27, 0.73]).double()
-    reset, offsets = torch.zeros(1, 1, T).double(), torch.eye(2 * T + 1).double()
-    h = pe.cursor_scan(reset, step, torch.tensor([2.0]).double(), offsets)[0, 0]
-    for t in (20, 60, 96):
-        place = T + t // 2 + 1
-        close(h[t, [place, place - 1]], [0.98, 0.02], tol=0.01)
-        close(h[t + 1, [place, place - 1]], [0.87, 0.13], tol=0.01)
-    unsharpened = pe.cursor_scan(reset, step, None, offsets)[0, 0]
-    assert unsharpened[96].max() < 0.2
-
-
 def test_cursor_machines():
     """Gates set by hand: increments count tokens, a reset goes back to 0, a copy to its token."""
     T = 8
@@ -798,38 +738,23 @@ def test_prism_without_reset_or_superposition():
 
 
 def test_prism_copies_by_hand():
-    """Every fifth query cursor can jump to a token.
-
-    With prism_copy='fixed' its key cursor counts tokens from -1, so that a jump to k meets the key
-    of token k + 1.
-    """
+    """Every fifth query cursor can jump to a token. With prism_copy='fixed' its key cursor counts
+    tokens from -1, so that a jump to k meets the key of token k + 1."""
     model = make(pe='prism', prism_copy='fixed', prism_cursors=3, prism_d_pe=4, n_layer=1)
     cursors = model.blocks[0].attn.pe.cursors
-    x = torch.randn(2, 9, 32).double()
-    assert cursors.count == 12
+    x, table = torch.randn(2, 9, 32).double(), torch.eye(19).double()
     reset, step, copy = cursors.actions(x)
-    assert copy.shape == (2, 3, 9, 10)
+    assert cursors.count == 12 and copy.shape == (2, 3, 9, 10)
     assert not copy[..., :-1].triu(1).any()
     close(copy.sum(dim=-1), torch.ones(2, 3, 9))
-
-    table = torch.eye(19).double()
     h = cursors.scan(x, table)
     for c in range(24):  # each cursor alone
         gamma = 1 + F.softplus(cursors.g[c:c + 1])
         jump = copy[:, [c // 5]] if c in (0, 5, 10) else None
-        gates = reset[:, c:c + 1], step[:, c:c + 1]
-        alone = pe.cursor_scan(*gates, gamma, table, jump)
+        alone = pe.cursor_scan(reset[:, c:c + 1], step[:, c:c + 1], gamma, table, jump)
         close(h[:, c:c + 1], alone)
     for c in (12, 17, 22):
         assert (h[:, c].argmax(dim=-1) - 9).tolist() == [list(range(-1, 8))] * 2
-
-    with torch.no_grad():
-        cursors.copy.W_stay.weight.zero_()
-        cursors.copy.W_stay.bias.fill_(-1e9)  # always jump
-        jumped = cursors.scan(x, table)[:, 5, :, 9:18].argmax(dim=-1)
-        close(jumped, cursors.actions(x)[2][:, 1, :, :-1].argmax(dim=-1))
-    trained = make(pe='prism', prism_copy='trained').blocks[0].attn.pe.cursors
-    assert not (trained.actions(x)[0] == 0).any()
 
 
 def test_prism_branches_and_norms_are_algorithm_3():
@@ -866,8 +791,6 @@ def test_prism_layers():
     model.blocks[2].tap_resid.register_forward_hook(lambda module, inputs, out: seen.append(out))
     model(torch.randint(11, (2, 7)))
     assert torch.equal(*seen)
-    with pytest.raises(ValueError, match='the first of them 1'):
-        make(pe='prism', prism_layers=[2])
 
 
 def test_prism_recurrent_matrices():
@@ -987,11 +910,8 @@ def test_decoding_with_a_cache(kw):
 def test_nope_every():
     model = make(pe='t5', n_layer=5, nope_every=2)
     assert [type(block.attn.pe) for block in model.blocks] == [pe.T5, pe.NoPE] * 2 + [pe.T5]
-    for wrong in (1, 3):
-        with pytest.raises(ValueError, match='nope_every must be 0, or from 2 to n_layer=2'):
-            make(nope_every=wrong)
-    with pytest.raises(ValueError, match='leave prism cursors'):
-        make(pe='prism', nope_every=2)
+    with pytest.raises(ValueError, match='nope_every must be 0, or from 2 to n_layer=2'):
+        make(nope_every=3)
 
 
 @pytest.mark.parametrize('names, says', [
@@ -1026,16 +946,13 @@ def test_randomized_positions():
     assert all(len(set(pos)) == 9 and pos == sorted(pos) for pos in draws)
     counts = torch.tensor(draws).flatten().bincount(minlength=20)
     assert (counts / 4000 - 9 / 20).abs().max() < 6 * 0.5 / math.sqrt(4000)
-    fixed = [positions_of(False, positions='randomized') for _ in range(3)]
-    assert fixed[0] == fixed[1] == fixed[2]
-    assert positions_of(True, positions='randomized', positions_max=9) == list(range(9))
+    fixed = [positions_of(False, positions='randomized') for _ in range(2)]
+    assert fixed[0] == fixed[1]
     with pytest.raises(ValueError, match='128 tokens require positions_max=128'):
         make(positions='randomized', positions_max=100, train_len=128)
-    with pytest.raises(ValueError, match='learned has max_len=64 rows'):
-        make(pe='learned', positions='randomized')
     model = make(pe='rope', positions='randomized')
     tokens = torch.randint(11, (2, 12))
-    with torch.no_grad():   # the beginning of 12 tokens stands where it does in all 12
+    with torch.no_grad():   # the first 7 of 12 tokens are at the same positions as in all 12
         close(model(tokens[:, :7], total_len=12)[0], model(tokens)[0][:, :7])
 
 
@@ -1063,26 +980,17 @@ def test_rows_with_positions_of_their_own(kw):
 
 def test_attend_refuses_what_does_not_fit():
     q, k, v, pos = qkv(4)
-    enc = encoding('rope', heads=4)
-    with pytest.raises(ValueError, match='built for 4 heads of 8: .* repeat grouped keys'):
-        enc.attend(q, k[:, :2], v[:, :2], pos)
-    with pytest.raises(ValueError, match='k and v must have length T'):
-        enc.attend(q, k, v[:, :, :9], pos)
-    with pytest.raises(ValueError, match='q covers all T positions or the last few'):
-        enc.attend(q, k[:, :, :9], v[:, :, :9], pos[:9])
-    for wrong in (pos[:9], pos[None, None], pos.expand(3, 10)):  # of a batch of 2
-        with pytest.raises(ValueError, match='pos must have a position for each'):
-            enc.attend(q, k, v, wrong)
-    with pytest.raises(ValueError, match='does not hold positions'):
-        enc.attend(q, k, v, pos.to(torch.uint8))
-    with pytest.raises(ValueError, match='built for 2 heads of 16'):
-        encoding('rope', heads=2, head_dim=16).attend(q, k, v, pos)
-    with pytest.raises(ValueError, match='the inputs of all 10 keys'):
-        enc.attend(q, k, v, pos, x=torch.randn(2, 1, 32))
-    with pytest.raises(ValueError, match='total_len=3 is less than the 10 tokens'):
-        encoding('vipe', heads=4).state(None, pos, total_len=3)
-    with pytest.raises(ValueError, match='requires state=enc.state'):
-        encoding('prism+rope', heads=4).attend(q, k, v, pos)
+    rope = encoding('rope', heads=4)
+    for enc, given, says in (
+            (rope, (q, k[:, :2], v[:, :2], pos), 'built for 4 heads of 8: .* repeat grouped keys'),
+            (rope, (q, k, v[:, :, :9], pos), 'k and v must have length T'),
+            (rope, (q, k[:, :, :9], v[:, :, :9], pos[:9]), 'q covers all T positions or the last'),
+            (rope, (q, k, v, pos[:9]), 'pos must have a position for each'),
+            (rope, (q, k, v, pos, None, torch.randn(2, 1, 32)), 'the inputs of all 10 keys'),
+            (encoding('fox', heads=4), (q, k, v, pos), 'requires the attention input'),
+            (encoding('prism', heads=4), (q, k, v, pos), 'requires state=enc.state')):
+        with pytest.raises(ValueError, match=says):
+            enc.attend(*given)
 
 
 def readme_code(marker):
@@ -1108,8 +1016,6 @@ def test_fox():
         if s <= t:
             forgotten = sum(math.log(f[b, h, j].item()) for j in range(s + 1, t + 1))
             close(logits[b, h, t, s], content(q[b, h, t], k[b, h, s]) + forgotten)
-    with pytest.raises(ValueError, match='requires the attention input'):
-        enc.attend(q, k, v, pos)
 
 
 @pytest.mark.parametrize('name', ['fox', 'alibi', 'rope', 'fire'])
@@ -1268,25 +1174,20 @@ def test_overfits_one_batch(kw):
 
 def test_only_shared_encodings_share_parameters():
     """T5's table serves all layers; PoPE's delta is each layer's own; in a sum, too."""
-    def count(name, find):
-        model = make(pe=name, n_layer=3)
-        return len({id(find(block.attn.pe)) for block in model.blocks})
-
-    assert count('t5', lambda enc: enc.table) == 1
-    assert count('pope', lambda enc: enc.delta) == 3
-    assert count('t5+pope', lambda enc: enc.parts[0].table) == 1
-    assert count('t5+pope', lambda enc: enc.parts[1].delta) == 3
+    for name in ('t5', 'pope', 't5+pope'):
+        blocks = make(pe=name, n_layer=3).blocks
+        for owner, key, count in (('t5', 'table', 1), ('pope', 'delta', 3)):
+            found = {id(p) for block in blocks for part, p in block.attn.pe.named_parameters()
+                     if part.endswith(key)}
+            assert len(found) == count * (owner in name)
 
 
 def test_rope_heads():
     """rope_heads=1: the first head is RoPE's, the others are NoPE's."""
     q, k, v, pos = qkv(4)
     y = encoding('rope', heads=4, rope_heads=1).attend(q, k, v, pos)
-    rope = encoding('rope', heads=4).attend(q, k, v, pos)
-    nope = encoding('nope', heads=4).attend(q, k, v, pos)
-    close(y[:, :1], rope[:, :1])
-    close(y[:, 1:], nope[:, 1:])
-    assert not torch.allclose(y[:, 1:], rope[:, 1:])
+    close(y[:, :1], encoding('rope', heads=4).attend(q, k, v, pos)[:, :1])
+    close(y[:, 1:], encoding('nope', heads=4).attend(q, k, v, pos)[:, 1:])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1314,30 +1215,19 @@ def test_taps_read_and_replace():
     """A hook on a tap sees the activation; what it returns takes the activation's place."""
     model = make(pe='rope')
     tokens = torch.randint(11, (2, 9))
-    before = model(tokens)[0]
-    shapes, handles = {}, []
-
-    def record(name):
-        def hook(module, inputs, out):
-            shapes[name] = tuple(out.shape)
-        return hook
-
-    for name, module in model.named_modules():
-        if name.split('.')[-1].startswith('tap_'):
-            handles.append(module.register_forward_hook(record(name)))
+    before, shapes, attn = model(tokens)[0], {}, model.blocks[1].attn
+    taps = dict(q=attn.tap_q, k=attn.tap_k, out=attn.tap_head_out, logits=attn.tap_logits,
+                resid=model.blocks[1].tap_resid, embedded=model.tap_resid)
+    handles = [tap.register_forward_hook(lambda module, _, out, name=name:
+                                         shapes.update({name: tuple(out.shape)}))
+               for name, tap in taps.items()]
     close(model(tokens)[0], before)
-    for tap in ('tap_q', 'tap_k', 'tap_head_out'):
-        assert shapes[f'blocks.1.attn.{tap}'] == (2, 4, 9, 8)
-    assert shapes['blocks.0.attn.tap_logits'] == (2, 4, 9, 9)
-    assert shapes['tap_resid'] == shapes['blocks.1.tap_resid'] == (2, 9, 32)
+    assert shapes == dict(q=(2, 4, 9, 8), k=(2, 4, 9, 8), out=(2, 4, 9, 8), logits=(2, 4, 9, 9),
+                          resid=(2, 9, 32), embedded=(2, 9, 32))
     for handle in handles:
         handle.remove()
-
-    tap = model.blocks[1].attn.tap_head_out
-    handle = tap.register_forward_hook(lambda module, inputs, out: out * 0)
+    attn.tap_head_out.register_forward_hook(lambda module, inputs, out: out * 0)
     assert not torch.allclose(model(tokens)[0], before)
-    handle.remove()
-    assert torch.equal(model(tokens)[0], before)
 
 
 @pytest.mark.parametrize('kw', [
@@ -1373,21 +1263,13 @@ def test_optimizer_groups_hold_every_parameter_once():
 
 
 @pytest.mark.parametrize('kw, says', [
-    (dict(d_model=30, n_head=4), 'divisible'),
-    (dict(n_layer=0), 'n_layer'),
-    (dict(norm='batch'), 'layernorm'),
-    (dict(dropout=1.5), 'dropout'),
-    (dict(attention='gqa'), 'mla'),
+    (dict(d_model=30, n_head=4), 'divisible'), (dict(dropout=1.5), 'dropout'),
     (dict(n_head=3, d_model=30, attention='mla'), 'even'),
     (dict(pe='rop'), 'unknown.*shifted_ape'),  # lists what there is
-    (dict(pe='rope+'), 'unknown'),
-    (dict(pe='rope', d_model=20, n_head=4), 'even'),
-    (dict(pe='ape', d_model=21, n_head=1), 'even'),
-    (dict(pe='t5', t5_buckets=1), 't5'),
-    (dict(rope_heads=9), 'rope_heads'),
-    (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
-    (dict(vipe_s='both'), 'length'),
-    (dict(pope_delta='one'), 'uniform')], ids=str)
+    (dict(pe='rope', d_model=20, n_head=4), 'even'), (dict(rope_fraction=2.0), 'at most 1'),
+    (dict(pe='ape', rope_heads=1), 'acts on the embedding'), (dict(rope_heads=9), 'rope_heads'),
+    (dict(pe='vipe', vipe_s='both'), 'length'), (dict(pe='prism', nope_every=2), 'leave prism')],
+    ids=str)
 def test_impossible_shapes_say_what_to_do(kw, says):
     with pytest.raises(ValueError, match=says):
         Transformer(ModelConfig(**kw))
@@ -1404,85 +1286,75 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-# --------------------------------------------------------------------------------------------------
 # oracles
 
 def iterative_oracle(name, length, prompt, answer):
     """BoS x_1..x_L EoI s_1..s_m EoS; of the states, steps=0 asks for the last alone."""
     name, _, option = name.partition(':')
-    assert prompt[0] == 'BoS' and prompt[-1] == 'EoI'
-    assert answer[-1] == 'EoS'
     x = prompt[1:-1]
+    assert [prompt[0], prompt[-1], answer[-1]] == ['BoS', 'EoI', 'EoS']
     assert len(x) == (2 if name == 'count' else length)
     if name == 'mode':
-        assert len(statistics.multimode(x)) == 1
-        assert answer[:-1] == [statistics.mode(x)]
+        assert answer[:-1] == statistics.multimode(x)
         return
     x = [int(word) for word in x]
-    if name == 'sort':
-        assert len(set(x)) == len(x)
     beta = tasks.make('product:own=1').beta.tolist() if option == 'own=1' else [1] * len(x)
     states = {
         'copy': x,
         'reverse': x[::-1],
-        'sort': sorted(x),
+        'sort': sorted(set(x)),    # all are different
         'count': range(x[0], x[-1] + 1),
         'parity': itertools.accumulate(x, lambda s, x_t: (s + x_t) % 2),
         'polynomial': itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 5),
         'product': [math.prod(beta[:t] + x[:t]) % 5 for t in range(1, len(x) + 1)],
     }[name]
     assert answer[:-1] == [str(s) for s in states][-1 if option == 'steps=0' else 0:]
-    assert name != 'count' or len(answer) == length + 1
+    assert len(answer) == (2 if option == 'steps=0' else length + 1)
 
 
 def classification_oracle(name, length, prompt, answer):
     """x_1..x_L ? class: how many triggers there are, or how far they are apart."""
     assert prompt[-1] == '?' and len(prompt) == length + 1
-    triggers = [word for word in prompt if word.startswith('trigger')]
+    place = [(word, t) for t, word in enumerate(prompt) if word.startswith('trigger')]
     if name.startswith('trigger_count'):
-        assert answer == [f'class{len(triggers)}']
+        assert answer == [f'class{len(place)}']
         return
-    place = {word: prompt.index(word) for word in triggers}
-    assert len(triggers) == len(place) == (4 if name.startswith('distance_sum') else 2)
-    pairs = [('trigger0', 'trigger1'), ('trigger2', 'trigger3')][:len(place) // 2]
-    distances = [abs(place[i] - place[j]) for i, j in pairs]
+    words, place = zip(*sorted(place))
+    assert words == tuple(f'trigger{i}' for i in range(4 if name.startswith('distance_sum') else 2))
+    distances = [abs(i - j) for i, j in zip(place[::2], place[1::2])]
     span = int(name.partition('span=')[2] or 128)
     assert max(distances) < span
-    assert answer == [f'class{32 * sum(distances) // (len(pairs) * span)}']
+    assert answer == [f'class{32 * sum(distances) // (len(distances) * span)}']
 
 
 def indexing_oracle(name, length, prompt, answer):
     """The letter `shift` positions after a given one: 'abcd,b,+2,d'."""
-    source, letter, shift, nothing = ''.join(prompt).split(',')
-    assert nothing == ''
+    source, letter, shift, _ = ''.join(prompt).split(',')
     assert len(source) == length == len(set(source)) and source.isalpha()
     assert re.fullmatch(r'[+-]\d{1,2}', shift) and abs(int(shift)) <= (2 if ':' in name else 15)
     assert ':' not in name or set(source) <= set('ABCDEFGHIJKL')
     place = source.index(letter) + int(shift)
-    assert place >= 0
-    assert answer == [source[place]]
+    assert place >= 0 and answer == [source[place]]
 
 
-def string_answer(name, x):
-    """What the string tasks ask for."""
-    if name in ('string_copy', 'copy_repeated'):
-        assert name != 'copy_repeated' or len(set(x)) == 1
-        return x
-    if name == 'string_reverse':
-        return x[::-1]
-    if name == 'odds_first':
-        return x[1::2] + x[::2]
-    if name == 'bucket_sort':
-        assert set(x) <= set('01234')
-        return ''.join(sorted(x))
-    left = []  # the stack: bits first, then actions
+def stack_answer(x):
+    """The stack from its top down, after bits (pushed) and actions: 2 pops, 3 and 4 push 0 and 1;
+    then 2 marks its bottom."""
     assert re.fullmatch('[01]+[234]*', x)
+    left = ''
     for symbol in x:
-        if symbol == '2':
-            left = left[:-1]
-        else:
-            left.append({'0': '0', '1': '1', '3': '0', '4': '1'}[symbol])
-    return (''.join(reversed(left)) + '2').ljust(len(x) + 1, '0')
+        left = left[:-1] if symbol == '2' else left + '01.01'[int(symbol)]
+    return (left[::-1] + '2').ljust(len(x) + 1, '0')
+
+
+STRINGS = {
+    'string_copy': lambda x: x,
+    'copy_repeated': lambda x: x[0] * len(x),
+    'string_reverse': lambda x: x[::-1],
+    'odds_first': lambda x: x[1::2] + x[::2],
+    'bucket_sort': lambda x: ''.join(digit * x.count(digit) for digit in '01234'),
+    'stack': stack_answer,
+}
 
 
 def string_oracle(name, length, prompt, answer):
@@ -1492,14 +1364,13 @@ def string_oracle(name, length, prompt, answer):
         assert x[0] == '^'
         x = x[1:]
     assert len(x) == length
-    assert ''.join(answer) == string_answer(name, x) + '.'
+    assert ''.join(answer) == STRINGS[name](x) + '.'
 
 
 def dyn_str_cpy_oracle(name, length, prompt, answer):
     """string,digit=the string from that digit on."""
     string, digit = ''.join(prompt).removesuffix('=').split(',')
-    assert len(string) == length
-    assert string.count(digit) == 1
+    assert len(string) == length and string.count(digit) == 1
     assert ''.join(answer) == string[string.index(digit):] + '.'
 
 
@@ -1564,10 +1435,8 @@ def scan_oracle(name, length, prompt, answer):
     """A command, a mark, its actions; in the chain of thought other words stand between these."""
     command = [word for word in prompt[:-1] if word != 'BoS']
     actions = [word for word in answer if word.startswith('I_')]
-    assert actions == scan_actions(command)
-    assert len(actions) == length
-    if name != 'scan_cot':
-        assert answer == [*actions, 'EoS']
+    assert actions == scan_actions(command) and len(actions) == length
+    assert name == 'scan_cot' or answer == [*actions, 'EoS']
 
 
 def flip_flop_answers(words):
@@ -1632,7 +1501,6 @@ def test_group(name, size):
 
 # task: its oracle, and the lengths to try; for other tasks 5 and 20, without an oracle
 TEXT_LENGTHS = (1, 2, 7, 23)
-STRINGS = 'string_copy string_reverse odds_first bucket_sort stack copy_repeated'.split()
 ORACLES = {name: (string_oracle, TEXT_LENGTHS) for name in STRINGS}
 ORACLES |= {name: (iterative_oracle, (1, 5, 48)) for name in (
     'copy', 'reverse', 'parity', 'parity:steps=0', 'polynomial', 'product', 'product:own=1')}
@@ -1677,12 +1545,9 @@ def test_every_task(name, length):
     tokens, targets = task.sample(n, length, generator(length))
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.shape == targets.shape and len(tokens) == n
-    assert len(set(task.vocab)) == len(task.vocab)
-    assert len(task.vocab) == 64 or name not in CHARACTERS
-    assert tokens.min() >= 0 and tokens.max() < len(task.vocab)
-    padding = tokens == tasks.PAD
+    assert tokens.min() >= 0 and tokens.max() < len(task.vocab) == len(set(task.vocab))
+    padding, supervised = tokens == tasks.PAD, targets != -100
     assert torch.equal(padding, padding.int().cummax(dim=1).values > 0)
-    supervised = targets != -100
     assert supervised.any(dim=1).all() and not supervised[:, -1].any()
     assert task.labels or torch.equal(targets[supervised], tokens.roll(-1, dims=1)[supervised])
     assert not (targets == tasks.PAD).any()
@@ -1691,12 +1556,11 @@ def test_every_task(name, length):
     assert torch.equal(tokens, task.sample(n, length, generator(length))[0])
     if len(tokens.unique(dim=0)) > 1:
         assert not torch.equal(tokens, task.sample(n, length, generator(length + 1))[0])
-    if name in ORACLES:
-        for row, target in zip(tokens.tolist(), targets.tolist()):
-            words = [task.vocab[i] for i in row if i != 0]
-            first = next(t for t, i in enumerate(target) if i != -100)  # the prompt's last token
-            assert -100 not in target[first:len(words) - 1]
-            ORACLES[name][0](name, length, words[:first + 1], words[first + 1:])
+    for row, target in zip(tokens.tolist(), targets.tolist()) if name in ORACLES else ():
+        words = [task.vocab[i] for i in row if i != 0]
+        first = next(t for t, i in enumerate(target) if i != -100)  # the prompt's last token
+        assert -100 not in target[first:len(words) - 1]
+        ORACLES[name][0](name, length, words[:first + 1], words[first + 1:])
 
 
 def distance(text):
@@ -1732,13 +1596,11 @@ def test_values_are_uniform(name, length, value, values):
     assert all(abs(count - mean) < 6 * math.sqrt(mean) for count in counts.values())
 
 
-@pytest.mark.parametrize('name, length, largest', [
-    ('indirect_indexing', 30, 15), ('indirect_indexing:letters=12:shift=2', 6, 2)])
-def test_shifts_are_drawn_from_their_whole_range(name, length, largest):
-    task = tasks.make(name)
-    rows, _ = task.sample(3000, length, generator(0))
+def test_shifts_are_drawn_from_their_whole_range():
+    task = tasks.make('indirect_indexing')
+    rows, _ = task.sample(3000, 30, generator(0))
     shifts = {int(task.decode(row).split(', ')[2]) for row in rows}
-    assert shifts == set(range(-largest, largest + 1))
+    assert shifts == set(range(-15, 16))
 
 
 def test_docstrings_show_an_example():
@@ -1753,20 +1615,14 @@ def test_docstrings_show_an_example():
     ('pairty', 5, "unknown task 'pairty', did you mean 'parity'.*scan_cot"),
     ('jsb', 5, 'add --data=PATH, Jsb16thSeparated.json'),
     ('copy:p=7', 5, 'copy has no option .p=7.; its options are: steps'),
-    ('flip_flop:ignore=x', 5, "ignore must be an integer, not 'x'"),
     ('parity:steps=2', 5, 'steps must be 0 or 1'),
-    ('count', 200, '128'),
     ('distance_sum', 3, 'from 4'),
-    ('indirect_indexing:letters=12:shift=2', 13, '12'),
-    ('group:name=q3', 5, 's2 to s5'),
-    ('mqar', 7, 'from 8'),
     ('scan', 23, r'\[1, 2, .*, not 23')])
 def test_task_errors(name, length, says):
     with pytest.raises(ValueError, match=says):
         tasks.make(name).sample(2, length)
 
 
-# ------------------------------------------------------------------------------------------------
 # SCAN
 
 def scan_splits(split):
@@ -1775,19 +1631,12 @@ def scan_splits(split):
 
 
 def test_scan_is_the_published_data_set():
-    """Its size, some lines, and the number of characters in the published tasks.txt."""
+    """Its size, its actions, and the number of characters in the published tasks.txt."""
     train, test = scan_splits('length')
     pairs = train + test
-    actions_of = dict(pairs)
-    assert len(actions_of) == len(pairs) == 20910
+    assert len(dict(pairs)) == len(pairs) == 20910
     assert sum(len(f'IN: {command} OUT: {actions}\n') for command, actions in pairs) == 4080388
-    for command, actions in pairs:
-        assert actions.split() == scan_actions(command.split())
-    jump = 'I_TURN_LEFT I_TURN_LEFT I_JUMP'
-    assert actions_of['jump opposite left twice after jump opposite left'] == ' '.join([jump] * 3)
-    run = 'I_TURN_RIGHT ' * 6 + 'I_RUN'
-    assert actions_of['run opposite right after turn opposite right twice'] == run
-    assert actions_of['walk around right after walk'] == 'I_WALK' + ' I_TURN_RIGHT I_WALK' * 4
+    assert all(actions.split() == scan_actions(command.split()) for command, actions in pairs)
 
 
 def test_scan_splits_are_the_published_ones():
@@ -1803,36 +1652,26 @@ def test_scan_splits_are_the_published_ones():
 
 
 def test_scan_cot_spells_out_every_clause():
-    """command = the same with twice and thrice written out → clause : actions, as executed."""
-    task = tasks.make('scan_cot')
+    """command = the same with twice and thrice written out → clause : actions, as executed. First
+    PRISM Table 4, with four pairs of actions in every clause."""
+    task, walk = tasks.make('scan_cot'), 'walk around left'
+    assert task.text(f'{walk} thrice and look opposite right', '') == (
+        f'{walk} thrice and look opposite right = {walk} + {walk} + {walk} and look opposite right '
+        f'→ {3 * (walk + " : " + 4 * "I_TURN_LEFT I_WALK ")}'
+        'look opposite right : I_TURN_RIGHT I_TURN_RIGHT I_LOOK .')
     train, test = scan_splits('length')
     for command, actions in random.Random(0).sample(train + test, 2000):
         left, right = task.text(command, actions).split(' = ')
         written, steps = right.removesuffix(' .').split(' → ')
-        assert left == command
-        assert 'twice' not in right and 'thrice' not in right
+        assert left == command and 'twice' not in right and 'thrice' not in right
         said = re.findall(r'((?:walk|look|run|jump|turn)[a-z ]*) : ((?:I_\w+ ?)+)', steps)
         for clause, part in said:
             assert scan_actions(clause.split()) == part.split()
         assert ' '.join(part.strip() for _, part in said) == actions
-        halves = re.split(' (?:and|after) ', written)
-        if ' after ' in written:
-            halves.reverse()
-        clauses = [clause for half in halves for clause in half.split(' + ')]
-        assert clauses == [clause for clause, _ in said]
+        halves = re.split(' (?:and|after) ', written)[::-1 if ' after ' in written else 1]
+        assert ' + '.join(halves).split(' + ') == [clause for clause, _ in said]
 
 
-def test_scan_cot_is_the_example_of_table_4():
-    """PRISM Table 4, with four pairs of actions in every clause."""
-    command = 'walk around left thrice and look opposite right'
-    walk = 'walk around left'
-    walked = f'{walk} : ' + 'I_TURN_LEFT I_WALK ' * 4
-    assert tasks.make('scan_cot').text(command, '') == (
-        f'{command} = {walk} + {walk} + {walk} and look opposite right → '
-        + walked * 3 + 'look opposite right : I_TURN_RIGHT I_TURN_RIGHT I_LOOK .')
-
-
-# --------------------------------------------------------------------------------------------------
 # data sets of commands and answers
 
 def config(**kw):
@@ -1850,17 +1689,11 @@ def test_data_sets_train_on_all_and_test_on_the_rest():
     task = cfg.the_task
     batches = train.Batches(cfg, 0, task, 'cpu')
     batches.next(0)
-    assert len(batches.tokens) == 16990
-    assert len({task.decode(row) for row in batches.tokens}) == 16990
+    trained = {task.decode(row) for row in batches.tokens}
+    assert len(batches.tokens) == len(trained) == 16990
     held = train.held_out(cfg, task, 'test', 'cpu')
-    long = [length for length in held if length > 22]
-    assert len(texts(task, held, long)) == 3920 == sum(len(held[length][0]) for length in long)
-
-    simple = tasks.make('scan_simple')
-    held = simple.held_out('test', 10 ** 6, simple.existing(range(60), None), generator)
-    trained = texts(simple, simple.rows['train'], simple.rows['train'])
-    assert len(trained) == 16728
-    assert not trained & texts(simple, held, [n for n in held if n in simple.rows['test']])
+    tested = texts(task, held, [length for length in held if length > 22])
+    assert len(tested) == 3920 and not trained & tested
 
 
 @pytest.fixture
@@ -1899,7 +1732,6 @@ def test_cfq(cfq):
         tasks.make('cfq:mcd=2', str(cfq)).sample(1, 15)
 
 
-# --------------------------------------------------------------------------------------------------
 # corpora
 
 def token_file(folder, array, name='train.npy'):
@@ -1922,12 +1754,11 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
         assert predicted == sorted(set(range(int(ends[-1]))) - firsts), length
         row, t = (targets != -100).nonzero(as_tuple=True)
         assert torch.equal(tokens[row, t] + 1, targets[row, t])  # from the token before it
-        assert tokens.shape[1] == length
-    kept = {}
-    for length, (_, targets) in task.held_out('test', 3, lengths, generator).items():
-        kept[length] = set(targets[targets != -100].tolist())
-    assert all(tokens == kept[2] for tokens in kept.values())
-    assert len(kept[2]) == min(3 * 99, 3 * (max(sizes) - 1), sum(sizes) - len(sizes))
+        assert tokens.shape[1] == length and (targets != -100).any(dim=1).all()
+    few = task.held_out('test', 3, lengths, generator).values()
+    kept, *others = ({*targets[targets != -100].tolist()} for _, targets in few)
+    assert all(tokens == kept for tokens in others)
+    assert len(kept) == min(3 * 99, 3 * (max(sizes) - 1), sum(sizes) - len(sizes))
 
 
 def test_contexts_of_a_corpus_are_uniform_and_within_a_document(tmp_path):
@@ -1947,23 +1778,22 @@ def test_contexts_of_a_corpus_are_uniform_and_within_a_document(tmp_path):
 
 
 def test_documents_are_dealt_to_parts(tmp_path):
+    """At random; a single one is cut; a folder of a part's name, and no hidden file, is that part,
+    and validation replaces a missing test part."""
     for i in range(40):
         (tmp_path / f'{i}.txt').write_text(f'document {i} ' * 3)
     parts = tasks.make('text', str(tmp_path)).parts
     assert [len(parts[part]) for part in tasks.PARTS] == [36, 2, 2]
     assert len({document.tobytes() for part in tasks.PARTS for document in parts[part]}) == 40
-
-    (tmp_path / 'one').mkdir()
-    (tmp_path / 'one/a').write_bytes(bytes(range(200)))
-    parts = tasks.make('text', str(tmp_path / 'one')).parts
+    one = tmp_path / 'one'
+    (one / 'validation').mkdir(parents=True)
+    (one / 'a').write_bytes(bytes(range(200)))
+    parts = tasks.make('text', str(one / 'a')).parts
     cuts = [range(180), range(180, 190), range(190, 200)]
     assert [bytes(parts[part][0]) for part in tasks.PARTS] == [bytes(cut) for cut in cuts]
-
-    (tmp_path / 'one/validation').mkdir()
-    (tmp_path / 'one/validation/.hidden').write_text('no')
-    (tmp_path / 'one/validation/b').write_text('yes')
-    (tmp_path / 'one/empty').write_text('')
-    parts = tasks.make('text', f'{tmp_path}/one/').parts
+    (one / 'validation/.hidden').write_text('no')
+    (one / 'validation/b').write_text('yes')
+    parts = tasks.make('text', f'{one}/').parts
     found = [[bytes(document) for document in parts[part]] for part in tasks.PARTS]
     assert found == [[bytes(range(200))], [b'yes'], [b'yes']]
 
@@ -1979,32 +1809,21 @@ def test_text_is_decoded_as_written(tmp_path):
         assert len(task.vocab) == size
     with pytest.raises(tasks.DataError, match="'q' is not in the vocabulary"):
         task.encode('q')
-    stdlib = tasks.make('stdlib')
+    parts = tasks.make('stdlib').parts
     source = open(json.__file__, 'rb').read()
-    assert stdlib.decode(stdlib.encode(source.decode())).encode() == source
-    assert source in [bytes(document) for part in tasks.PARTS for document in stdlib.parts[part]]
+    assert source in [bytes(document) for part in tasks.PARTS for document in parts[part]]
 
 
 @pytest.mark.parametrize('name, content, says', [
-    ('text', None, 'does not exist'),
-    ('characters', b'', 'nothing to read'),
+    ('text', None, 'does not exist'), ('characters', b'', 'nothing to read'),
     ('characters', b'\xff\xfe', 'must be UTF-8'),
     ('tokens', b'123', 'must be a .bin (uint16) or .npy file'),
-    ('tokens', 'wide.npy', 'not a row of integers'),
     ('tokens:size=9', 'big.npy', 'the vocabulary of 0 to 8'),
-    ('tokens:size=9', 'minus.npy', 'the symbol [-1]'),
-    ('openwebtext', 'odd.bin', 'multiple'),
     ('jsb', b'{"train": 3}', 'must be Jsb16th'),
     ('jsb', b'{"train": [[[1, 2, 3, 4]]], "valid": [], "test": []}', 'each -1 or 21 to 108'),
-    ('jsb', b'{"train": [[[60, 60, 60]]], "valid": [], "test": []}', 'rows of four'),
-    ('genome', b'ACGT', 'begin with ">"'),
-    ('cfq', b'', 'dataset.json'),
-])
+    ('genome', b'ACGT', 'begin with ">"'), ('cfq', b'', 'dataset.json')])
 def test_data_that_do_not_fit(name, content, says, tmp_path):
-    np.save(tmp_path / 'wide.npy', np.ones((3, 3)))
-    np.save(tmp_path / 'minus.npy', np.full(99, -1))
     np.save(tmp_path / 'big.npy', np.full(99, 9, dtype=np.uint16))
-    (tmp_path / 'odd.bin').write_bytes(b'123')
     path = tmp_path / (content if isinstance(content, str) else 'data')
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -2018,14 +1837,12 @@ def test_two_gigabytes_stay_on_disk(tmp_path):
         f.write(np.arange(1000, dtype=np.uint16).tobytes())
         f.truncate(2 ** 31)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    first = {'text': [0, 0, 1, 0, 2, 0, 3, 0], 'openwebtext': list(range(8))}
-    for name, size in (('text', 2 ** 31), ('openwebtext', 2 ** 30)):
+    for name in ('text', 'openwebtext'):
         task = tasks.make(name, str(tmp_path / 'big.bin'))
-        assert sum(len(task.parts[part][0]) for part in tasks.PARTS) == size
         assert task.sample(8, 1024, generator(0))[0].shape == (8, 1024)
         held = task.held_out('test', 4, [512, 4096], generator)
         assert held[512][0].shape == (36, 512)
-        assert task.parts['train'][0][:8].tolist() == first[name]
+    assert task.parts['train'][0][:8].tolist() == list(range(8))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
 
 
@@ -2043,39 +1860,27 @@ def test_jsb_chorales(tmp_path):
             row = task.lay_out([document], len(document) + 3)[0][0]
             pitches = ['-' if pitch == -1 else str(pitch) for frame in chorale for pitch in frame]
             assert task.decode(row).split() == pitches
-
-    whole = [task.lay_out([document], len(document))[0][0].tolist()
-             for document in task.parts['train']]
-    frames = {tuple(document[i:i + 4]) for document in whole for i in range(0, len(document), 4)}
+    frames = {' '.join('-' if pitch == -1 else str(pitch) for pitch in frame)
+              for chorale in chorales['train'] for frame in chorale}
     tokens, _ = task.sample(200, 16, generator(0))
-    assert set(map(tuple, tokens.view(-1, 4).tolist())) <= frames
-    task.parts['test'] = task.parts['train']
-    for tokens, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
-        assert (targets != -100).sum() == sum(map(len, whole)) - 2
-        for row in tokens.tolist():
-            row = [token for token in row if token != tasks.PAD]
-            assert any(row == document[i:i + len(row)]
-                       for document in whole for i in range(0, len(document), 4))
+    assert {task.decode(row) for row in tokens.view(-1, 4)} <= frames
+    for _, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
+        assert (targets != -100).sum() == 4 * (1 + 12) - 2
 
 
 def test_genomes_are_cut_into_6_mers(tmp_path):
     chance = random.Random(0)
-    records = []
-    text = '\n'
-    for size in (2, 5, 6, 7, 600, 1201):
-        records.append(''.join(chance.choice('ACGT' * 20 + 'acgtNNNNrY') for _ in range(size)))
-        text += '>chr X\r\n' + '\r\n'.join(re.findall('.{1,60}', records[-1])) + '\r\n\r\n'
+    records = [''.join(chance.choice('ACGT' * 20 + 'acgtNNNNrY') for _ in range(size))
+               for size in (2, 5, 6, 7, 600, 1201)]
+    text = ''.join('>chr X\r\n' + '\r\n'.join(re.findall('.{1,60}', record)) + '\r\n\r\n'
+                   for record in records)
     (tmp_path / 'g.fa').write_bytes(text.encode())
     task = tasks.make('genome', str(tmp_path / 'g.fa'))
     assert len(task.vocab) == 4107 == len(set(task.vocab))
-    documents = [document for _, document in task.read()]
-    assert len(documents) == len(records)
-    for document, record in zip(documents, records):
+    for (_, document), record in zip(task.read(), records, strict=True):
         plain = re.sub('[^ACGT]', 'N', record.upper())
-        expected = []
-        for segment in re.findall('[ACGT]+|N', plain):
-            expected += re.findall('[ACGT]{6}|.', segment)
-        assert ''.join(expected) == plain
+        expected = [piece for segment in re.findall('[ACGT]+|N', plain)
+                    for piece in re.findall('[ACGT]{6}|.', segment)]
         assert task.decode(task.encode(record)).split() == expected
         assert task.decode(torch.from_numpy(document.astype(int))).split() == expected
 
@@ -2119,35 +1924,29 @@ def test_midi_files(midi):
 def test_byte_pairs(tmp_path, monkeypatch):
     """Files of tokens become text by tiktoken (here: by a stub that encodes bytes). A missing
     package is named; the unused tokens are never written."""
-    (tmp_path / 'a.mid').write_text('text')
-    for name, package in (('openwebtext', 'tiktoken'), ('maestro', 'miditok')):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(tasks.DataError, match=f'pip install {package}'):
-            tasks.make(name, str(tmp_path)).decode(torch.tensor([1]))
-    pairs = types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()),
-                                  decode=lambda tokens: bytes(tokens).decode())
-    tiktoken = types.SimpleNamespace(get_encoding={'gpt2': pairs}.get)
-    monkeypatch.setitem(sys.modules, 'tiktoken', tiktoken)
     text = 'byte pairs, ' * 9
     symbols = np.array(list(text.encode()), dtype=np.uint16)
     (tmp_path / 'test.bin').write_bytes(symbols.tobytes())
     token_file(tmp_path, symbols, 'train.npy')
     task = tasks.make('openwebtext', str(tmp_path))
+    monkeypatch.setitem(sys.modules, 'tiktoken', None)
+    with pytest.raises(tasks.DataError, match='pip install tiktoken'):
+        task.decode(torch.tensor([1]))
+    pairs = types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()),
+                                  decode=lambda tokens: bytes(tokens).decode())
+    tiktoken = types.SimpleNamespace(get_encoding={'gpt2': pairs}.get)
+    monkeypatch.setitem(sys.modules, 'tiktoken', tiktoken)
     for part in tasks.PARTS:
         assert np.array_equal(task.parts[part][0], symbols)
     assert len(task.vocab) == 50304 == len(set(task.vocab))
-    for row in task.sample(3, 20, generator(0))[0]:
-        assert task.decode(row) in text
-        assert torch.equal(task.encode(task.decode(row)), row)
+    assert task.decode(task.encode(text)) == text
     assert task.decode(torch.tensor([1 + ord('a'), 50258, 50303, tasks.PAD])) == 'a'
 
 
-# --------------------------------------------------------------------------------------------------
 # runs on them
 
-def test_perplexity_of_known_distributions(tmp_path):
-    """Trained on uniform bytes, and on a Markov chain whose entropy follows from its transitions:
-    correct to 1 %, at every length of the context."""
+def test_perplexity_of_a_markov_chain(tmp_path):
+    """Its entropy follows from its transitions: correct to 1 %, at every length of the context."""
     source = np.random.default_rng(0)
     P = source.dirichlet(np.full(6, 0.5), size=6)
     stationary = np.linalg.matrix_power(P, 200)[0]
@@ -2156,38 +1955,29 @@ def test_perplexity_of_known_distributions(tmp_path):
     for x in source.random(200000):
         chain.append(min(5, int(np.searchsorted(P[chain[-1]].cumsum(), x))))
     token_file(tmp_path / 'chain', np.array(chain, dtype=np.uint16), 'all.npy')
-    noise = source.integers(0, 256, 300000, dtype=np.uint8)
-    (tmp_path / 'noise').write_bytes(noise.tobytes())
-    for task, path, perplexity in (('tokens:size=6', 'chain', math.exp(entropy)),
-                                   ('text', 'noise', 256)):
-        train.main(flags(task=task, data=tmp_path / path, out_dir=tmp_path / 'run', lr=1e-2,
-                         train_lengths=32, eval_lengths='16,32', max_steps=400, eval_interval=400,
-                         n_test=300, batch_size=32))
-        scores = json.load(open(tmp_path / 'run/lengths.json'))['0']
-        for score in scores.values():
-            assert abs(math.exp(score['loss']) / perplexity - 1) < 0.01, (perplexity, scores)
+    train.main(flags(task='tokens:size=6', data=tmp_path / 'chain', out_dir=tmp_path, lr=1e-2,
+                     train_lengths=32, eval_lengths='16,32', max_steps=400, eval_interval=400,
+                     n_test=300, batch_size=32))
+    for score in json.loads((tmp_path / 'lengths.json').read_text())['0'].values():
+        assert abs(math.exp(score['loss'] - entropy) - 1) < 0.01
 
 
 def test_a_sweep_on_a_corpus(tmp_path, capsys):
-    """Its table and record; --eval_only scores a seed again, continues a prompt, and refuses text
-    of another vocabulary."""
+    """Its table is of perplexities; --eval_only scores a seed again, continues a prompt, and
+    refuses text of another vocabulary."""
     lines = [f'def f{i}(x): return {i * 7 % 11} * x\n' for i in range(400)]
     (tmp_path / 'text').write_text(''.join(lines))
-    argv = flags(task='characters', data=tmp_path / 'text', out_dir=tmp_path / 'sweep', n_test=5,
-                 train_lengths=16, eval_lengths='16,32,64', pe='nope,alibi', seeds='0,1')
-    train.main([*argv, f'--results={tmp_path}/r.jsonl'])
+    train.main(flags(task='characters', data=tmp_path / 'text', out_dir=tmp_path / 'sweep',
+                     n_test=5, train_lengths=16, eval_lengths='16,32,64', pe='nope,alibi',
+                     seeds='0,1'))
     out = capsys.readouterr().out
     assert re.search(r'perplexity by length, pe\ncontext +16 +32 +64\nnope +\d+\.\d+ +\d', out)
     run = tmp_path / 'sweep/pe=alibi'
-    scores = json.load(open(run / 'lengths.json'))
-    assert scores['0']['64'].keys() == {'exact', 'token', 'last', 'n', 'loss'}
-    result = json.loads(open(tmp_path / 'r.jsonl').readlines()[1])
-    assert result['scores']['1']['loss'][2] == round(scores['1']['64']['loss'], 4)
+    score = json.loads((run / 'lengths.json').read_text())['1']['64']
     again = [f'--out_dir={run}', '--eval_only']
     train.main([*again, '--eval_lengths=64', '--seeds=1'])
-    assert json.load(open(run / 'eval.json')) == {'1': {'64': scores['1']['64']}}
-    assert f'{math.exp(scores["1"]["64"]["loss"]):.3f}' in capsys.readouterr().out
-
+    assert json.loads((run / 'eval.json').read_text()) == {'1': {'64': score}}
+    assert f'{math.exp(score["loss"]):.3f}' in capsys.readouterr().out
     texts = []
     for more in ([], [], ['--temperature=0'], ['--new_tokens=7']):
         train.main([*again, '--prompt=def f', *more])
@@ -2195,9 +1985,6 @@ def test_a_sweep_on_a_corpus(tmp_path, capsys):
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith('def f') for text in texts)
     assert len(texts[0]) == 5 + 200 + 1 and len(texts[3]) == 5 + 7 + 1
-
-    with pytest.raises((train.UserError, tasks.DataError), match='not in the vocabulary'):
-        train.main([*again, '--prompt=é'])
     tasks.make.cache_clear()        # as in a new process
     (tmp_path / 'text').write_text('fewer letters' * 99)
     with pytest.raises(train.UserError, match='has vocab_size=25, but characters'):
@@ -2210,16 +1997,14 @@ def test_scan_exact_match_is_greedy_decoding(tmp_path):
                      max_steps=300, eval_interval=300, batch_size=32, train_lengths='1-4',
                      eval_lengths='1-5'))
     model, cfg = train.load(tmp_path)
-    task = cfg.the_task
-    exact = 0
+    task, exact = cfg.the_task, 0
     for length, (tokens, targets) in task.held_out('test', 40, [2, 4, 5], generator).items():
-        score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
         greedy = 0
         for row, target in zip(tokens, targets):
             prompt = row[None, :(target != -100).nonzero()[0] + 1]
-            n_new = len(row) - prompt.shape[1]
-            answer = model.generate(prompt, n_new, end=task.end)[0]
+            answer = model.generate(prompt, len(row) - prompt.shape[1], end=task.end)[0]
             greedy += task.decode(answer) == task.decode(row)
+        score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
         assert abs(greedy / len(tokens) - score) < 1e-6
         exact += score
     assert exact > 0.5
@@ -2717,29 +2502,20 @@ def draw(batches, step):
     return batches.next(step)[0]
 
 
-# ------------------------------------------------------------------------------------------------
 # a run and its files
 
 def test_a_run_and_its_files(tmp_path, capsys):
     run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
     assert train.main(flags(out_dir=run, seeds='3,4', results=results)) == 0
-    out = capsys.readouterr().out
-    for text in ('pe=rope', 'exact match', 'last state', '│'):
-        assert text in out
+    assert 'exact match' in capsys.readouterr().out
     scores = read_json(run / 'lengths.json')
     assert list(scores) == ['3', '4'] and list(scores['3']) == list('12345')
     assert set(scores['3']['1']) == {'exact', 'token', 'last', 'n'}
     logged = [(line['step'], line['seed']) for line in log_lines(run) if 'loss' in line]
     assert logged == [(step, seed) for step in range(2, 13, 2) for seed in (3, 4)]
-    assert read_json(run / 'config.json')['seeds'] == [3, 4]
     record = read_json(results)                            # a single line
-    assert record['lengths'] == '1-5'
-    for seed, by_length in scores.items():
-        for metric in ('exact', 'token', 'last'):    # a metric equal to exact is left out
-            column = record['scores'][seed].get(metric, record['scores'][seed]['exact'])
-            close(column, [x[metric] for x in by_length.values()], 1e-4)
-    assert record['config']['seeds'] == '3-4' and record['config']['train_lengths'] == '1-3'
-    assert 'lr' not in record['config'] and record['torch']        # defaults are not written
+    assert record['config']['seeds'] == '3-4' and record['lengths'] == '1-5'
+    assert 'lr' not in record['config']                    # defaults are not written
     model, cfg = train.load(run, seed=4)
     assert cfg.task == 'parity' and not model.training
     assert same(model.state_dict(), weights(run, 4))
@@ -2778,27 +2554,19 @@ def test_stopped_at_any_step_and_resumed_is_bitwise_the_same(kw, tmp_path):
         assert log_lines(folder) == log_lines(whole)
 
 
-def test_a_run_of_a_task_that_has_changed_is_refused(tmp_path):
-    """string_reverse had no start symbol once; its sequences were a token shorter."""
-    train.main(flags(task='string_reverse', out_dir=tmp_path))
-    state = read_checkpoint(tmp_path)
-    state['config']['train_len'] -= 1
-    torch.save(state, tmp_path / 'ckpt.pt')
-    with pytest.raises(train.UserError, match='string_reverse, or its data, has changed'):
-        train.load(tmp_path)
-    with pytest.raises(train.UserError, match='string_reverse, or its data, has changed'):
-        train.main(flags(task='string_reverse', out_dir=tmp_path) + ['--eval_only'])
-
-
-def test_runs_of_another_version_are_read_or_refused(tmp_path):
-    """A checkpoint may lack options; parameters that a class no longer has are one line."""
+def test_checkpoints_of_other_versions(tmp_path):
+    """They are read if only options are missing; not of a task whose sequences have changed, nor
+    with parameters that a class does not have."""
     train.main(flags(out_dir=tmp_path))
-    state = read_checkpoint(tmp_path)
-    del state['config']['pope_frequencies']
-    torch.save(state, tmp_path / 'ckpt.pt')
+    whole = read_checkpoint(tmp_path)
+    del whole['config']['pope_frequencies']
+    torch.save(whole, tmp_path / 'ckpt.pt')
     assert train.load(tmp_path)[1].pope_frequencies == 'all'
-    state['seeds'][0]['model']['blocks.0.attn.pe.table'] = torch.zeros(3)
-    torch.save(state, tmp_path / 'ckpt.pt')
+    torch.save(whole | dict(config=whole['config'] | dict(train_len=3)), tmp_path / 'ckpt.pt')
+    with pytest.raises(train.UserError, match='parity, or its data, has changed'):
+        train.load(tmp_path)
+    whole['seeds'][0]['model']['blocks.0.attn.pe.table'] = torch.zeros(3)
+    torch.save(whole, tmp_path / 'ckpt.pt')
     with pytest.raises(train.UserError, match='has changed since the run'):
         train.load(tmp_path)
 
@@ -2823,17 +2591,12 @@ def test_killed_at_random_and_resumed_is_bitwise_the_same(tmp_path):
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
-    train.main(flags(out_dir=tmp_path))
-    before = (tmp_path / 'ckpt.pt').read_bytes()
-
-    def full(fd):
-        raise OSError(28, 'No space left on device')
-    with monkeypatch.context() as patch:
-        patch.setattr(os, 'fsync', full)
-        with pytest.raises(train.UserError, match='No space left'):
-            train.write_file(str(tmp_path / 'ckpt.pt'), b'new')
-    assert (tmp_path / 'ckpt.pt').read_bytes() == before
-    assert not list(tmp_path.glob('*.tmp'))
+    path = tmp_path / 'ckpt.pt'
+    path.write_bytes(b'old')
+    monkeypatch.setattr(os, 'fsync', mock.Mock(side_effect=OSError(28, 'No space left on device')))
+    with pytest.raises(train.UserError, match='No space left'):
+        train.write_file(str(path), b'new')
+    assert path.read_bytes() == b'old' and list(tmp_path.iterdir()) == [path]
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
@@ -2852,45 +2615,42 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypa
     assert entry['step'] == 4 and all(p.isfinite().all() for p in entry['model'].values())
 
 
-def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path, monkeypatch):
+def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, monkeypatch, capsys):
     train.main(flags(out_dir=tmp_path))
+    (tmp_path / 'probe_axes.json').touch()
+    (tmp_path / 'probe_notes.txt').touch()                 # not a file of a run
+    assert 'replaces' not in capsys.readouterr().out
     monkeypatch.setattr(train, 'train', lambda *args: None)           # as if stopped at once
     train.main(flags(out_dir=tmp_path, lr=0.5))
-    assert not (tmp_path / 'ckpt.pt').exists() and not (tmp_path / 'lengths.json').exists()
+    assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
+    for name in ('ckpt.pt', 'lengths.json', 'probe_axes.json'):
+        assert not (tmp_path / name).exists()
+    assert (tmp_path / 'probe_notes.txt').exists()
 
 
-def test_a_run_goes_on_only_where_its_random_numbers_are(tmp_path):
-    argv = flags(out_dir=tmp_path, seeds='0,1')
+def test_a_run_resumes_only_on_its_kind_of_device(tmp_path):
+    argv = flags(out_dir=tmp_path)
     train.main(argv)
     state = read_checkpoint(tmp_path)
     state['step'] = 8
-    state['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)] * 2          # a GPU's
+    state['batches']['starts'] = [torch.zeros(16, dtype=torch.uint8)]    # a GPU's generator
     torch.save(state, tmp_path / 'ckpt.pt')
-    says = 'was trained on another kind of device.*--device=cuda'
-    with pytest.raises(train.UserError, match=says):
+    with pytest.raises(train.UserError, match='another kind of device.*--device=cuda'):
         train.main([*argv, '--resume'])
-    assert (tmp_path / 'lengths.json').exists()
 
 
 def test_checkpoints_that_do_not_fit(tmp_path):
     train.main(flags(out_dir=tmp_path))
     for kw, says in ((dict(d_model=32), 'trained with d_model=16, not 32'),
-                     (dict(pe='nope'), 'trained with pe=rope'),
-                     (dict(train_lengths='1-4'), 'train_lengths'),
-                     (dict(task='copy'), 'trained with task=parity'),
-                     (dict(seeds='0,1'), 'trained with seeds'),
-                     (dict(lr=0.5), 'trained with lr=0.001'),
-                     (dict(max_steps=99), 'max_steps')):
+                     (dict(seeds='0,1'), 'trained with seeds'), (dict(max_steps=99), 'max_steps')):
         with pytest.raises(train.UserError, match=says):
             train.main(flags(out_dir=tmp_path, resume=True, **kw))
     data = (tmp_path / 'ckpt.pt').read_bytes()
     (tmp_path / 'ckpt.pt').write_bytes(data[:len(data) // 2])
-    for argv in [f'--out_dir={tmp_path}', '--eval_only'], flags(out_dir=tmp_path, resume=True):
-        with pytest.raises(train.UserError, match='not a whole checkpoint'):
-            train.main(argv)
+    with pytest.raises(train.UserError, match='not a whole checkpoint'):
+        train.main(flags(out_dir=tmp_path, resume=True))
 
 
-# ------------------------------------------------------------------------------------------------
 # many seeds
 
 def losses_of(numbers, steps, together=True, **kw):
@@ -2917,11 +2677,6 @@ def test_seeds_together_train_as_each_alone(kw):
     plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
     long = plain or 'stickbreaking' in kw['pe']
     compare_seeds([5, 6, 7], 20 if long else 10, 1e-9, dtype='float64', **kw)
-
-
-@pytest.mark.parametrize('name', pe.ENCODINGS)
-def test_float32_seeds_together_train_as_each_alone(name):
-    compare_seeds([5, 6], 20, 1e-5, pe=name)
 
 
 def test_seeds_with_tied_embeddings_train_as_each_alone():
@@ -2976,14 +2731,11 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(train, 'clip_each', poisoned)
     with pytest.raises(train.UserError, match='1 diverged: seed 1'):
         train.main(flags(out_dir=b, seeds='0,1,2', results=results))
-    line = read_json(results)
-    assert list(line['scores']) == ['0', '2']
-    assert 'seed 1: the loss' in line['failed'][0]
-    out = capsys.readouterr().out
-    assert 'seed 1: the loss or a weight became NaN or infinite at step 6' in out
-    for seed in (0, 2):
-        assert same(weights(a, seed), weights(b, seed))
-    assert list(read_json(b / 'lengths.json')) == ['0', '2']
+    says = 'seed 1: the loss or a weight became NaN or infinite at step 6'
+    assert says in capsys.readouterr().out
+    record = read_json(results)
+    assert list(record['scores']) == ['0', '2'] and 'seed 1: the loss' in record['failed'][0]
+    assert same(weights(a, 0), weights(b, 0)) and same(weights(a, 2), weights(b, 2))
     assert train.main(['--eval_only', f'--out_dir={b}']) == 0
     assert 'left out: seed 1: the loss' in capsys.readouterr().out
     assert list(read_json(b / 'lengths.json')) == ['0', '2']
@@ -3000,7 +2752,6 @@ def test_micro_batches_give_the_same_gradient(tmp_path):
     assert_same_run(tmp_path / '1', tmp_path / '8')
 
 
-# ------------------------------------------------------------------------------------------------
 # GPUs
 
 class Operators(TorchDispatchMode):
@@ -3077,18 +2828,14 @@ def test_gpu_run_stops_and_resumes(numbers, tmp_path):
     assert_same_run(a, b, 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------
 # sweeps and evaluation
 
 def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
     argv = flags(pe='nope,rope', lr='1e-3,1e-2', out_dir=tmp_path)
     train.main(argv)
-    out = capsys.readouterr().out
     names = [f'pe={name},lr={lr}' for name in ('nope', 'rope') for lr in (0.001, 0.01)]
-    with pytest.raises(train.UserError, match='of a sweep, one of its runs'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}'])
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names)
-    assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', out, re.M)) == 4
+    assert len(re.findall(r'^(nope|rope) 0\.0?01? .*│', capsys.readouterr().out, re.M)) == 4
     first, third = tmp_path / names[0] / 'ckpt.pt', tmp_path / names[2] / 'lengths.json'
     third.unlink()                                         # as if killed in the third run
     before = first.stat().st_mtime_ns
@@ -3111,40 +2858,29 @@ def test_eval_only_with_other_options_of_the_task(tmp_path):
     """Scores of flip_flop:ignore=98 do not replace those of flip_flop; they go into results."""
     train.main(flags(task='flip_flop', train_lengths='4', eval_lengths='4', out_dir=tmp_path))
     before = (tmp_path / 'lengths.json').read_text()
-    train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=flip_flop:ignore=98',
-                f'--results={tmp_path}/lines.jsonl'])
+    again = ['--eval_only', f'--out_dir={tmp_path}']
+    train.main([*again, '--task=flip_flop:ignore=98', f'--results={tmp_path}/lines.jsonl'])
     assert (tmp_path / 'lengths.json').read_text() == before
-    line = json.loads((tmp_path / 'lines.jsonl').read_text())
+    line = read_json(tmp_path / 'lines.jsonl')
     assert line['config']['task'] == 'flip_flop:ignore=98'
     scores = read_json(tmp_path / 'eval.json')['0']['4']
     assert line['scores']['0']['exact'] == [round(scores['exact'], 4)]
     assert scores != json.loads(before)['0']['4']
     with pytest.raises(train.UserError, match='task=flip_flop; parity is another'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=parity'])
+        train.main([*again, '--task=parity'])
     train.main(flags(task='group:name=s3', out_dir=tmp_path))
-    with pytest.raises(train.UserError, match='task=group:name=s3; group:name=s4 is another'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--task=group:name=s4'])
     with pytest.raises(train.UserError, match='continues no prompt'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=012'])
-    train.main(flags(task='distance:span=4', train_lengths='4', eval_lengths='4', causal=False,
-                     out_dir=tmp_path))
-    with pytest.raises(train.UserError, match='no causal mask'):
-        train.main(['--eval_only', f'--out_dir={tmp_path}', '--prompt=w1 ?'])
+        train.main([*again, '--prompt=012'])
 
 
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     train.main(flags(out_dir=tmp_path, pe='vipe'))
     before = (tmp_path / 'ckpt.pt').read_bytes()
     capsys.readouterr()
-    train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9', '--device=cpu'])
-    out = capsys.readouterr().out
-    assert '--eval_lengths=2,9' in out and 'parity with vipe' in out
+    train.main(['--eval_only', f'--out_dir={tmp_path}', '--eval_lengths=2,9'])
+    assert 'parity with vipe' in capsys.readouterr().out
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
     assert list(read_json(tmp_path / 'lengths.json')['0']) == list('123459')
-    config_file = tmp_path / 'again.py'
-    config_file.write_text(f'eval_only = True\nout_dir = {str(tmp_path)!r}\n')
-    train.main([str(config_file), '--eval_lengths=7'])
-    assert (tmp_path / 'ckpt.pt').read_bytes() == before
 
 
 def test_the_scale_of_vipe_follows_the_lengths_evaluated(tmp_path):
@@ -3173,7 +2909,6 @@ def test_evaluate_counts():
     assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
 
 
-# ------------------------------------------------------------------------------------------------
 # batches and the learning rate
 
 def test_batches_mix_lengths_and_repeat_fixed_data():
@@ -3193,7 +2928,7 @@ def test_schedule_limits_lengths():
     cfg = small(length_schedule='[(0, 1), (5, 3)]')
     assert train.lengths_at(cfg, 4) == [1] and train.lengths_at(cfg, 5) == [1, 2, 3]
     batches = train.Batches(cfg, 0, tasks.make('parity'), CPU)
-    assert draw(batches, 0).shape == (8, 5) and draw(batches, 5).shape == (8, 9)
+    assert [draw(batches, step).shape[1] for step in (0, 4, 5)] == [5, 5, 9]
 
 
 @pytest.mark.parametrize('n_train', [0, 1500])
@@ -3212,28 +2947,17 @@ def test_held_out_problems_come_from_generators_of_their_own(n_train):
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):
-    """40 files, each of a byte of its own, and the standard library: no file is in two parts."""
+    """40 files, each of a byte of its own: no file is in two parts."""
     for i in range(1, 41):
         (tmp_path / f'{i}.txt').write_bytes(bytes([i]) * 50)
     cfg = small(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32')
-    task = tasks.make('text', str(tmp_path))
+    task = cfg.the_task
     batches = train.Batches(cfg, 0, task, CPU)
     drawn = [[draw(batches, 0) for _ in range(200)]]
     for split in ('eval', 'test'):
-        sets = train.held_out(cfg, task, split, CPU)
-        drawn.append([tokens for tokens, _ in sets.values()])
-    parts = []
-    for part in drawn:
-        tokens = torch.cat([x.flatten() for x in part])
-        parts.append(set(tokens.tolist()) - {tasks.PAD})
+        drawn.append([tokens for tokens, _ in train.held_out(cfg, task, split, CPU).values()])
+    parts = [{*torch.cat([x.flatten() for x in part]).tolist()} - {tasks.PAD} for part in drawn]
     assert [len(part) for part in parts] == [36, 2, 2] and len(set().union(*parts)) == 40
-
-    files = {}
-    for part, documents in tasks.make('stdlib').parts.items():
-        files[part] = {bytes(x) for x in documents if len(x) > 38}    # two hold one short comment
-    assert all(files.values())
-    for a, b in (('train', 'val'), ('train', 'test'), ('val', 'test')):
-        assert not files[a] & files[b]
 
 
 def test_learning_rate_schedules():
@@ -3247,55 +2971,30 @@ def test_learning_rate_schedules():
     assert rate(99, decay='none') == 1
 
 
-# ------------------------------------------------------------------------------------------------
 # input
 
 BAD = {
-    # names and types
-    'unknown flag': (['--batchsize=3'], "did you mean 'batch_size'"),
+    'unknown option': (['--batchsize=3'], "did you mean 'batch_size'"),
     'wrong type': (['--lr=fast'], "--lr=fast: lr must be a number >= 0, got 'fast'"),
-    'no value': (['--lr'], '--lr: lr must be a number'),
-    'negative': (['--n_layer=-1'], 'n_layer must be an integer >= 0'),
     'unknown task': (['--task=pairty'], "'parity'"),
     'unknown encoding': (['--pe=rop'], "'rope'"),
-    # the model and the lengths
     'heads': (['--n_head=5'], 'divisible'),
-    'odd head': (['--d_model=21'], 'even'),
     'an encoder of padding': (['--task=distance', '--train_lengths=8,9', '--causal=False'],
                               'one training length'),
-    'zero length': (['--eval_lengths=[]'], 'eval_lengths'),
-    'mixed lengths': (["--eval_lengths=[1,'a']"], 'eval_lengths'),
     'no such length': (['--task=scan', '--train_lengths=23'], 'no problems of the lengths'),
     'zero steps': (['--max_steps=0'], 'max_steps must be positive'),
     'many pieces': (['--accumulate=9'], 'larger than the batch_size'),
     'bad schedule': (['--length_schedule=[(5, 3)]'], 'from step 0 on'),
-    'empty schedule': (['--train_lengths=4-6', '--length_schedule=[(0, 3)]'], 'too few problems'),
     'small set': (['--n_train=1'], 'too few problems'),
     'a point of a sweep': (['--d_model=32,33'], 'even'),
-    # data, files and devices
     'no data': (['--task=jsb'], 'add --data=PATH'),
     'no file': (['configs/none.py'], 'cannot read config file configs/none.py'),
     'no cuda': (['--device=cuda:7'], 'not available'),
-    'bad device': (['--device=tpu'], 'not available'),
     'no graph': (['--graph'], '--graph requires a CUDA device'),
-    # what goes together
     'nothing to resume': (['--resume', '--out_dir=nowhere'], 'nowhere/config.json is missing'),
-    'nothing to evaluate': (['--eval_only', '--out_dir=nowhere'], 'is missing'),
     'two to evaluate': (['--eval_only', '--pe=nope,rope'], 'takes one trained run'),
     'untrained prompt': (['--prompt=x'], '--prompt requires --eval_only'),
-    'two tables': (['--task=copy,scan', '--eval_lengths=22-24'], 'a sweep prints one table'),
 }
-
-
-def test_nothing_stays_of_a_run_that_is_replaced(tmp_path, capsys):
-    train.main(flags(out_dir=tmp_path))
-    (tmp_path / 'probe_axes.json').touch()
-    (tmp_path / 'probe_notes.txt').touch()
-    assert 'replaces' not in capsys.readouterr().out
-    train.main(flags(out_dir=tmp_path, pe='alibi'))
-    assert f'replaces the run in {tmp_path}\n' in capsys.readouterr().out
-    assert not (tmp_path / 'probe_axes.json').exists() and (tmp_path / 'ckpt.pt').exists()
-    assert (tmp_path / 'probe_notes.txt').exists()
 
 
 @pytest.mark.parametrize('argv, says', BAD.values(), ids=BAD)
@@ -3309,27 +3008,17 @@ def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob('ckpt.pt'))
 
 
-BAD_FILES = [('lr = 1e-3\npee = 1\n', "unknown option 'pee', did you mean 'pe'"),
-             ('lr = = 2', 'line 1: SyntaxError'),
-             ('lr = 1\nseeds = [x]', 'line 2: NameError'),
-             ('prism_info = 0.1', 'unknown option'),
-             ('vocab_size = None', 'unknown option')]
-
-
-@pytest.mark.parametrize('text, says', BAD_FILES)
+@pytest.mark.parametrize('text, says', [
+    ('lr = 1e-3\npee = 1\n', "unknown option 'pee', did you mean 'pe'"),
+    ('lr = = 2', 'line 1: SyntaxError'), ('lr = 1\nseeds = [x]', 'line 2: NameError')])
 def test_bad_config_files(text, says, tmp_path):
     (tmp_path / 'bad.py').write_text(text)
-    with pytest.raises(train.UserError, match=re.escape(says)) as error:
+    with pytest.raises(train.UserError, match=f'bad.py.*{says}'):
         train.main([str(tmp_path / 'bad.py')])
-    assert 'bad.py' in str(error.value)
 
 
-def test_exit_code_2_without_a_traceback(tmp_path):
-    argvs = [['train.py', '--lr=fast'],
-             ['train.py', '--task=jsb', f'--data={tmp_path}'],
-             ['tasks.py', 'pairty'],
-             ['train.py', '--out_dir=/dev/null/x'],
-             ['tasks.py', 'jsb']]
+def test_exit_code_2_without_a_traceback():
+    argvs = [['train.py', '--lr=fast'], ['tasks.py', 'pairty'], ['probe.py', 'cursor', 'nowhere']]
     for argv, run in zip(argvs, pythons(*argvs)):
         assert run.returncode == 2, run.stderr
         assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
@@ -3347,23 +3036,22 @@ def test_files_and_flags_chain(tmp_path):
     assert sweep['out_dir'] == 'out/rope_n_head'
 
 
-VALUES = [('d_model', '1e2', 100), ('d_model', 4.0, 4), ('lr', '3', 3.0), ('lr', 1, 1.0),
-          ('decay', 'none', 'none'), ('compile', 'true', True), ('compile', 'False', False),
-          ('compile', 'None', None), ('data', '12', '12'), ('seeds', '2-4,7', [2, 3, 4, 7]),
-          ('seeds', '5', [5]), ('length_schedule', '[(0, 5), (9, 7)]', [(0, 5), (9, 7)]),
-          ('d_model', '1.5', None), ('d_model', True, None), ('lr', 'inf', None),
-          ('decay', 'exp', None), ('compile', '2', None), ('data', 3, None), ('seeds', '1-', None)]
-
-
-@pytest.mark.parametrize('key, given, value', VALUES)
+@pytest.mark.parametrize('key, given, value', [
+    ('d_model', '1e2', 100), ('d_model', 4.0, 4), ('lr', '3', 3.0), ('lr', 1, 1.0),
+    ('compile', 'true', True), ('compile', 'False', False), ('compile', 'None', None),
+    ('data', '12', '12'), ('seeds', '2-4,7', [2, 3, 4, 7]), ('seeds', '5', [5]),
+    ('length_schedule', '[(0, 5), (9, 7)]', [(0, 5), (9, 7)])])
 def test_a_value_takes_the_type_of_its_field(key, given, value):
-    """None, except where it is given: refused."""
-    if value is None and given != 'None':
-        with pytest.raises(train.UserError, match=f'{key} must be'):
-            train.check(train.Config, key, given, 'a test')
-    else:
-        found = train.check(train.Config, key, given, 'a test')
-        assert found == value and type(found) is type(value)
+    found = train.check(train.Config, key, given, 'a test')
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize('key, given', [
+    ('d_model', '1.5'), ('d_model', True), ('lr', 'inf'), ('decay', 'exp'), ('compile', '2'),
+    ('data', 3), ('seeds', '1-'), ('n_layer', -1)])
+def test_a_value_of_another_type_is_refused(key, given):
+    with pytest.raises(train.UserError, match=f'{key} must be'):
+        train.check(train.Config, key, given, 'a test')
 
 
 def test_help_names_every_option(capsys):
@@ -3374,7 +3062,6 @@ def test_help_names_every_option(capsys):
         assert line and len(line[1].split()) > 1, key
 
 
-# ------------------------------------------------------------------------------------------------
 # configs
 
 def config_file(name):
@@ -3405,33 +3092,22 @@ def test_configs_are_valid(name, tmp_path, request):
         Transformer(cfg)
 
 
-def paper_prism_chains():
-    """{task's config: the words after it} of the chains that configs/paper_prism.py lists."""
-    with open(config_file('paper_prism')) as f:
-        listed = re.findall(r'^#   (.+)$', f.read(), re.M)
-    chains = {}
-    for line in listed:
-        words = re.split(', | or ', line)
-        first = words.index('paper_prism')
-        for name in words[:first]:
-            chains[name] = words[first:]
-    return chains
-
-
 @pytest.mark.parametrize('baseline', [False, True])
 def test_the_chains_of_paper_prism_are_the_papers(baseline):
     """The lengths of PRISM section 6, the layers with PRISM, and where the copy branch is."""
     settings = {}
-    for name, words in paper_prism_chains().items():
-        words = [name, *words, *['paper_prism_baseline'] * baseline]
-        cfg = read_config(*(word if word.startswith('--') else config_file(word) for word in words))
-        settings[name] = (max(cfg.train_lengths), cfg.length_schedule[-1], max(cfg.eval_lengths),
-                          cfg.prism_layers, cfg.prism_copy)
-        assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
-        assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
-        assert cfg.prism_reset
-        with torch.device('meta'):
-            Transformer(cfg)
+    with open(config_file('paper_prism')) as f:
+        chains = [re.split(', | or ', line) for line in re.findall(r'^#   (.+)$', f.read(), re.M)]
+    for line in chains:
+        tasks_in, words = line[:line.index('paper_prism')], line[line.index('paper_prism'):]
+        words = words + ['paper_prism_baseline'] * baseline
+        for name in tasks_in:
+            cfg = read_config(*(word if word.startswith('--') else config_file(word)
+                                for word in [name, *words]))
+            settings[name] = (max(cfg.train_lengths), cfg.length_schedule[-1],
+                              max(cfg.eval_lengths), cfg.prism_layers, cfg.prism_copy)
+            assert (cfg.pe, cfg.d_model) == (('shifted_ape', 512) if baseline else ('prism', 196))
+            assert cfg.n_test == (10000 if name == 'scan_cot_prism' else 1000)
     long, short = (40, [30000, 40], 150), (10, [5000, 10], 30)
     assert settings == {'string_copy_prism': (*long, [1], 'none'),
                         'string_reverse_prism': (*long, [1], 'fixed'),
@@ -3446,9 +3122,6 @@ def test_the_chains_of_paper_prism_are_the_papers(baseline):
 # ------------------------------------------------------------------------------------------------
 # probe.py: each probe finds a planted truth, or agrees with a loop
 
-# --------------------------------------------------------------------------------------------------
-# helpers
-
 def nano(task='copy', dtype=torch.float64, longest=8, **kw):
     """(model, task, cfg) with random weights, as of a run trained to `longest`."""
     torch.manual_seed(0)
@@ -3458,23 +3131,36 @@ def nano(task='copy', dtype=torch.float64, longest=8, **kw):
     return Transformer(cfg).to(dtype).eval(), cfg.the_task, cfg
 
 
+def head_by_hand(task):
+    model, cfg = probe.iteration_head(task)
+    return model, cfg.the_task, cfg
+
+
 def at_random(*shape, dtype=torch.float64, seed=0):
     """Normal numbers of this shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def untouched(function, model, task, cfg, **flags):
+def about(x, tol=6e-5):
+    """x as in a table, rounded to 4 digits."""
+    return pytest.approx(x.item() if torch.is_tensor(x) else x, abs=tol)
+
+
+def untouched(function, model, task, cfg, **options):
     """The results of a probe, after which the model has no hook and computes bitwise the same."""
     tokens, _ = task.sample(2, 5, torch.Generator())
     before = model(tokens)[0]
-    found = function(model, task, cfg, **flags)
+    found = function(model, task, cfg, **options)
     assert torch.equal(model(tokens)[0], before)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# the trace, the pictures and the program
+def rotated_products(zq, zk, theta, pos):
+    """Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) [H, T, T] of zq, zk [H, T, n]."""
+    turn = torch.exp(-1j * (pos[:, None] - pos)[..., None] * theta)
+    return (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1)
+
 
 @variants
 def test_a_trace_is_what_the_model_computes(kw):
@@ -3484,7 +3170,7 @@ def test_a_trace_is_what_the_model_computes(kw):
     with torch.no_grad():
         before = model(tokens)[0]
     layers = probe.trace(model, tokens)
-    assert all(layer.stream is above.after for above, layer in zip(layers, layers[1:]))
+    assert layers[1].stream is layers[0].after
     for layer, block in zip(layers, model.blocks):
         y = layer.enc.mix(layer.weights, layer.v, layer.pos, layer.state, layer.x)
         close(y, layer.y, 1e-6)
@@ -3493,21 +3179,16 @@ def test_a_trace_is_what_the_model_computes(kw):
     with torch.no_grad():
         with probe.recording(model, lambda i, layer: layer.logits.roll(i, 1)):
             assert not torch.allclose(model(tokens)[0], before)    # layer 2's heads are exchanged
-        with probe.recording(model) as again:
-            model(tokens.flip(0))
-            assert not torch.equal(again[0].logits, layers[0].logits)
-            assert torch.equal(model(tokens)[0], before)
-        assert torch.equal(again[0].logits, layers[0].logits)    # of the latest pass
+        assert torch.equal(model(tokens)[0], before)
 
 
 @pytest.mark.parametrize('kw', [
     dict(pe='rope'), dict(pe='ape+rope', n_head=8), dict(pe='nope', n_head=2, n_layer=1),
     dict(pe='prism', n_head=2)], ids=['one head', 'eight heads', 'one layer', 'prism'])
 def test_every_probe_on_every_kind_of_run(kw):
-    """It returns numbers that JSON can store and a figure that draws, or says in one line why it
-    cannot."""
+    """It returns numbers that JSON can store and a figure that draws, or says why it cannot."""
     plt = pytest.importorskip('matplotlib.pyplot')
-    subject, answered = nano('parity', dtype=torch.float32, longest=4, **kw), []
+    subject, answered = nano('parity', dtype=torch.float32, longest=4, **kw), 0
     for name, function in probe.PROBES.items():
         own = inspect.signature(function).parameters.keys()
         small = dict(n=4, steps=0, gammas=[0.5], l_max=[3])
@@ -3515,40 +3196,32 @@ def test_every_probe_on_every_kind_of_run(kw):
             rows, summary, draw = untouched(function, *subject,
                                             **{key: small[key] for key in small.keys() & own})
         except train.UserError as error:
-            assert '\n' not in str(error) and len(str(error)) > 30, name
+            assert '\n' not in str(error), name
             continue
-        answered.append(name)
+        answered += 1
         json.dumps(dict(rows=rows, summary=summary), allow_nan=False)
         assert max(map(len, probe.as_text(rows, summary).splitlines())) <= 130, name
         figure = draw(plt)
         figure.set_layout_engine('none')    # slow
         figure.draw_without_rendering()
-        assert figure.get_suptitle() and len(figure.axes) >= 1
         plt.close(figure)
-    assert len(answered) >= 10, answered
+    assert answered >= 10
 
 
-def test_the_program_on_a_run(tmp_path, capsys):
-    """Rows, a summary, a picture; the run's own files stay as they were."""
-    run = tmp_path / 'run'
+def test_the_program_on_a_run(tmp_path, monkeypatch):
+    """It writes rows, a summary and a picture; the run's own files stay as they were."""
+    run, found = tmp_path / 'run', tmp_path / 'run/probe_cursor.json'
     train.main(flags(task='string_copy', pe='prism', n_head=2, out_dir=run, seeds='0,3'))
     before = {path: path.read_bytes() for path in run.iterdir()}
     probe.main(['cursor', str(run), '--seed=3', '--length=5'])
-    found = json.loads((run / 'probe_cursor.json').read_text())
-    assert len(found['rows']) == 2 * 2 * 2 * 2 and found['summary']['length'] == 5
-    probe.main(['cursor', str(run), f'--out_dir={tmp_path / "elsewhere"}'])
-    elsewhere = json.loads((tmp_path / 'elsewhere' / 'probe_cursor.json').read_text())
-    assert elsewhere['summary']['length'] == 12
+    assert json.loads(found.read_text())['summary']['length'] == 5
     assert {path: path.read_bytes() for path in before} == before
     drawn = importlib.util.find_spec('matplotlib') is not None
     assert (run / 'probe_cursor.png').exists() == drawn
-    probe.main(['norms', str(run), f'--picture={tmp_path / "x.svg"}'])
-    assert (tmp_path / 'x.svg').exists() == drawn and not (run / 'probe_norms.png').exists()
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        probe.main(['axes', 'RUN', '--help'])
-    out = capsys.readouterr().out
-    assert '--length' in out and 'default: 8' in out and 'W_ij' in out and 'PRISM' not in out
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    probe.main(['cursor', str(run), '--length=4'])
+    assert json.loads(found.read_text())['summary']['length'] == 4
+    assert not (run / 'probe_cursor.png').exists()    # no picture of older numbers stays
 
 
 def test_mistakes_end_in_one_line(tmp_path, capsys):
@@ -3558,17 +3231,10 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
             (['cursor', run], 'take a run with pe=prism'),
             (['cursr', run], "did you mean 'cursor'?"), (['cursor'], 'give one run'),
             (['cursor', run, '--lenght=5'], '--lenght=5'), (['cursor', run, '--length=x'], "'x'"),
-            (['perturb', run, '--gammas=x'], '--gammas'), (['cursor', run, '--seed=1'], 'seed 1'),
-            (['gradients', 'by_hand:parity'], 'never trained'), ([run], 'name a probe before'),
-            (['axes', run, '--picture=x.gif'], '.png, .svg or .pdf'),
-            (['axes', run, '--hf=x'], 'give one run'), (['cursor', '--hf=x'], 'marked \\*'),
-            (['axes', 'by_hand:mode'], 'by_hand:mode: .* copy, parity, polynomial'),
-            (['axes', run, 'x'], 'unrecognized')):
+            (['cursor', run, '--seed=1'], 'seed 1'), (['axes', 'nowhere'], 'no run in nowhere'),
+            (['axes', 'by_hand:mode'], 'by_hand:mode: .* copy, parity, polynomial')):
         with pytest.raises(train.UserError, match=says):
             probe.main(argv)
-    failed = python('probe.py', 'cursor', 'nowhere')
-    assert failed.returncode == 2 and failed.stderr.count('\n') == 1
-    assert 'no run in nowhere' in failed.stderr
     capsys.readouterr()
     probe.main([])
     listed = capsys.readouterr().out
@@ -3576,13 +3242,33 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
         assert re.search(rf'(?m)^  {name} *\*? +[A-Z].*[?.]', listed), name
 
 
-def test_without_matplotlib_no_older_figure_stays(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'probe_norms.png').touch()
-    monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    train.main(flags(out_dir=tmp_path))
-    probe.main(['norms', str(tmp_path)])
-    assert 'pip install matplotlib' in capsys.readouterr().out
-    assert not (tmp_path / 'probe_norms.png').exists()
+BIDIRECTIONAL = dict(task='distance', pe='alibi', causal=False, train_lengths=[8],
+                     eval_lengths=[8])
+
+
+@pytest.mark.parametrize('name, kw, given, says', [
+    ('toeplitz', BIDIRECTIONAL, {}, 'causal mask'), ('tuning', BIDIRECTIONAL, {}, 'causal mask'),
+    ('axes', BIDIRECTIONAL, {}, 'causal mask'), ('stretch', BIDIRECTIONAL, {}, 'causal mask'),
+    ('alignment', dict(task='mode'), {}, 'unique correct key'),
+    ('attention', dict(pe='nope'), dict(offset=-2), 'does not use positions'),
+    ('attention', dict(pe='rope'), dict(offset=-7, length=8), 'beyond the 8 inputs'),
+    ('squeeze', dict(pe='ape', positions='randomized'), {}, 'positions=index'),
+    ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths beyond 8'),
+    ('prefix', dict(task='string_copy'), {}, 'begin with BoS'),
+    ('norms', dict(nope_every=2), {}, 'nope_every=0'),
+    ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
+    ('tuning', dict(pe='prism', n_head=2), {}, 'come from the content'),
+    ('tuning', dict(pe='fox'), {}, 'all inputs of fox'),
+    ('ablate', dict(pe='rope'), {}, 'n_head=4'),
+    ('ablate', dict(pe='rope'), dict(what='positions'), r'pe=ape or ape\+rope'),
+    ('gradients', dict(n_head=2), dict(steps=10 ** 9), 'take fewer'),
+    ('disentangle', dict(pe='ape'), {}, 'those of pe=ape'),
+    ('tuples', dict(pe='ape'), {}, 'rope or pope'),
+    ('perturb', dict(pe='rope'), dict(gammas=[2.0]), 'fractions'),
+    ('stretch', dict(pe='rope'), dict(layer=3), 'must be 1 to 2')])
+def test_a_probe_says_what_it_requires(name, kw, given, says):
+    with pytest.raises(train.UserError, match=says):
+        probe.PROBES[name](*nano(**kw), **given)
 
 
 def test_correlation():
@@ -3591,24 +3277,10 @@ def test_correlation():
     assert probe.correlation(torch.ones(5), torch.arange(5)).isnan()
 
 
-def test_probes_that_want_a_causal_mask_say_so():
-    subject = nano('distance', pe='alibi', causal=False, train_lengths=[8], eval_lengths=[8])
-    for asks in (probe.toeplitz, probe.axes, probe.disentangle, probe.stretch, probe.tuning):
-        with pytest.raises(train.UserError, match='causal mask'):
-            asks(*subject)
-
-
-# --------------------------------------------------------------------------------------------------
 # ViPE
-
-def head_by_hand(task):
-    model, cfg = probe.iteration_head(task)
-    return model, cfg.the_task, cfg
-
 
 @pytest.mark.parametrize('name, longest', [('copy', 1000), ('parity', 999), ('polynomial', 300)])
 def test_iteration_head_is_right_at_every_length(name, longest):
-    """Every token of the answer right, with confidence."""
     model, task, _ = head_by_hand(name)
     for length in (1, 2, 3, 48, longest):
         tokens, targets = task.sample(2, length, torch.Generator().manual_seed(length))
@@ -3616,109 +3288,59 @@ def test_iteration_head_is_right_at_every_length(name, longest):
             assert model(tokens, targets)[1] < 1e-6
 
 
-def test_the_iteration_head_is_seen():
-    """Layer 1 looks at the anchors, layer 2 at x_t, at every length; a blunt head loses both."""
+def test_attention_and_alignment_see_the_iteration_head():
+    """Layer 1 attends to the anchors, layer 2 to x_t, at every length, and follows BoS when it is
+    moved; with small logits layer 2 loses x_t."""
     rows, _, _ = probe.attention(*head_by_hand('parity'), length=30, n=2)
     assert [row['length'] for row in rows] == [16] * 4 + [30] * 4
     for first, second in ((rows[0], rows[2]), (rows[4], rows[6])):    # second heads are zero
         assert first['x_to_BoS'] == first['s_to_EoI'] == second['s_to_x_t'] == 1
         assert first['s_to_x_t'] == second['x_to_BoS'] == 0
+    for offset in (-3, 2):
+        rows, summary, _ = untouched(probe.attention, *head_by_hand('copy'), offset=offset, n=4)
+        assert summary['head'] == '2.1' and summary['peak'] == -offset
+        assert (rows[2]['moved'], rows[2]['x_t'], rows[0]['moved']) == (1, 0, 0)
     model, task, cfg = head_by_hand('copy')
-    rows, summary, _ = probe.alignment(model, task, cfg, length=120, n=2)
+    rows, summary, _ = probe.alignment(model, task, cfg, length=120, n=2, distances=[3])
     assert summary['head'] == '2.1' and rows[-1]['length'] == 120
     assert summary['right_to'] == summary['aligned_to'] == 120
     for row in rows:
-        assert row['2.1'] == row['exact'] == row['states'] == 1
+        assert row['2.1'] == row['exact'] == row['states'] == row.get('d=3', 1) == 1
         assert row['1.1'] == 0 and 0 < row['2.2'] < 0.5
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
-    rows, summary, _ = probe.alignment(model, task, cfg, length=40, n=2)
-    assert all(0 < row['2.1'] < 0.4 for row in rows if row['length'] > 4)
-    assert summary['aligned_to'] == 0
+    assert probe.alignment(model, task, cfg, length=40, n=2)[1]['aligned_to'] == 0
 
 
 def test_attention_and_alignment_against_loops():
     """Means over queries, on random weights, in a task where the correct key runs backwards."""
     model, task, cfg = nano('reverse', pe='rope', n_head=2)
     rows, _, _ = probe.attention(model, task, cfg, length=6, n=3)
-    others, found, _ = probe.alignment(model, task, cfg, length=6, n=3)
-    heads = [f'{row["layer"]}.{row["head"]}' for row in rows[:4]]
-    assert found['head'] == max(heads, key=lambda head: sum(row['length'] * row[head]
-                                                            for row in others))
+    aligned = probe.alignment(model, task, cfg, length=6, n=3, distances=[2])[0][5]
+    assert aligned['length'] == 6
     tokens, targets = probe.problems(task, [6], 3)[6]
     layers = probe.trace(model, tokens)
     for row in rows[:4]:
-        a = layers[row['layer'] - 1].weights[:, row['head'] - 1].tolist()
-
-        def mean(weight, queries, a=a):
-            return pytest.approx(statistics.mean(weight(a[b], t) for b in range(3)
-                                                 for t in queries), abs=6e-5)
-
-        assert row['x_to_BoS'] == mean(lambda a, t: a[t][0], range(1, 7))
-        assert row['s_to_EoI'] == mean(lambda a, t: a[t][7], range(8, 14))
-        assert row['entropy'] == mean(lambda a, t: -sum(x * math.log(x) for x in a[t] if x),
-                                      range(7, 14))
-        assert row['s_to_x_t'] == mean(lambda a, t: a[t][13 - t], range(7, 13))
-        assert others[-1][f'{row["layer"]}.{row["head"]}'] == row['s_to_x_t']
-    row = probe.alignment(model, task, cfg, length=12, n=3)[0][-1]
-    tokens, targets = probe.problems(task, [12], 3)[12]
+        weights = layers[row['layer'] - 1].weights[:, row['head'] - 1]
+        close(row['x_to_BoS'], weights[:, 1:7, 0].mean(), 6e-5)
+        close(row['s_to_EoI'], weights[:, 8:14, 7].mean(), 6e-5)
+        close(row['entropy'], torch.special.entr(weights)[:, 7:14].sum(dim=-1).mean(), 6e-5)
+        close(row['s_to_x_t'], torch.stack([weights[:, t, 13 - t] for t in range(7, 13)]).mean(),
+              6e-5)
+        assert aligned[f'{row["layer"]}.{row["head"]}'] == row['s_to_x_t']
     right = (model(tokens)[0].argmax(dim=-1) == targets).double()
-    assert row['states'] == pytest.approx(right[:, 13:25].mean().item(), abs=6e-5)
-    for name in ('mode', 'parity:steps=0'):
-        other = train.Config(task=name, train_lengths=[8], eval_lengths=[8])
-        with pytest.raises(train.UserError, match='unique correct key'):
-            probe.alignment(model, other.the_task, other)
-
-
-def test_offset():
-    """The iteration head follows the count from BoS position by position; NoPE has none to move."""
-    for offset in (-3, 2):
-        rows, summary, _ = untouched(probe.attention, *head_by_hand('copy'), offset=offset, n=4)
-        assert summary['head'] == '2.1' and summary['peak'] == -offset
-        assert (rows[2]['moved'], rows[2]['x_t'], rows[0]['moved']) == (1, 0, 0)
-    model, task, cfg = nano(pe='rope')
-    rows, _, _ = probe.attention(model, task, cfg, offset=-2, length=7, n=2)
-    tokens = probe.problems(task, [7], 2)[7][0]
-    with torch.no_grad():
-        layer = probe.trace(model, tokens, torch.tensor([2, *range(1, 17)]))[1]
-        found = layer.weights[:, 0, range(9, 13), range(4, 8)].mean().item()    # s_1 to x_4, ..
-    assert rows[1]['moved'] == pytest.approx(found, abs=6e-5)
-    for name in ('nope', 'prism'):
-        with pytest.raises(train.UserError, match='does not use positions'):
-            probe.attention(*nano(pe=name), offset=-2)
-    for length, offset in ((3, -4), (8, -7), (1, 1)):     # -7: s_1 would look at x_9
-        with pytest.raises(train.UserError, match=f'beyond the {length} inputs'):
-            probe.attention(*nano(pe='rope'), length=length, offset=offset)
-
-
-def test_distances():
-    """Accuracy at query L + 1 + d, and only within the trained total length of 13."""
-    model, task, cfg = nano('parity', pe='nope', longest=5)
-    rows, _, _ = probe.alignment(model, task, cfg, n=20, distances=[0, 2])
-    for row in rows:
-        within = [f'd={d}' for d in (0, 2) if d < row['length'] < 11 - d]
-        assert [key for key in row if 'd=' in key] == within
-    tokens, targets = probe.problems(task, [7], 20)[7]
-    right = (model(tokens)[0].argmax(dim=-1) == targets).double().mean(dim=0)
-    expected = [right[8].item(), right[10].item()]
-    assert [rows[6]['d=0'], rows[6]['d=2']] == pytest.approx(expected, abs=6e-5)
-    rows, _, _ = probe.alignment(*head_by_hand('parity'), n=4, distances=[1, 3, 7])
-    assert all(value == 1 for row in rows for key, value in row.items() if 'd=' in key)
-    assert max(row['length'] for row in rows if 'd=7' in row) > 16    # trained to 16
+    assert aligned['states'] == about(right[:, 7:13].mean())
+    assert aligned['d=2'] == about(right[:, 9].mean())
 
 
 def test_ridge_and_agreement():
-    """Against the normal equations; R2, Pearson's and Spearman's r by hand, where ranks tie."""
-    x = at_random(200, 5) * torch.tensor([1, 10, 0.1, 1e-3, 0]) + 3
-    y = x @ torch.tensor([1.0, -2, 3, 100, 0]).double() + 7
-    w, b = probe.ridge(x, y, penalty=1e-12)
-    close(w[:4], [1.0, -2, 3, 100], 1e-5)
-    close(x @ w + b, y, 1e-5)
-    z = (x - x.mean(0))[:, :4] / x[:, :4].std(0, correction=0)
-    noisy = y + at_random(200, seed=1)
-    w, b = probe.ridge(x[:, :4], noisy, penalty=0.3)
-    direct = torch.linalg.inv(z.T @ z + 200 * 0.3 * torch.eye(4)) @ z.T @ (noisy - noisy.mean())
-    close(x[:, :4] @ w + b, z @ direct + noisy.mean())
+    """Ridge against the normal equations; R2, Pearson's and Spearman's r by hand, with ties."""
+    x = at_random(200, 4) * torch.tensor([1, 10, 0.1, 1e-3]) + 3
+    y = x @ torch.tensor([1.0, -2, 3, 100]).double() + at_random(200, seed=1)
+    z = (x - x.mean(0)) / x.std(0, correction=0)
+    w, b = probe.ridge(x, y, penalty=0.3)
+    direct = torch.linalg.inv(z.T @ z + 200 * 0.3 * torch.eye(4)) @ z.T @ (y - y.mean())
+    close(x @ w + b, z @ direct + y.mean())
     found = probe.agreement(torch.tensor([1, 2, 2, 4, 5]), torch.tensor([1.0, 3, 2, 2, 7]))
     assert found == pytest.approx(dict(
         rmse=math.sqrt(9 / 5), mae=1.0, r2=1 - 9 / 10.8, pearson=12 / math.sqrt(10.8 * 22),
@@ -3728,49 +3350,35 @@ def test_ridge_and_agreement():
 def test_linear():
     """Layer 1 writes the distance to EoI: exact at 3 times the length, unlike an untrained model
     and the embedding."""
-    rows, summary, _ = probe.linear(*head_by_hand('copy'), n=4)
+    rows, _, _ = probe.linear(*head_by_hand('copy'), n=4)
     at = {(row['target'], row['layer'], row['lengths']): row for row in rows}
     assert len(rows) == 18 and at['distance', 0, 'longer']['r2'] < 0.5
     for lengths in ('trained', 'longer', '3x'):
         row = at['distance', 1, lengths]
         assert row['r2'] == row['pearson'] == 1 and row['untrained'] < 0.9
-    assert min(at['distance', 2, '3x'][key] for key in ('r2', 'pearson', 'spearman')) > 0.99
-    assert list(summary) == [
-        f'{what}, r2 {part}' for what in ('position from layer 1', 'distance from layer 2')
-        for part in ('trained', 'longer')]
     rows, _, _ = probe.linear(*nano('string_copy', pe='ape', d_model=32), n=8)
     assert {row['target'] for row in rows} == {'position'} and rows[0]['r2'] > 0.9    # sinusoids
-    assert rows[0]['untrained'] > 0.9    # which a model has without training
-    short = train.Config(task='copy', train_lengths=[4], eval_lengths=[4])
-    with pytest.raises(train.UserError, match='eval_lengths beyond 4'):
-        probe.linear(nano()[0], short.the_task, short)
 
 
 def test_squeeze():
-    """Beyond the trained 13 tokens positions are fractions that end where training did."""
+    """Beyond the trained 13 tokens positions are fractions that end where training did; a key 13
+    or more tokens back is hidden."""
     model, task, cfg = nano('parity', pe='ape', longest=5)
     rows, _, _ = probe.squeeze(model, task, cfg, n=20)
-    assert [row['length'] for row in rows] == list(range(1, 10))
     assert all(row['tokens'] == row['tokens, squeezed'] for row in rows[:5])
-    assert rows[8]['tokens'] != rows[8]['tokens, squeezed']
     tokens, targets = probe.problems(task, [9], 20)[9]    # 21 tokens
-    share = (targets != -100).sum()
+    asked = (targets != -100).sum()
     squeezed = model(tokens, pos=torch.linspace(0, 12, 21))[0].argmax(dim=-1) == targets
-    assert rows[8]['tokens, squeezed'] == pytest.approx((squeezed.sum() / share).item(), abs=6e-5)
-    # of no encoding nothing changes; hidden: a token sees its last 13 alone, in layer 1 of 1
+    assert rows[8]['tokens'] != rows[8]['tokens, squeezed'] == about(squeezed.sum() / asked)
     model, task, cfg = nano('parity', pe='nope', longest=5, n_layer=1)
-    rows, _, _ = probe.squeeze(model, task, cfg, n=20)
-    assert all(row['tokens'] == row['tokens, squeezed'] > 0 for row in rows[5:])
+    row = probe.squeeze(model, task, cfg, n=20)[0][8]
     windows = [model(tokens[:, max(0, t - 12):t + 1])[0][:, -1].argmax(dim=-1) for t in range(21)]
-    right = (torch.stack(windows, dim=1) == targets).sum() / share
-    assert rows[8]['tokens, hidden'] == pytest.approx(right.item(), abs=6e-5)
-    for function, given in ((probe.squeeze, {}), (probe.attention, dict(offset=2))):
-        with pytest.raises(train.UserError, match='positions=index'):
-            function(*nano('parity', pe='ape', positions='randomized'), **given)
+    right = (torch.stack(windows, dim=1) == targets).sum() / asked
+    assert row['tokens, hidden'] == about(right) and row['tokens'] == row['tokens, squeezed']
 
 
 def test_proposition_1():
-    """Gaussian values under uniform weights follow eq. 4; those of few symbols keep a variance."""
+    """Gaussian values under uniform weights follow eq. 4."""
     v = torch.cat([2 + 3 * at_random(1, 200_000), 0.5 + 1.5 * at_random(19, 200_000, seed=1)])
     n = torch.arange(1, 21).double()
     for found, curve in zip(probe.coordinate_statistics(v.cumsum(0) / n[:, None]),
@@ -3784,38 +3392,23 @@ def test_proposition_1():
     for row in rows:
         for part in {'mean', 'var', 'diff'} & row.keys():
             assert row[part] == row[f'{part} 1/n']
-    assert rows[-1]['var'] > 2 * rows[-1]['var eq4']
-    sigma_2 = summary['sigma_2'] ** 2
-    assert rows[0]['var'] == rows[0]['var eq4'] == pytest.approx(sigma_2, rel=0.01)
-    with pytest.raises(train.UserError, match='begin with BoS'):
-        probe.prefix(*nano('string_copy', pe='nope'))
-    with pytest.raises(train.UserError, match='every value .* is 0'):
-        probe.prefix(*head_by_hand('copy'))
+    assert rows[0]['var'] == rows[0]['var eq4'] == pytest.approx(summary['sigma_2'] ** 2, rel=0.01)
 
 
 def test_proposition_2():
-    """z = V beta where values hang on the token alone, and not where they hold positions. D.1: NoPE
-    cannot tell prefixes of equal shares apart, RoPE can; ALiBi cannot where the prefix repeats,
-    since e^(-md) of both differ by one factor."""
-    cases = [(['0'], ['0'] * 4), (['0', '1', '2', '3'], ['0', '1', '2', '3'] * 2)]
-    cases += [(['BoS', *one], ['BoS', *other]) for one, other in cases]
-    cases.append((['BoS', '0', '1', '2', '3'], ['BoS', '1', '0', '2', '3']))
-    told_apart = {}
-    for name in ('nope', 'rope', 'vipe', 'alibi', 'ape', 'vrope'):
+    """z = V beta where values depend on the token alone. D.1: NoPE cannot tell prefixes of equal
+    fractions apart, RoPE can."""
+    for name in ('nope', 'rope', 'alibi', 'ape', 'vrope'):
         model, task, cfg = nano('polynomial', pe=name, n_head=2)
-        _, summary, _ = probe.prefix(model, task, cfg, n=4)
-        assert summary['error'] > 0.1 if name in ('ape', 'vrope') else summary['error'] < 1e-12
-        told_apart[name] = []
-        for pair in cases:
-            ids = [torch.tensor([[task.vocab.index(word) for word in words]]) for words in pair]
-            (_, z, _), (_, z_2, _) = [probe.first_layer(model, x, len(task.vocab)) for x in ids]
-            told_apart[name].append(probe.gap(z[..., -1, :], z_2[..., -1, :]) > 1e-9)
-    assert told_apart['nope'] == [False, False, True, True, False]
-    assert told_apart['rope'] == [False, True, True, True, True]
-    assert told_apart['alibi'] == [False, False, True, True, True]
+        error = probe.prefix(model, task, cfg, n=4)[1]['error']
+        assert error > 0.1 if name in ('ape', 'vrope') else error < 1e-12
+        if name in ('nope', 'rope'):
+            ids = [task.vocab.index(word) for word in '0123']
+            z, z_2 = (probe.first_layer(model, torch.tensor([x]), len(task.vocab))[1][..., -1, :]
+                      for x in (ids, ids * 2))
+            assert (probe.gap(z, z_2) > 1e-9) == (name == 'rope')
 
 
-# --------------------------------------------------------------------------------------------------
 # PoPE
 
 @pytest.mark.parametrize('kw', [dict(pe='rope'), dict(pe='pope', pope_delta='uniform')])
@@ -3823,34 +3416,24 @@ def test_polar_multiplies_to_the_logits(kw):
     """Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d) is what the encoding computes."""
     enc, pos = make(**kw).blocks[0].attn.pe, torch.arange(10)
     q, k = at_random(2, 1, 4, 10, 8)
-    zq, zk, theta = probe.polar(enc, q[0], k[0])
-    turn = torch.polar(torch.ones(()).double(), -(pos[:, None] - pos)[..., None] * theta)
-    logits = (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1) * enc.scale
-    close((logits + pe.causal(logits)).softmax(dim=-1), enc.logits(q, k, pos)[0].softmax(-1))
-
-
-@pytest.mark.parametrize('name, says', [('alibi', 'rope or pope'), ('yarn', 'yarn rotates')])
-def test_polar_refuses(name, says):
-    with pytest.raises(train.UserError, match=says):
-        probe.polar(make(pe=name, train_len=8).blocks[0].attn.pe, *at_random(2, 4, 10, 8))
+    logits = rotated_products(*probe.polar(enc, q[0], k[0]), pos) * enc.scale
+    close(logits + pe.causal(logits), enc.logits(q, k, pos)[0])
 
 
 def test_loss_by_position():
-    """Mean over problems of the loss at each position; nan where nothing is predicted."""
+    """The mean over problems at each position that is supervised."""
     model, task, cfg = nano('copy', pe='rope', longest=3)
     rows, summary, _ = untouched(probe.loss, model, task, cfg, n=5)
     tokens, targets = probe.problems(task, [7], 5)[7]
-    curve = probe.losses_by_position(model, tokens, targets)
-    losses = train.token_losses(model(tokens)[0], targets)
-    close(curve[8:16], losses[:, 8:16].mean(dim=0).detach(), 1e-6)
-    assert curve[:8].isnan().all() and [row['first'] for row in rows] == list(range(9, 17))
-    assert rows[0]['rope'] == pytest.approx(curve[8].item(), abs=1e-4)
-    assert summary['rope, beyond'] == pytest.approx(curve[8:16].mean().item(), abs=1e-4)
+    curve = train.token_losses(model(tokens)[0], targets)[:, 8:16].mean(dim=0)
+    assert [row['first'] for row in rows] == list(range(9, 17))
+    close([row['rope'] for row in rows], curve.detach(), 1e-4)
+    assert summary['rope, beyond'] == about(curve.mean(), 1e-4)
 
 
 @pytest.mark.parametrize('pairs, used, fast', [([1.0, 1, 1, 1], 1, 0.5), ([0, 0, 1.0, 0], 0.25, 0)])
 def test_norms_of_planted_frequencies(pairs, used, fast):
-    """All frequencies alike, or a single slow one, whose wavelength has the largest norm."""
+    """All frequencies alike, or a single slow one."""
     model, task, cfg = nano(pe='rope', d_model=8, n_head=1)
     with torch.no_grad():
         for block in model.blocks:
@@ -3858,50 +3441,32 @@ def test_norms_of_planted_frequencies(pairs, used, fast):
             W[:] = W[:1]    # every feature of a query and of a key is the same number
             W[:16] *= torch.tensor(pairs).repeat_interleave(2).repeat(2)[:, None]
     rows, summary, _ = probe.norms(model, task, cfg, n=2)
-    assert summary['used'] == pytest.approx(used, abs=1e-3)
-    assert summary['fast'] == pytest.approx(fast, abs=1e-3)
+    assert summary['used'] == about(used, 1e-3) and summary['fast'] == about(fast, 1e-3)
     assert [row['q'] > 0.01 for row in rows] == [x > 0 for x in pairs]
     close([row['wavelength'] for row in rows], [2 * math.pi * 10 ** c for c in range(4)], 0.01)
 
 
-def test_tuning_curves():
-    """ALiBi's are lines, RoPE's the sum of its waves."""
+def test_tuning_of_alibi_are_lines_and_of_rope_the_median_peaks():
     row = torch.randint(1, 11, (1, 9), generator=torch.Generator().manual_seed(0))
     model = make(pe='alibi')
     curves = probe.tuning_curves(model, row, 6, 3)
     slope = model.blocks[0].attn.pe.slope[:, None]
     close(curves - curves[..., :1], (-slope * torch.arange(6)).expand_as(curves))
-    model = make(pe='rope')
-    layer = probe.trace(model, row)[0]
-    t, s = torch.randint(9, (3, 2), generator=torch.Generator().manual_seed(0))[1].tolist()
-    zq, zk, theta = probe.polar(layer.enc, layer.q[0], layer.k[0])
-    turn = torch.polar(torch.ones(6, 4).double(), -torch.arange(6)[:, None] * theta)
-    waves = (zq[:, t].conj() * zk[:, s] @ turn.T).real * layer.enc.scale
-    close(probe.tuning_curves(model, row, 6, 3)[0, 1], waves)
-    for name, says in (('nope', 'that depend on the distance'), ('ape', 'depend on the distance'),
-                       ('prism', 'come from the content'), ('fox', 'all inputs of fox')):
-        with pytest.raises(train.UserError, match=says):
-            probe.tuning(*nano(pe=name))
-
-
-def test_tuning_splits_the_variance():
-    """The peak is the median distance of the largest logit, the range that of the mean."""
     model, task, cfg = nano(pe='rope', n_head=2)
     rows, summary, _ = untouched(probe.tuning, model, task, cfg, contents=6)
     row, = probe.sequences(task, cfg.train_lengths, 0, 1)
     curves = probe.tuning_curves(model, row, summary['distances'], 6)
     for line, curve in zip(rows, curves.transpose(1, 2).flatten(0, 1)):
-        peaks = sorted(c.argmax().item() for c in curve)
-        assert line['peak'] == (peaks[2] + peaks[3]) / 2
-        assert line['shift'] == pytest.approx(np.quantile(peaks, 0.75) - np.quantile(peaks, 0.25))
-        assert line['range'] == pytest.approx(np.ptp(curve.mean(dim=0).numpy()), abs=1e-4)
+        peaks = curve.argmax(dim=1).numpy()
+        assert line['peak'] == np.median(peaks)
+        assert line['shift'] == about(np.quantile(peaks, 0.75) - np.quantile(peaks, 0.25))
+        assert line['range'] == about(np.ptp(curve.mean(dim=0).numpy()), 1e-4)
 
 
-# --------------------------------------------------------------------------------------------------
 # the Toeplitz study
 
-def carried_by_one_head():
-    """A model right at copy, length 1, in which head 3 of layer 2 alone brings x_1 to EoI."""
+def test_ablate_finds_the_head_that_carries_the_answer():
+    """Copy, length 1: head 3 of layer 2 alone brings x_1 to EoI. By hand: head 1 of each layer."""
     _, task, cfg = nano('copy', pe='nope', n_head=4, train_lengths=[1], eval_lengths=[1])
     model, eye = Transformer(cfg).double().eval(), torch.eye(16)
     with torch.no_grad():
@@ -3914,44 +3479,26 @@ def carried_by_one_head():
         model.head.weight[:3] = 0
         model.head.weight[3] = 1e4 * eye[4:6].sum(dim=0)    # EoS after a symbol
         model.head.weight[4:] = 100 * eye[8:10]
-    return model, task, cfg
-
-
-def test_ablate_finds_the_head_that_carries_the_answer():
-    """Drops, summary and curves, where one head carries all, where two do, and where none does."""
-    model, task, cfg = carried_by_one_head()
     rows, summary, _ = probe.ablate(model, task, cfg)
     assert [[row[f'drop {h}'] for h in (1, 2, 3, 4)] for row in rows] == [[0] * 4, [0, 0, 100, 0]]
     assert [row['effective'] for row in rows] == [None, 1] and summary['base'] == 100
     assert [summary[key] for key in ('layer', 'head', 'largest', 'second')] == [2, 3, 100, 0]
-    scores = iter([50.0, 60.0, 50.0, 40.0] * 2)
-    rows, _, curves = probe.without_heads(model, cfg, 50.0, lambda hook: next(scores))
-    assert list(rows[0].values()) == [1, 0, -10, 0, 10, 1]
-    assert curves[0][0] == 'layer 1' and list(curves[0][1]) == [50, 60, 50, 40]    # what is left
-    drops = torch.tensor([[1, 1, 1, 1], [0, 0, 7, -3], [1, 2, 3, 4]]).double()
-    close(probe.effective(drops), [4, 1, 100 / 30])
     rows, _, _ = probe.ablate(*head_by_hand('parity'), n=64)
     assert [[row['drop 1'], row['drop 2'], row['effective']] for row in rows] == [[100, 0, 1]] * 2
-    rows, summary, _ = probe.ablate(*nano('polynomial', n_head=2), n=200)
-    assert summary['unit'] == 'tokens right (%)' and 0 < summary['base'] < 60    # none is right
-    assert any(row['drop 1'] or row['drop 2'] for row in rows)
-    for given, says in ((dict(), '--n_head=4'), (dict(what='positions'), r'pe=ape or ape\+rope'),
-                        (dict(what='layers'), 'heads, positions')):
-        with pytest.raises(train.UserError, match=says):
-            probe.ablate(*nano(pe='rope'), **given)
+    drops = torch.tensor([[1, 1, 1, 1], [0, 0, 7, -3], [1, 2, 3, 4]]).double()
+    close(probe.effective(drops), [4, 1, 100 / 30])
 
 
-def test_ablate_takes_out_what_was_added(tmp_path):
+def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     """Before layer 1 it leaves the same weights without an encoding; random vectors differ."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12])
     model, task, cfg = nano('characters', pe='random', n_head=2, **shape)
     plain = nano('characters', pe='nope', n_head=2, **shape)[0]
     plain.load_state_dict(model.state_dict(), strict=False)
-    problems = probe.problems(task, [12], 30)
-    rows, summary, _ = probe.ablate(model, task, cfg, what='positions', n=30)
-    without, base = (train.evaluate(net, task, problems)[12]['loss'] for net in (plain, model))
-    close(torch.tensor([rows[0]['without p'], summary['base']]), [without, base], 1e-3)
+    rows, _, _ = probe.ablate(model, task, cfg, what='positions', n=30)
+    without = train.evaluate(plain, task, probe.problems(task, [12], 30))[12]['loss']
+    assert rows[0]['without p'] == about(without, 1e-3)
     assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and len(rows) == 2
 
 
@@ -3967,55 +3514,50 @@ def test_a_planted_toeplitz_part_is_recovered():
     close(probe.toeplitz_matrix(a), planted)
     shares = planted[:, i, j].var(dim=1) / (planted + rest)[:, i, j].var(dim=1)
     close(probe.variance_share(planted, planted + rest), shares)
-    close(probe.variance_share(rest, planted + rest), 1 - shares)
 
 
-def test_eq_2_wants_a_factor_for_each_frequency():
-    """With one for each it is RoPE; a single G_e misses much, but nothing of one frequency."""
+def test_eq_2_requires_a_factor_for_each_frequency():
+    """With one for each it is RoPE; a single G_e misses much, except of one frequency."""
     q, k, pos = at_random(2, 2, 10, 8), at_random(2, 2, 10, 8, seed=1), torch.arange(10.0).double()
     theta = pe.frequencies(4, 1e4, q)
     turn = torch.polar(torch.ones(2, 10, 4).double(), (pos[:, None] * theta).expand(2, 10, 4))
     L, G = probe.grams(q, k, turn)
     close(G.real, q @ k.mT)
     close(L.real[:, :, 7, 2], (pe.rotate(q[:, :, 7], 5 * theta) * k[:, :, 2]).sum(dim=-1))
-    off, missed = probe.single_factor_error(L.real, G)[0], 0
-    grid = np.exp(1j * np.linspace(0, 2 * np.pi, 721))
+    grid, missed = np.exp(1j * np.linspace(0, 2 * np.pi, 721)), 0
     for d in range(10):
         x, y = (np.concatenate([z[b, 0].diagonal(-d) for b in (0, 1)]) for z in (G, L.real))
         missed += min((((x * a).real - y) ** 2).sum() for a in grid)
     i, j = np.tril_indices(10)
+    off = probe.single_factor_error(L.real, G)[0]
     close(off, missed / (L.real[:, 0, i, j].var(correction=0) * 2 * 55))
-    assert off > 0.05 and (L.real.abs() > G.abs()).double().mean() > 0.1    # no modulus of 1 fits
     turn = torch.polar(torch.ones(10, 1).double(), pos[:, None] * torch.pi / 36).expand(2, 10, 1)
     L, G = probe.grams(q[..., :2], k[..., :2], turn)
-    assert probe.single_factor_error(L.real, G).max() < 1e-12
+    assert off > 0.05 and probe.single_factor_error(L.real, G).max() < 1e-12
 
 
 @pytest.mark.parametrize('kw', [
-    dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='alibi'), dict(pe='fire'),
-    dict(pe='yarn', eval_lengths=[9]), dict(pe='rope', rope_heads=1),
-    dict(pe='rope', attention='mla'), dict(pe='pope'), dict(pe='prism'), dict(pe='ape+vipe'),
-    dict(pe='nope')], ids=lambda kw: '-'.join(map(str, kw.values())))
+    dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='yarn', eval_lengths=[9]),
+    dict(pe='rope', rope_heads=1), dict(pe='rope', attention='mla'), dict(pe='pope'),
+    dict(pe='ape+vipe')], ids=lambda kw: '-'.join(map(str, kw.values())))
 def test_toeplitz_splits_the_logits(kw):
     """Eq. 1's terms are the logits and their fractions add up to 1, for encodings that are linear
     in q and k."""
     shape = dict(d_model=32, n_head=4, train_lengths=[3], eval_lengths=[3])
     model, task, cfg = nano('copy', **shape | kw)
     names = set(kw['pe'].split('+'))
-    linear, turns = not names & {'pope', 'vipe', 'prism'}, bool(names & {'rope', 'yarn'})
-    rows, summary, _ = untouched(probe.toeplitz, model, task, cfg, length=8)
-    assert len(rows) == 2 * cfg.heads and ('G_e off' in rows[0]) == turns
+    rows, _, _ = untouched(probe.toeplitz, model, task, cfg, length=8)
+    assert len(rows) == 2 * cfg.heads and ('G_e off' in rows[0]) == bool(names & {'rope', 'yarn'})
+    if names & {'pope', 'vipe'}:
+        return
     tokens = probe.batch(task, [8], 8, 4)[1]
     p = probe.added_vectors(model, tokens.shape[1])
-    for layer, block in zip(probe.trace(model, tokens), model.blocks) if linear else ():
+    for layer, block in zip(probe.trace(model, tokens), model.blocks):
         at = layer.enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
         total = sum(probe.eq_1(layer, block.norm_1, p, at).values())
         close((total + pe.causal(total)).expand_as(layer.logits), layer.logits)
-    for row in rows if linear else []:
-        total = sum(row.get(name, 0) for name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B'))
-        assert abs(total - 1) < 1e-3
-    if kw == dict(pe='rope'):
-        assert [row['G_e off'] < 1e-6 for row in rows] == [False, True, True, True] * 2
+    for row in rows:
+        close(sum(row.get(name, 0) for name in ('qc kc', 'qc kp', 'qp kc', 'qp kp', 'B')), 1, 1e-3)
 
 
 def test_gradients_at_all_edges_are_those_of_t5s_table():
@@ -4032,30 +3574,23 @@ def test_gradients_at_all_edges_are_those_of_t5s_table():
     assert rows[0]['growth'] == pytest.approx(ratio, rel=2e-3) and rows[1]['growth'] is None
 
 
-def test_jacobians_bound_those_of_the_whole_sequence():
-    """A1: a block that adds nothing has singular values 1; planted growth shows, in its layer."""
+def test_jacobians_are_those_of_each_block_at_the_last_target():
+    """A block that adds nothing has singular values 1."""
     model, task, _ = nano('copy', pe='rope', n_head=2)
     tokens, targets = task.sample(2, 3, torch.Generator())
     J = probe.jacobians(model, tokens, targets)
     for i, layer in enumerate(probe.trace(model, tokens)):
         def block(x, i=i, layer=layer):
-            return model.blocks[i](x, layer.pos, layer.state)[:, :-1]
-        x = layer.stream[:1]
-        whole = torch.autograd.functional.jacobian(block, x)[0, :, :, 0, :-1]
-        close(J[i, 0], whole[-1, :, -1])    # the last token, EoS, is asked for and not read
-        s, of_all = (torch.linalg.svdvals(z) for z in (J[i, 0], whole.flatten(2).flatten(0, 1)))
-        assert of_all.min() <= s.min() + 1e-12 and of_all.max() >= s.max() - 1e-12
+            return model.blocks[i](x, layer.pos, layer.state)[:, -2]
+        whole = torch.autograd.functional.jacobian(block, layer.stream[:1])
+        close(J[i, 0], whole[0, :, 0, -2])    # the last token, EoS, is predicted and not read
     with torch.no_grad():
-        for block in model.blocks:
-            block.attn.proj.weight.zero_()
-            block.mlp[2].weight.zero_()
-        model.blocks[1].attn.proj.weight += 9 * torch.eye(16)
-    s = torch.linalg.svdvals(probe.jacobians(model, tokens, targets)).flatten(1)
-    close(s[0], torch.ones(32))
-    assert s[1].max() > 2
+        model.blocks[0].attn.proj.weight.zero_()
+        model.blocks[0].mlp[2].weight.zero_()
+    close(torch.linalg.svdvals(probe.jacobians(model, tokens, targets)[0]), torch.ones(2, 16))
 
 
-def test_anchors_of_two_triggers():
+def test_edges_of_two_triggers():
     task = tasks.make('distance')
     tokens, targets = task.sample(200, 12, torch.Generator().manual_seed(0))
     b, u, j, d = probe.edges(task, tokens)
@@ -4065,27 +3600,21 @@ def test_anchors_of_two_triggers():
 
 
 def test_gradients_repeats_the_first_steps_of_the_run(tmp_path):
-    """After all steps it finds what it finds in the saved model; and what it refuses."""
+    """After all steps it finds what it finds in the saved model."""
     run = tmp_path / 'run'
     train.main(flags(task='copy', n_head=2, n_layer=2, seeds=3, out_dir=run))
-    saved = (run / 'ckpt.pt').read_bytes()
     probe.main(['gradients', str(run), '--n=50'])    # as many steps as the run had
-    assert (run / 'ckpt.pt').read_bytes() == saved
     rows = json.loads((run / 'probe_gradients.json').read_text())['rows']
     assert [row.pop('step') for row in rows][::2] == [0, 3, 6, 9, 12, 'trained']
     assert rows[0] != rows[8]
     for a, b in zip(rows[8:10], rows[10:]):
         assert all(b[key] == (x and pytest.approx(x, rel=1e-2)) for key, x in a.items())
-    for argv, says in (([str(run), '--steps=13'], 'this run had 12'), (['by_hand:copy'], 'never')):
-        with pytest.raises(train.UserError, match=says):
-            probe.main(['gradients', *argv])
 
 
-# --------------------------------------------------------------------------------------------------
 # PRISM
 
 def gates_by_hand():
-    """A model of string_copy whose gates hang on biases alone: query cursors always step up, key
+    """A model of string_copy whose gates depend on biases alone: query cursors always step up, key
     cursors stay."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, dtype=torch.float32, longest=3)
     cursors = model.blocks[0].attn.pe.cursors
@@ -4097,77 +3626,63 @@ def gates_by_hand():
     return model, task, cfg
 
 
-def test_gates_set_by_hand_are_seen():
-    """Moves 1 and 0, always, in prompt and answer; and the modes are where the gates lead."""
+def test_cursor_and_kernel_see_gates_set_by_hand():
+    """Moves 1 and 0, always, in prompt and answer; the modes are where the gates lead; and eq. 6
+    and the mean position are exact where cursors are sure."""
     model, task, cfg = gates_by_hand()
     rows, summary, _ = untouched(probe.cursor, model, task, cfg, length=20)
     count = model.blocks[0].attn.pe.cursors.count
     assert [(row['of'], row['part'], row['moves'], row['steady']) for row in rows] == (
         [('query', 'prompt', 1.0, 1.0), ('query', 'answer', 1.0, 1.0)] * count +
         [('key', 'prompt', 0.0, 1.0), ('key', 'answer', 0.0, 1.0)] * count)
-    assert all(abs(row['incr'] + row['decr'] + row['keep'] - 1) < 0.002 for row in rows)
     assert summary['steady'] == 1 and summary['length'] == 20
     tokens = task.sample(2, 4, torch.Generator())[0]
     for c in probe.cursors_of(model, tokens):
         offset = c['histogram'].argmax(dim=-1) - tokens.shape[1]
         assert torch.equal(offset[0], torch.arange(1, 11) * (c['of'] == 'query'))
+    rows, *_ = untouched(probe.kernel, model, task, cfg)
+    assert all(row['peak'] > 0.999 and row['eq6'] < 1e-3 and row['mean'] < 1e-3 for row in rows)
 
 
 def test_cursors_of_two_layers_with_a_copy_branch():
     """Each layer of prism_layers has cursors of its own; every fifth query cursor can jump."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2,
                             prism_layers=[1, 2], dtype=torch.float32, longest=3)
-    rows, summary, _ = untouched(probe.cursor, model, task, cfg, length=5, n=3)
-    assert len(rows) == 2 ** 5 and summary['length'] == 5
+    rows, _, _ = untouched(probe.cursor, model, task, cfg, length=5, n=3)
     assert [row['layer'] for row in rows if row['of'] == 'query'] == [1] * 8 + [2] * 8
     jumps = [list(row.values())[:4] for row in rows if 'jump' in row]    # layer, head, cursor, of
     assert jumps[::2] == jumps[1::2] == [[1, 1, 1, 'query'], [2, 1, 1, 'query']]
     with torch.no_grad():    # layer 1 steps up, whatever it reads
         cursors = model.blocks[0].attn.pe.cursors
         cursors.gates.W.bias.add_(1000 * torch.eye(4)[1].repeat(2 * cursors.count))
+        cursors.copy.W_stay.bias.fill_(1000)    # "no copy"
     moved = probe.cursor(model, task, cfg, length=5, n=3)[0]
     assert [row['incr'] == 1 for row in moved[:16]] == [row['layer'] == 1 for row in rows[:16]]
+    assert [row['jump'] == 0 for row in moved if 'jump' in row] == [True, True, False, False]
 
 
 @pytest.mark.parametrize('kw', [{}, dict(prism_sharpen=False), dict(prism_copy='trained')])
-def test_kernel_compares_eq_6_and_the_mean_place_with_what_is_right(kw):
-    """With loops; and nothing differs where cursors are sure."""
+def test_kernel_compares_eq_6_with_eq_4(kw):
+    """Half the sum of absolute differences over the displacements, in a loop."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, longest=3, **kw)
     rows, summary, _ = untouched(probe.kernel, model, task, cfg)
     assert summary['rises'] == 4      # of 32 features
     _, tokens, targets = probe.batch(task, cfg.train_lengths, 3, 1)
-    T, start = 8, 3                                               # abc=abc. and its "="
+    T, start = 8, 3                   # abc=abc. and its "="
     for c, row in zip(probe.cursors_of(model, tokens), rows):
         if 'jump' in c['gates']:
             assert row['eq6'] is None
             continue
-        h = c['histogram'][0].tolist()
+        h, apart = c['histogram'][0].tolist(), 0.0
         torch.testing.assert_close(probe.displacement(c, 0), c['histogram'][0, -1].double())
-        apart = 0.0
         law = probe.displacement(c, start + 1).tolist()           # -4..4
         for d in range(-2 * T, 2 * T + 1):
             eq_6 = sum(h[start][i] * h[-1][i + d] for i in range(2 * T + 1) if 0 <= i + d <= 2 * T)
             apart += abs(eq_6 - (law[d + 4] if abs(d) <= 4 else 0)) / 2
-        assert row['eq6'] == pytest.approx(apart, abs=1e-3) and apart > 0.01
-        assert row['mean'] > 0.05
-
-    sure, task, cfg = gates_by_hand()
-    rows, *_ = untouched(probe.kernel, sure, task, cfg)
-    assert all(row['peak'] > 0.999 and row['eq6'] < 1e-3 and row['mean'] < 1e-3 for row in rows)
+        assert row['eq6'] == about(apart, 1e-3) and apart > 0.01 and row['mean'] > 0.05
 
 
-# --------------------------------------------------------------------------------------------------
 # LLM position generalization
-
-def layer_of(enc, q, k):
-    """A layer of a trace, of these queries and keys [B, H, T, D]."""
-    logits = enc.logits(q, k, torch.arange(q.shape[2]))
-    return types.SimpleNamespace(enc=enc, q=q, k=k, state=None, logits=logits)
-
-
-def twelve_tokens():
-    return torch.randint(1, 11, (1, 12), generator=torch.Generator().manual_seed(0))
-
 
 def test_three_axes_solve_equation_7():
     """A sum of three axes is found whole; of any other map the fit is the least-squares one."""
@@ -4192,20 +3707,22 @@ def test_two_axes_are_equation_12():
     close(a[3], W[3].mean() - W.sum() / (2 * n * n))
     close(b[2], W[:, 2].mean() - W.sum() / (2 * n * n))
     close(fit, a[:, None] + b)
-    close(a.sum(), b.sum())    # eq. 11
-    a, b = at_random(2, 7)
-    close(probe.two_axes(a[:, None] + b)[-1], a[:, None] + b)
+    model, task, cfg = nano(pe='alibi', n_head=2)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[:16] = 0    # no queries: logits are the bias alone
+    assert probe.disentangle(model, task, cfg, n=1)[1]['mean_r'] == 1
 
 
 @pytest.mark.parametrize('kw', [
     dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', rope_heads=2),
     dict(pe='rope', attention='mla'), dict(pe='alibi', rope_heads=1), dict(pe='yarn'),
-    dict(pe='pope+alibi'), dict(pe='nope')])
+    dict(pe='pope+alibi')])
 def test_logits_at_other_distances(kw):
     """The encoding's own logits at the true positions; at fake ones those of a sequence there."""
-    enc = make(**kw).blocks[0].attn.pe
-    layer = layer_of(enc, *at_random(2, 1, enc.cfg.heads, 10, enc.cfg.head_dim))
-    pos = torch.arange(10)
+    enc, pos = make(**kw).blocks[0].attn.pe, torch.arange(10)
+    q, k = at_random(2, 1, enc.cfg.heads, 10, enc.cfg.head_dim)
+    layer = types.SimpleNamespace(enc=enc, q=q, k=k, state=None, logits=enc.logits(q, k, pos))
     below = torch.ones(10, 10, dtype=torch.bool).tril()
     close(probe.logits_at(layer, pos, pos)[..., below], layer.logits[..., below])
     close(probe.fake_logits(layer, 7)[:, 7 - pos[:8], pos[:8]], layer.logits[0, :, 7, :8])
@@ -4248,29 +3765,25 @@ def test_analytic_f_and_g():
 
 
 def test_additivity_is_not_dominance():
-    """Both hold of a large slow pair; of a small one the first only; of a fast one the second."""
+    """Both hold for a large slow pair; for a small one the first only."""
     zq, zk, theta = planted(3)
     zk = zk * 0.3 + torch.tensor([1.0, 0, 0])    # the first pair has a fixed direction
 
     def fit(size, slow):
-        pos, z = torch.arange(200), zq * torch.tensor(size)
-        turn = torch.polar(torch.ones(()).double(), -(pos[:, None] - pos)[..., None] * theta)
-        W = (z[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1)
+        z = zq * torch.tensor(size)
+        W = rotated_products(z, zk, theta, torch.arange(200))
         found = probe.analytic_fit(W, z, zk, theta, torch.tensor([slow]))
         return dict(zip(probe.FITS, found[:, 0].tolist()))
     large = fit([20.0, 1, 1], [True, False, False])
     assert large['dominance'] > 0.99 and abs(large['r_fg'] - large['slow_fg']) < 0.02
-    assert large['slow_fg'] > 0.8
     small = fit([0.05, 1, 1], [True, False, False])
     close(small['slow_fg'], large['slow_fg'])
-    assert max(abs(small['dominance']), abs(small['r_fg'])) < 0.2
-    fast = fit([1.0, 20, 1], [False, True, False])
-    assert fast['dominance'] > 0.98 and abs(fast['slow_fg']) < 0.7
+    assert max(abs(small['dominance']), abs(small['r_fg'])) < 0.2 < large['slow_fg']
     assert all(map(math.isnan, fit([1.0, 1, 1], [False] * 3).values()))    # no such pair
 
 
-def test_tuples_are_all_and_tested():
-    """A planted slow pair whose key is constant: its row has ratio, rotation, angle and fixed."""
+def test_tuples_finds_a_planted_slow_pair():
+    """Its row has ratio, rotation, angle and fixed (0: the key is constant)."""
     model, task, cfg = nano(pe='rope', d_model=8, n_head=1, n_layer=1)
     angle = torch.tensor([0, 0, 0, 2.0]).double()
     q = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor([[1], [1], [1], [20]])
@@ -4285,10 +3798,10 @@ def test_tuples_are_all_and_tested():
     assert summary == dict(pairs=1, heads=1, of_heads=1, fixed=0)
 
 
-@pytest.mark.parametrize('gamma, l_max', [(0.2, 3), (0.5, 1), (1.0, 40), (0.01, 5)])
+@pytest.mark.parametrize('gamma, l_max', [(0.2, 3), (0.5, 1), (1.0, 40)])
 def test_draws_are_the_same_for_all_levels(gamma, l_max):
-    """Shares and distances as asked for; a larger gamma moves the same and more, a larger l_max the
-    same ones farther, to the same side."""
+    """A larger gamma moves the same tokens and more; a larger l_max the same ones farther, to the
+    same side."""
     pos, moved = torch.arange(40), []
     for seed in range(30):
         def draw(of, *level, seed=seed):
@@ -4305,104 +3818,79 @@ def test_draws_are_the_same_for_all_levels(gamma, l_max):
     assert abs(statistics.mean(moved) - gamma) < (0.01 if gamma < 0.5 else 0.2)
 
 
-@pytest.mark.parametrize('gamma', [0.0, 1.0])
 @pytest.mark.parametrize('kind', probe.KINDS)
-def test_perturbed_and_original_have_the_same_targets(kind, gamma):
+def test_perturbed_and_original_have_the_same_targets(kind):
     """Before and after are of the targets that have not moved; nothing moved costs nothing."""
     model, _, cfg = nano('copy', pe='rope', longest=6)
     _, tokens, targets = probe.batch(cfg.the_task, [6], 0, 5)
     before = probe.perturbed(model, tokens, targets)
-    after = probe.perturbed(model, tokens, targets, kind, gamma, 4)
-    for x, seed in ((before, 0), (after, 1)):
+    row = probe.perturb_scores(probe.perturbed(model, tokens, targets, kind, 0.0, 4), before,
+                               targets)
+    assert row['cost'] == row['output'] == 0
+    close(before[0], train.token_losses(model(tokens)[0], targets).detach())
+    after = probe.perturbed(model, tokens, targets, kind, 1.0, 4)
+    for seed, x in enumerate((before, after)):    # random weights are nearly never right
         x[1] = at_random(*targets.shape, seed=seed) > -1
     row, moved = probe.perturb_scores(after, before, targets), after[-1]
     asked = [(i, t) for i, t in (targets != -100).nonzero().tolist()
              if t + 1 == targets.shape[1] or not moved[i, t + 1]]
+    assert len(asked) < (targets != -100).sum() if kind == 'text' else not moved.any()
     for when, x in (('', after), (' before', before)):
         losses, right = ([of[at].item() for at in asked] for of in x[:2])
         close(row['loss' + when], statistics.mean(losses), 2e-4)
         close(row['token' + when], statistics.mean(right), 2e-4)
         exact = {i: all(x[1][at] for at in asked if at[0] == i) for i, _ in asked}
         close(row['exact' + when], statistics.mean(exact.values()), 2e-4)
-    close(before[0][asked[0]], train.token_losses(model(tokens)[0], targets)[asked[0]].double())
-    assert len(asked) < (targets != -100).sum() if kind == 'text' and gamma else not moved.any()
     y, y0 = (x[2].transpose(2, 3).flatten(3) for x in (after, before))    # (n, L, T, H D)
-    change = [statistics.mean(((y[i, j, t] - y0[i, j, t]).norm() / y0[i, j, t].norm()).item()
-                              for j, t in itertools.product(range(2), (~still).nonzero()[:, 0]))
-              for i, still in enumerate(moved) if not still.all()]
-    close(row['output'], statistics.mean(change), 2e-4)
-    assert row['output'] > 0 if gamma else row['cost'] == row['output'] == 0
+    change = (y - y0).norm(dim=-1) / y0.norm(dim=-1)
+    close(row['output'], statistics.mean(change[i, :, ~still].mean().item()
+                                         for i, still in enumerate(moved) if not still.all()), 2e-4)
+    assert row['output'] > 0
 
 
 @pytest.mark.parametrize('name', ['rope', 'pope', 'alibi', 't5', 'yarn'])
 def test_a_window_over_everything_is_attention(name):
-    """A query at the end of a window gives what it gives there; with the first tokens kept, what
-    the sequence of these tokens gives."""
-    model = make(pe=name)
-    tokens = twelve_tokens()
-    layer, t = probe.trace(model, tokens)[0], torch.tensor([11])
-    close(probe.sliding(layer, t, 0, 12)[0], layer.y[0, :, -1].flatten())
+    """With the first tokens kept it is what the sequence of these tokens gives."""
+    model, tokens = make(pe=name), torch.arange(1, 11)[None]
+    layer = probe.trace(model, tokens)[0]
+    close(probe.sliding(layer, torch.tensor([9]), 0, 10)[0], layer.y[0, :, -1].flatten())
     other = probe.trace(model, tokens[:, [0, 1, 4, 5, 6, 7]])[0]
     found = probe.sliding(layer, torch.tensor([7]), 2, 6, first=2)[0]
     close(found, other.y[0, :, -1].flatten())
     assert not torch.allclose(probe.sliding(layer, torch.tensor([7]), 2, 6)[0], found)
 
 
-def test_nearest_sees_what_the_plane_does_not():
-    """Points off the plane of the two main axes are far; held-out normal points are not."""
+def test_nearest_is_over_the_typical_distance_of_normal_points():
     points = at_random(600, 20) * torch.tensor([5.0, 4] + [0.2] * 18)
     normal, later = points[:300], points[300:]
-    main = torch.linalg.svd(normal - normal.mean(dim=0))[2][:2]
-    away = later.clone()
-    away[:, 10] += 8.0
-    inside = ((away - normal.mean(dim=0)) @ main.T / torch.tensor([5.0, 4])).square().sum(dim=1)
-    assert (inside < 9.21).double().mean() > 0.97    # the old measure: of the 99 % ellipse
+    away = later + 8.0 * torch.eye(20)[10]    # off the plane of the two main axes
     assert 0.8 < probe.nearest(later, normal).median() < 1.3
     assert probe.nearest(away, normal).median() > 5
-    assert probe.nearest(normal.roll(7, dims=1), normal).median() > 3    # features permuted
     xs = normal.tolist()
     typical = statistics.median(min(math.dist(x, y) for y in xs if y is not x) for x in xs)
     close(probe.nearest(later, normal)[0],
           min(math.dist(later[0].tolist(), y) for y in xs) / typical, 2e-2)
 
 
-def test_what_attention_sees():
-    """Which encodings have distances to move keys by; the others are refused in one line."""
+def test_which_encodings_have_distances():
     for name in pe.ENCODINGS:
         sees = probe.sees_distances(make(pe=name), torch.arange(1, 10)[None])
         assert sees or name not in ('rope', 'pope', 'alibi', 't5', 'yarn')
         assert not sees or name not in ('nope', 'ape', 'fire', 'vipe')
-    for function, name, given, says in (
-            (probe.disentangle, 'ape', {}, 'those of pe=ape'),
-            (probe.stretch, 'ape', {}, 'those of pe=ape'),
-            (probe.tuples, 'ape', {}, 'rope or pope'), (probe.norms, 'nope_every', {}, '_every=0'),
-            (probe.perturb, 'rope', dict(gammas=[2.0]), 'fractions'),
-            (probe.stretch, 'rope', dict(layer=3), 'must be 1 to 2')):
-        kw = dict(nope_every=2) if name == 'nope_every' else dict(pe=name)
-        with pytest.raises(train.UserError, match=says):
-            function(*nano(**kw), **given)
 
 
-@pytest.mark.parametrize('kw', [dict(pe='rope', n_head=2, n_layer=1),
-                                dict(pe='pope+alibi', n_head=2), dict(pe='t5', n_head=2)])
-def test_probes_that_need_distances(kw):
-    """Beside those above: sums, T5's biases, and the levels that there are."""
-    net, task, cfg = nano(**kw)
-    for p in net.blocks[0].attn.pe.parameters():
-        torch.nn.init.normal_(p)    # T5's begin as zeros
-    rows, _, _ = untouched(probe.disentangle, net, task, cfg, n=1)
-    assert ('r_fg' in rows[0]) == (kw['pe'] != 't5') and all(-1 <= row['r'] <= 1 for row in rows)
-    rows, _, _ = untouched(probe.perturb, net, task, cfg, n=2, gammas=[0.5], l_max=[3, 9, 100])
+def test_the_levels_of_perturb_and_the_windows_of_stretch():
+    subject = nano(pe='pope+alibi', n_head=2)
+    rows, _, _ = untouched(probe.perturb, *subject, n=2, gammas=[0.5], l_max=[3, 9, 100])
     assert {row['l_max'] for row in rows} == {None, 3, 9}    # 19 tokens
     assert {row['kind'] for row in rows} == {'original', *probe.KINDS}
-    rows, summary, _ = untouched(probe.stretch, net, task, cfg, n=2, queries=3, window=9)
+    rows, summary, _ = untouched(probe.stretch, *subject, n=2, queries=3, window=9)
     T = summary['tokens']
     assert [(row['outputs'], row['points']) for row in rows] == [
         ('later positions', 2 * (T - 9)), ('windows', 2 * 3 * (T - 8)),
         ('windows with the first tokens', 2 * 3 * (T - 8))]
 
 
-# --------------------------------------------------------------------------------------------------
 # Llama
 
 def small_llama(**kw):
@@ -4419,9 +3907,9 @@ LLAMA3 = dict(rope_type='llama3', rope_theta=500.0, factor=4.0, low_freq_factor=
               high_freq_factor=4.0, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize('kw', [dict(), dict(head_dim=12),
+@pytest.mark.parametrize('kw', [dict(head_dim=12),
                                 dict(attention_bias=True, rope_parameters=LLAMA3)],
-                         ids=['plain', 'wide', 'llama3'])
+                         ids=['wide', 'llama3'])
 @torch.no_grad()
 def test_a_llama_as_one_of_ours(kw):
     """q, k and logits of a trace give the attention and the output that transformers computes."""
@@ -4430,14 +3918,11 @@ def test_a_llama_as_one_of_ours(kw):
     theirs = net(input_ids=tokens, output_attentions=True, use_cache=False)
     model = probe.Llama(net)
     close(model(tokens)[0], theirs.logits, 1e-4)
-    distance = torch.arange(20)[:, None] - torch.arange(20)
     for layer, attention in zip(probe.trace(model, tokens), theirs.attentions):
-        assert layer.q.shape == layer.k.shape == (2, 4, 20, kw.get('head_dim', 8))
         close(layer.weights, attention, 1e-4)
         close(layer.enc.mix(layer.weights, layer.v, layer.pos, layer.state), layer.y, 1e-4)
-        zq, zk, theta = probe.polar(layer.enc, layer.q[0], layer.k[0])
-        turn = torch.polar(torch.ones(()), -distance[..., None] * theta)
-        logits = (zq[:, :, None].conj() * zk[:, None] * turn).real.sum(dim=-1) * layer.enc.scale
+        z = probe.polar(layer.enc, layer.q[0], layer.k[0])
+        logits = rotated_products(*z, torch.arange(20)) * layer.enc.scale
         close((logits + pe.causal(logits)).softmax(dim=-1), attention[0], 1e-4)
 
 
@@ -4461,15 +3946,10 @@ def test_a_llama_from_a_folder(tmp_path):
     row, = probe.sequences(cfg.the_task, [16], 0, 1)
     assert [f'w{i}' for i in row[0].tolist()] in [tokens[i:i + 16] for i in range(len(tokens))]
     where = [f'--hf={folder}', f'--text={text}', f'--out_dir={out}']
-    for given, n in ([], 1), (['--n=3'], 3):
-        assert probe.read_flags(probe.axes, [*where, *given])['n'] == n
     probe.main(['axes', *where, '--length=16'])
     assert len(json.loads((out / 'probe_axes.json').read_text())['rows']) == 8
-    for argv, says in (
-            ([*where, '--seed=3'], 'without --seed'), (where[:1], 'requires a text'),
-            ([where[0], '--text=none'], 'no such file or folder: none'),
-            (['--hf=none', where[1]], 'no such file or folder: none'),
-            ([f'--hf={tmp_path}', where[1]], 'cannot load')):
+    for argv, says in ((where[:1], 'requires a text'), ([*where, '--seed=3'], 'without --seed'),
+                       (['--hf=none', where[1]], 'no such file or folder: none')):
         with pytest.raises(train.UserError, match=says):
             probe.main(['axes', *argv])
 
@@ -4480,13 +3960,6 @@ def test_a_llamas_token_0_is_a_token():
     tokens, targets = text.lay_out([[0, 1], [1, 0, 1, 0, 1]], 5)
     assert tokens.tolist() == [[2, 0, 1, 0, 0], [2, 1, 0, 1, 0]]
     assert targets.tolist() == [[0, 1, -100, -100, -100], [1, 0, 1, 0, -100]]
-
-
-def test_without_transformers(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'transformers', None)
-    (tmp_path / 'x.gguf').touch()
-    with pytest.raises(train.UserError, match='pip install transformers gguf accelerate'):
-        probe.main(['axes', f'--hf={tmp_path / "x.gguf"}', f'--text={tmp_path / "x.gguf"}'])
 
 
 # ------------------------------------------------------------------------------------------------
