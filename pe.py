@@ -1066,7 +1066,7 @@ class Gates(nn.Module):
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
             self.W.weight.mul_(0.3)
-            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0                 # resets are rare at first
+            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0                 # resets are rare initially
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
@@ -1122,7 +1122,7 @@ class CopyBranch(nn.Module):
         self.W_q = nn.Linear(width, n * cfg.head_dim)
         self.W_k = nn.Linear(width, n * cfg.head_dim)
         self.W_stay = nn.Linear(width, n)
-        nn.init.constant_(self.W_stay.bias, 3.0)                        # jumps are rare at first
+        nn.init.constant_(self.W_stay.bias, 3.0)                        # jumps are rare initially
 
     def forward(self, x):
         """[B, T, width] -> p_copy [B, n, T, T + 1]."""

@@ -36,9 +36,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import probe  # noqa: E402
 import train  # noqa: E402
-from probe import COLOURS, pyplot  # noqa: E402
-from train import UserError, check_name, slug  # noqa: E402
+from train import check_name, slug  # noqa: E402
 
 DEFAULTS = {key: train.as_typed(value) if isinstance(value, list) else value
             for key, value in train.defaults(train.Config).items()}
@@ -182,25 +182,24 @@ def table(keys, grid, metric='exact'):
 
 def figure(grid, metric='exact'):
     """Curves over length / training length: the mean of a run's seeds, and their range."""
-    plt = pyplot()
-    if plt is None:
-        raise UserError('figures require matplotlib: pip install matplotlib')
+    plt = probe.pyplot()
+    probe.need(plt, 'figures require matplotlib: pip install matplotlib')
     columns = list(dict.fromkeys(column for row in grid.values() for column in row))
     fig, axes = plt.subplots(1, len(columns), figsize=(2 + 4 * len(columns), 4), squeeze=False,
                              layout='constrained')
     for ax, column in zip(axes[0], columns):
-        here = [(', '.join(row), run) for row, cells in grid.items()
+        here = [(', '.join(row) or column, run) for row, cells in grid.items()
                 for run in cells.get(column, []) if run.scores]
-        for i, (label, run) in enumerate(here):
-            colour = COLOURS[i % len(COLOURS)]
+        for (label, run), colour in zip(here, itertools.cycle(probe.COLOURS)):
             x = [n / max(run.trained) for n in run.sizes]
             y = [[run.mean(seed, [n], metric) for seed in run.scores] for n in run.sizes]
             ax.plot(x, list(map(statistics.mean, y)), label=label, color=colour)
             ax.fill_between(x, *zip(*((min(values), max(values)) for values in y)),
                             color=colour, alpha=0.15, lw=0)
         ax.axvline(1, color='crimson', lw=1)
+        corpus = any(run.corpus for _, run in here)
         ax.set(title=column, xlabel='length / longest training length',
-               ylabel='perplexity' if any(run.corpus for _, run in here) else metric)
+               ylabel='perplexity' if corpus else metric, ylim=None if corpus else (-0.03, 1.03))
         ax.legend(fontsize=7)
     return fig
 
@@ -268,8 +267,8 @@ def run_train(folder, *flags):
     resume = ['--resume'] * Path(ROOT, folder, 'ckpt.pt').exists()
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}', *resume]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode and not re.search('NaN|diverged', done.stderr):
-        raise UserError(f'{folder}: {(done.stderr.splitlines() or ["stopped"])[-1]}')
+    says = (done.stderr.splitlines() or ['stopped'])[-1]
+    probe.need(not done.returncode or re.search('NaN|diverged', says), f'{folder}: {says}')
 
 
 def validation(folder):
