@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch: threads would wait for each other
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
