@@ -2,14 +2,13 @@
 
     python train.py configs/parity_rope.py                           one run
     python train.py configs/parity_rope.py --pe=nope,rope,alibi      a sweep: a run each, one table
-    python train.py configs/parity_rope.py --resume                  continue a run that was stopped
     python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
-    python train.py --eval_only --out_dir=out/stdlib_pope --prompt="def "
     python train.py --help                                           every option and its meaning
 
 Config files are plain Python assignments, read in the given order; --key=value comes last. A run's
 folder contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
-{length: {exact, token, last, n}}}).
+{length: {exact, token, last, n}}}). The same command continues a run that was stopped and shows the
+table of one that is finished; --overwrite trains it again.
 
 In this file, top to bottom: the options and how they are read, batches, a training step, several
 seeds and CUDA graphs, evaluation, the files of a run, tables, the training loop, the program.
@@ -33,7 +32,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, get_args, get_origin
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -48,17 +47,33 @@ from model import ModelConfig, Transformer
 # options
 
 @dataclass
-class Config(ModelConfig):
+class Running:
+    """How a run is executed and evaluated. These options may change when a run continues."""
+    out_dir: str = ''              # the run's folder; empty: out/TASK_PE
+    eval_lengths: list = range(1, 49)   # problem lengths evaluated
+    n_eval: int = 128              # validation problems per length, evaluated during training
+    n_test: int = 1024             # test problems per length, from a random stream of their own
+    log_interval: int = 50         # steps between lines of log.jsonl
+    eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
+    device: str = 'auto'           # auto | cpu | cuda | cuda:N
+    accumulate: int = 1            # micro-batches that a batch is split into, to save memory
+    compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
+    graph: bool = None             # replay a step as a CUDA graph; None: on CUDA, if not compiled
+    resume: bool = False           # take the other options from the run in out_dir and continue it
+    overwrite: bool = False        # train again, in place of the run in out_dir
+    eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
+    results: str = ''              # append a JSON line about each finished run to this file
+
+
+@dataclass
+class Config(ModelConfig, Running):
     """Every option of a run, in addition to those of model.ModelConfig and pe.PEConfig."""
     # data
     task: str = 'parity'           # what to learn, with its options, as in parity:steps=0
     data: str = ''                 # file or folder, for a task that reads one
     train_lengths: list = range(1, 17)  # problem lengths trained on, mixed within a batch
-    eval_lengths: list = range(1, 49)   # problem lengths evaluated
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: sampled online
-    n_eval: int = 128              # validation problems per length, evaluated during training
-    n_test: int = 1024             # test problems per length, from a random stream of their own
     # optimization: AdamW, linear warm-up, decay
     seeds: list = (0,)             # one model per seed, all trained together
     batch_size: int = 64           # sequences per step
@@ -71,28 +86,14 @@ class Config(ModelConfig):
     beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
     weight_decay: float = 0.01     # on matrices only; 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
-    # running
-    out_dir: str = ''              # the run's folder; empty: out/TASK_PE
-    log_interval: int = 50         # steps between lines of log.jsonl
-    eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
-    device: str = 'auto'           # auto | cpu | cuda | cuda:N
     dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
-    accumulate: int = 1            # micro-batches that a batch is split into, to save memory
-    compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
-    graph: bool = None             # replay a step as a CUDA graph; None: on CUDA, if not compiled
-    resume: bool = False           # continue from out_dir's checkpoint, with that run's config
-    eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
-    prompt: str = ''               # with eval_only: continue this text instead of evaluating
-    new_tokens: int = 200          # largest number of tokens that continue a prompt
-    temperature: float = 0.8       # sampling temperature for a prompt; 0: greedy
-    results: str = ''              # append a JSON line about each finished run to this file
 
     DERIVED = ('vocab_size', 'train_len', 'eval_len')      # computed from the task
 
     def __post_init__(self):
         super().__post_init__()
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
-                                 'n_eval', 'n_test', 'lr', 'accumulate', 'new_tokens')
+                                 'n_eval', 'n_test', 'lr', 'accumulate')
         if self.accumulate > self.batch_size:
             raise ValueError(f'accumulate={self.accumulate} is larger than the batch_size')
         self.check_lengths()
@@ -107,15 +108,21 @@ class Config(ModelConfig):
             raise ValueError('causal=False requires an answer of one class (distance, distance_sum,'
                              ' trigger_count) and one training length, as padding would be visible')
         self.vocab_size = len(task.vocab)
-        self.train_len = task.width(self.train_lengths)
+        self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = self.out_dir or default_out_dir(vars(self))
-        encodings.build(self)                              # raises if the options do not fit
+        with torch.random.fork_rng(devices=[]):            # draws parameters, and forgets them
+            encodings.build(self)                          # raises if the options do not fit
 
     @property
     def the_task(self):
         """The task object, which tasks.make caches."""
         return tasks.make(self.task, self.data)
+
+    @property
+    def weights_dtype(self):
+        """The dtype of parameters, also where products are in half precision."""
+        return torch.float64 if self.dtype == 'float64' else torch.float32
 
     def check_lengths(self):
         """Sort the lengths, keep those that the task has; raise ValueError if that leaves none."""
@@ -142,17 +149,10 @@ class Config(ModelConfig):
                                  f'batch_size={self.batch_size}: lower it, or raise n_train')
 
 
-# options that may differ between a run and its continuation
-FREE = ('out_dir', 'device', 'kernel', 'compile', 'graph', 'accumulate', 'log_interval',
-        'eval_interval', 'eval_lengths', 'n_eval', 'n_test', 'results', 'resume', 'eval_only',
-        'prompt', 'new_tokens', 'temperature')
-# options that must agree for the weights to fit (vipe_s may differ: s is 1 in training)
-ARCHITECTURE = ['train_lengths'] + [
-    f.name for f in fields(ModelConfig)
-    if f.name not in ('vocab_size', 'train_len', 'eval_len', 'vipe_s', 'kernel', 'prism_alpha_lr')]
-# dtype of the weights
-DTYPES = {'float32': torch.float32, 'tf32': torch.float32, 'bfloat16': torch.float32,
-          'float64': torch.float64}
+# options that may change when a run continues, and those that its record leaves out
+FREE = {f.name for f in fields(Running)} | {'kernel', 'eval_len'}
+NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', 'accumulate'}
+TEXTS = 'out_dir', 'results', 'data'                       # a comma in one of these makes no sweep
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,16 +162,12 @@ class UserError(Exception):
     """Something that the user can fix: a program prints it as one line and exits with status 2."""
 
 
-class Sweep(list):
-    """The values of an option that was given a comma-separated list: a run for each."""
-
-
 def check_name(what, name, known):
     """Raise UserError, with the nearest known name, if `name` is not among them."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f', did you mean {near[0]!r}?' if near else '.'
-        raise UserError(f'unknown {what} {name!r}{hint} There are: {", ".join(known)}')
+        near = difflib.get_close_matches(name, known, 1, 0.7)
+        hint = f', did you mean {near[0]!r}?' if near else '; there are: ' + ', '.join(known)
+        raise UserError(f'unknown {what} {name!r}{hint}')
 
 
 def slug(text):
@@ -193,10 +189,10 @@ def as_typed(value):
     """A value as one would type it; a list of integers as 1-16,20,24."""
     if not isinstance(value, (list, tuple, range)):
         return str(value)
+    if any(type(x) is not int for x in value):
+        return str(list(value))
     spans = []                                             # [first, last] of consecutive numbers
     for x in value:
-        if type(x) is not int:
-            return str(list(value))
         if spans and x == spans[-1][1] + 1:
             spans[-1][1] = x
         else:
@@ -215,54 +211,46 @@ def parse_list(text):
     return numbers
 
 
-def convert(field, value, where):
-    """The value as the type of its field, text as Python reads it; raise UserError if it is not."""
-    kind, given = field.type, value
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        raise UserError(f'{where} must be one of {", ".join(get_args(kind))}, got {value!r}')
-    if isinstance(value, str) and kind is not str:
-        text = value.capitalize() if kind is bool else value       # true, True
+def convert(cls, key, value, where):
+    """A value, or the text of one, as option `key` of a dataclass. A comma-separated list for an
+    option of Config that is not a list gives the list of a sweep. Raise UserError if it is wrong.
+    """
+    check_name(f'option in {where}:', key, keys(cls))
+    kind, default, given = keys(cls)[key].type, keys(cls)[key].default, value
+    is_text, choices = isinstance(value, str), get_args(kind)      # choices of a Literal
+    if cls is Config and is_text and ',' in value and kind is not list and key not in TEXTS:
+        return [convert(cls, key, part.strip(), where) for part in value.split(',')]
+    if is_text and kind in (list, bool, int, float):       # as Python reads it; true is True
+        text = value.capitalize() if kind is bool else value
         with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = parse_list(text) if kind is list else ast.literal_eval(text)
-    if value is None and field.default is None:
+    if value in choices or value is None and default is None:
         return value
     if kind is list and isinstance(value, (tuple, range)):
-        return list(value)
-    if type(value) in (int, float) and kind in (int, float) and math.isfinite(value):
+        value = list(value)
+    if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
         value = kind(value) if kind(value) == value else value     # 1e4 steps, a rate of 1
-    name = {list: 'a list as in 1-16 or 1,2,4', int: 'an integer >= 0', float: 'a number >= 0',
-            bool: 'True or False', str: 'text'}[kind]
+    names = {list: 'a list as in 1-16 or 1,2,4', int: 'an integer >= 0', float: 'a number >= 0',
+             bool: 'True or False', str: 'text'}
     if type(value) is not kind or kind in (int, float) and not 0 <= value < math.inf:
-        raise UserError(f'{where} must be {name}, got {given!r}')
+        what = names.get(kind) or 'one of ' + ', '.join(choices)
+        raise UserError(f'{where}: {key} must be {what}, got {given!r}')
     return value
 
 
-def check(cls, key, value, where, swept=()):
-    """The value of an option, or the Sweep that a comma-separated list gives to one in `swept`."""
-    if key not in keys(cls):
-        near = difflib.get_close_matches(key, keys(cls), 1)
-        hint = f', did you mean {near[0]!r}?' if near else '; --help lists the options'
-        raise UserError(f'{where}: unknown option {key!r}{hint}')
-    if key in swept and isinstance(value, str) and ',' in value:
-        return Sweep(check(cls, key, part.strip(), where) for part in value.split(','))
-    return convert(keys(cls)[key], value, f'{where}: {key}')
-
-
-def parse(cls, argv, swept=()):
+def parse(cls, argv):
     """({option: value}, the other words) of a command line. --key alone means True."""
     flags, words = {}, []
     for arg in argv:
         key, equals, value = arg.lstrip('-').partition('=')
         if arg.startswith('-'):
-            flags[key] = check(cls, key, value if equals else True, arg, swept)
+            flags[key] = convert(cls, key, value if equals else True, arg)
         else:
             words.append(arg)
     return flags, words
 
 
-def read_file(path, values, swept):
+def read_file(path, values):
     """`values` with the assignments of a config file on top; it may use values set before it."""
     names = dict(values)
     try:
@@ -276,40 +264,38 @@ def read_file(path, values, swept):
         raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
     del names['__builtins__']
     changed = {key: x for key, x in names.items() if key not in values or x is not values[key]}
-    return values | {key: check(Config, key, x, path, swept) for key, x in changed.items()}
+    return values | {key: convert(Config, key, x, path) for key, x in changed.items()}
+
+
+def swept(values):
+    """The options that a sweep varies: those with a list of values in place of one."""
+    return [key for key, field in keys(Config).items()
+            if isinstance(values[key], list) and field.type is not list]
 
 
 def read_options(argv):
-    """Config files and flags -> the value of every option, a Sweep where a list was given.
+    """Config files and flags -> the value of every option, a list where a sweep varies it.
 
     With --eval_only or --resume the run's own configuration replaces the files; flags come on top.
     """
-    # in a list, and in these options, a comma belongs to the value
-    swept = [key for key, field in keys(Config).items()
-             if field.type is not list and key not in ('out_dir', 'results', 'data', 'prompt')]
-    flags, paths = parse(Config, argv, swept)
+    flags, paths = parse(Config, argv)
     values = defaults(Config)
     for path in paths:
-        values = read_file(path, values, swept)
+        values = read_file(path, values)
     values |= flags
     values['out_dir'] = values['out_dir'] or default_out_dir(values)
-    sweeps = any(isinstance(value, Sweep) for value in values.values())
-    if values['prompt'] and not values['eval_only'] or values['eval_only'] and sweeps:
-        raise UserError('--prompt requires --eval_only, which takes one trained run: --out_dir=RUN')
-    if (values['eval_only'] or values['resume']) and not sweeps:
-        path = os.path.join(values['out_dir'], 'config.json')
-        saved = read_json(path)
-        here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only')}
-        values |= {key: check(Config, key, saved[key], path) for key in values.keys() & saved}
-        values |= flags | here
+    if values['eval_only'] and swept(values):
+        raise UserError('--eval_only takes one trained run: --out_dir=RUN')
+    if (values['eval_only'] or values['resume']) and not swept(values):
+        here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only', 'overwrite')}
+        values = read_checkpoint(values['out_dir'])['config'] | flags | here
     return values
 
 
 def default_out_dir(values):
     """out/TASK_PE; a sweep leaves out which of these it varies and adds the others it varies."""
-    swept = [key for key, value in values.items() if isinstance(value, Sweep)]
-    names = [slug(values[key]) for key in ('task', 'pe') if key not in swept]
-    names += [key for key in swept if key not in ('task', 'pe')]
+    names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
+    names += [key for key in swept(values) if key not in ('task', 'pe')]
     return 'out/' + ('_'.join(names) or 'sweep')
 
 
@@ -326,25 +312,21 @@ def print_help(doc, cls):
     """Print a program's docstring and, from the source of its dataclass and of the encodings, each
     option's comment: the one on its line, else the comment lines above it."""
     print(doc)
-    bases = [base for base in cls.__mro__ if base not in (object, encodings.PEConfig)]
-    owners = dict.fromkeys(base for enc in encodings.ENCODINGS.values() for base in enc.__mro__
-                           if base is not object and base.__dict__.get('__annotations__'))
-    for base in [*bases, *(owner for owner in owners if issubclass(owner, encodings.Encoding))]:
-        if not keys(cls).keys() & base.__annotations__:
+    owners = [base for enc in encodings.ENCODINGS.values() for base in enc.__mro__]
+    for owner in dict.fromkeys([*cls.__mro__, *owners]):
+        own = keys(cls).keys() & owner.__dict__.get('__annotations__', ())
+        if not own or owner is encodings.PEConfig:         # PEConfig collects those of encodings
             continue
-        print(f'{base.__module__}.{base.__name__}'.replace('__main__', 'train'))
-        above = []
-        for line in inspect.getsource(base).splitlines():
-            key = re.match(r'    (\w+): .+? = .*?(?: +# (.*))?$', line)
-            comment = re.match(r'    # (.*)', line)
-            if key and key[1] in keys(cls):
-                field, text = keys(cls)[key[1]], key[2] or ' '.join(above)
+        print(f'{owner.__module__}.{owner.__name__}'.replace('__main__', 'train'))
+        lines = r'((?:^    # .*\n)*)^    (\w+): .+? = .*?(?: +# (.*))?$'
+        for above, key, text in re.findall(lines, inspect.getsource(owner), re.M):
+            if key in own:
+                field = keys(cls)[key]
+                text = text or ' '.join(above.split()).replace('# ', '')
                 choices = ' | '.join(map(str, get_args(field.type)))
                 if choices and ' | ' not in text:
                     text += f': {choices}'
-                flag = f'--{key[1]}={as_typed(field.default)}'
-                print(f'  {flag:25} {text}')
-            above = above + [comment[1]] if comment else []
+                print(f'  {f"--{key}={as_typed(field.default)}":25} {text}')
         print()
 
 
@@ -373,7 +355,7 @@ class Batches:
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
         self.generator = generator(device, 'train', seed)
-        self.lengths, self.at = None, 0
+        self.lengths, self.at = None, 0                    # at: the next row of the epoch
 
     def pool(self, lengths, source):
         """The problems of an epoch: tokens, targets [N, T], padded to the longest."""
@@ -382,7 +364,7 @@ class Batches:
         T = max(tokens.shape[1] for tokens, _ in problems)
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32
 
-        def stack(parts, fill):
+        def stack(parts, fill):                            # [n, t] of each length -> (N, T)
             return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=fill) for x in parts])
         tokens, targets = zip(*problems)
         return stack(tokens, tasks.PAD), stack(targets, -100)
@@ -391,7 +373,7 @@ class Batches:
         """Draw the pool, unless it is fixed, and the order of its problems."""
         self.start, self.at = self.generator.get_state(), 0
         if lengths != self.lengths or not self.cfg.n_train:
-            fixed = self.cfg.n_train > 0
+            fixed = self.cfg.n_train > 0                   # the same pool in every epoch
             source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
             self.tokens, self.targets = self.pool(lengths, source)
         self.lengths = lengths
@@ -402,7 +384,7 @@ class Batches:
         lengths = lengths_at(self.cfg, step)
         if lengths != self.lengths or self.at + self.cfg.batch_size > len(self.tokens):
             self.begin_epoch(lengths)
-        rows = self.order[self.at:self.at + self.cfg.batch_size]
+        rows = self.order[self.at:self.at + self.cfg.batch_size]   # (B,)
         self.at += self.cfg.batch_size
         return self.tokens[rows].long(), self.targets[rows].long()
 
@@ -413,11 +395,13 @@ class Batches:
         self.at = at
 
 
-def held_out(cfg, task, split, device):
+def held_out(cfg, split, device):
     """{length: (tokens, targets)} of split eval or test, the same for every seed and encoding."""
     n = cfg.n_eval if split == 'eval' else cfg.n_test
-    problems = task.held_out(split, n, cfg.eval_lengths, lambda n: generator('cpu', split, n))
-    return {n: (tokens.to(device), targets.to(device)) for n, (tokens, targets) in problems.items()}
+    problems = cfg.the_task.held_out(split, n, cfg.eval_lengths,
+                                     lambda length: generator('cpu', split, length))
+    return {length: (tokens.to(device), targets.to(device))
+            for length, (tokens, targets) in problems.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -428,13 +412,8 @@ def learning_rate(cfg, step):
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
-    if cfg.decay == 'none':
-        left = 1.0
-    elif cfg.decay == 'linear':
-        left = 1 - done
-    else:
-        left = (1 + math.cos(math.pi * done)) / 2
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+    left = {'none': 1.0, 'linear': 1 - done, 'cosine': (1 + math.cos(math.pi * done)) / 2}
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left[cfg.decay]
 
 
 class Trainer:
@@ -450,7 +429,7 @@ class Trainer:
             encodings.kernels()                            # before the optimizer imports Triton
         for seed in cfg.seeds:
             torch.manual_seed(seed)
-            self.models.append(Transformer(cfg).to(device, DTYPES[cfg.dtype]))
+            self.models.append(Transformer(cfg).to(device, cfg.weights_dtype))
             self.batches.append(Batches(cfg, seed, cfg.the_task, device))
 
         on_gpu = device.type == 'cuda'
@@ -514,41 +493,39 @@ class Trainer:
 
     def supervised(self, targets):
         """How many targets of a batch are supervised: [], or [S]."""
-        return (targets != -100).sum(dim=(-2, -1), dtype=DTYPES[self.cfg.dtype])
+        return (targets != -100).sum(dim=(-2, -1), dtype=self.cfg.weights_dtype)
 
     def state(self):
         """What restore() reads of a checkpoint, and the models {seed: state_dict}."""
         models = {}
         for seed, model in zip(self.cfg.seeds, self.models):
-            weights = model.state_dict().items()
+            weights = model.state_dict().items()           # a copy: training goes on in place
             models[seed] = {name: x.to('cpu', copy=True) for name, x in weights}
-        moments = {}
-        for i, state in self.optimizer.state_dict()['state'].items():
-            one = len(self.models) == 1                    # a single model has no axis of seeds
-            moments[i] = {key: (x[None] if x.dim() and one else x).cpu()
-                          for key, x in state.items()}
-        first = self.batches[0]
-        epoch = {'starts': [batches.start for batches in self.batches],
-                 'lengths': first.lengths, 'at': first.at}
-        rng = [torch.get_rng_state()]
+        first = self.batches[0]                            # all seeds are at the same row
+        batches = {'starts': [batches.start for batches in self.batches],
+                   'lengths': first.lengths, 'at': first.at}
+        rng = [torch.get_rng_state()]                      # dropout
         if self.device.type == 'cuda':
             rng.append(torch.cuda.get_rng_state())
-        return dict(models=models, moments=moments, batches=epoch, rng=[rng])
+        moments = self.optimizer.state_dict()['state']
+        return dict(models=models, moments=moments, batches=batches, rng=[rng])
 
     def restore(self, checkpoint):
         """Continue from a checkpoint."""
-        epoch = checkpoint['batches']
-        for seed, start, model, batches in zip(self.cfg.seeds, epoch['starts'], self.models,
-                                               self.batches):
+        at = checkpoint['batches']
+        if at['starts'][0].shape != self.batches[0].generator.get_state().shape:
+            raise UserError(f'the run in {self.cfg.out_dir} was trained on another kind of device, '
+                            'which draws other random numbers: use its --device')
+        for i, (seed, model) in enumerate(zip(self.cfg.seeds, self.models)):
             entry = checkpoint['seeds'][seed]
             if 'model' in entry:                           # else it diverged before its first one
                 load_weights(model, entry['model'], self.cfg.out_dir)
-            batches.resume(start, epoch['lengths'], epoch['at'])
+            self.batches[i].resume(at['starts'][i], at['lengths'], at['at'])
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         for i, state in checkpoint['moments'].items():
-            p = params[i]
-            self.optimizer.state[p] = {key: (x.view_as(p) if x.dim() else x).to(p.device)
-                                       for key, x in state.items()}
+            self.optimizer.state[params[i]] = {
+                name: (x.view_as(params[i]) if x.dim() else x).to(self.device)
+                for name, x in state.items()}
         cpu, *cuda = checkpoint['rng'][0]
         torch.set_rng_state(cpu)
         if cuda:
@@ -575,7 +552,7 @@ class Stack:
             p.grad = torch.zeros_like(p)
         for i, model in enumerate(models):
             for name, p in model.named_parameters():
-                p.data = self.params[name].data[i]
+                p.data = self.params[name].data[i]         # views of (S, ...)
                 p.grad = self.params[name].grad[i]
             for name, x in model.named_buffers():
                 x.data = self.buffers[name][i]
@@ -589,7 +566,7 @@ class Stack:
         if self.together:
             return None, self.losses(self.params, self.buffers, tokens, targets)
         losses = [model(x, y)[1] for model, x, y in zip(self.forward, tokens, targets)]
-        return None, torch.stack(losses)
+        return None, torch.stack(losses)                   # (S,)
 
     def loss(self, params, buffers, tokens, targets):
         """The loss on a batch [B, T] of a model with one seed's parameters and buffers."""
@@ -612,12 +589,11 @@ class Stack:
 
 def clip_each(params, largest):
     """Scale each seed's gradient to a norm of at most `largest`; params: stacks [S, ...]."""
-    grads = [p.grad for p in params]
-    norms = [grad.reshape(len(grad), -1).norm(dim=1) for grad in grads]
-    norm = torch.stack(norms).norm(dim=0)                  # (S,)
+    grads = [p.grad.view(len(p), -1) for p in params]      # (S, n)
+    norm = torch.stack([grad.norm(dim=1) for grad in grads]).norm(dim=0)       # (S,)
     scale = (largest / (norm + 1e-6)).clamp(max=1)
     for grad in grads:
-        grad.mul_(scale.view(-1, *[1] * (grad.dim() - 1)))
+        grad.mul_(scale[:, None])
 
 
 class Graph:
@@ -662,18 +638,16 @@ def pick_device(cfg):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=name).device        # cuda: cuda:0
     except (RuntimeError, AssertionError):
-        raise UserError(f'--device={cfg.device} is not available: use cpu, or auto') from None
+        raise UserError(f'--device={name} is not available: use cpu, or auto') from None
     if device.type == 'cuda':
         torch.cuda.set_device(device)
-        return torch.device('cuda', torch.cuda.current_device())
+    elif cfg.graph:
+        raise UserError('--graph requires a CUDA device; leave it out')
     work = len(cfg.seeds) * cfg.batch_size * cfg.train_len * cfg.d_model
     if work <= 2 ** 18 and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(1)
-    if cfg.graph:
-        raise UserError('--graph requires a CUDA device; leave it out')
     return device
 
 
@@ -705,23 +679,23 @@ def evaluate(model, task, sets, autocast=None):
     training = model.training
     model.eval()
     scores = {}
-    for length, (tokens, targets) in sets.items():
+    for length, (tokens, targets) in sets.items():         # [n, T] each
         T = tokens.shape[1]
         rows = max(1, min(2 ** 15, 2 ** 25 // len(task.vocab)) // T)       # limits memory
-        right, loss = [], 0
+        correct, loss = [], 0
         for x, y in zip(tokens.split(rows), targets.split(rows)):
             with autocast or contextlib.nullcontext():
-                logits = model(x)[0]
-            right.append(logits.argmax(dim=-1) == y)
+                logits = model(x)[0]                       # (rows, T, V)
+            correct.append(logits.argmax(dim=-1) == y)
             if task.corpus:
                 loss = loss + token_losses(logits, y).sum(dtype=torch.float64)
-        right = torch.cat(right)                           # (n, T)
+        correct = torch.cat(correct)                       # (n, T)
         asked = targets != -100
         states = asked if task.end is None else asked & (targets != task.end)
         last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
-        score = dict(exact=(right | ~asked).all(dim=1).double().mean(),
-                     token=((right & asked).sum() / asked.sum()).double(),
-                     last=right.gather(1, last).double().mean())
+        score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),
+                     token=((correct & asked).sum() / asked.sum()).double(),
+                     last=correct.gather(1, last).double().mean())
         if task.corpus:
             score['loss'] = loss / asked.sum()
         scores[length] = {key: round(x.item(), 6) for key, x in score.items()}
@@ -747,23 +721,12 @@ def write_file(path, data):
         with open(path + '.tmp', 'wb') as f:
             f.write(data.encode() if isinstance(data, str) else data)
             f.flush()
-            os.fsync(f.fileno())
+            os.fsync(f.fileno())                           # a full disk shows here at the latest
         os.replace(path + '.tmp', path)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
-        reason = f'{error.strerror}; the old file, if any, is unchanged'
-        raise UserError(f'cannot write {path}: {reason}') from None
-
-
-def read_json(path):
-    """The dictionary in a JSON file of a run."""
-    try:
-        with open(path) as f:
-            return dict(json.load(f))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f'{path} is missing or damaged: name the folder of a run (of a sweep, one '
-                        'of its runs)') from None
+        raise UserError(f'cannot write {path}: {error.strerror}') from None
 
 
 def read_checkpoint(folder):
@@ -777,15 +740,26 @@ def read_checkpoint(folder):
     with contextlib.suppress(Exception):
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     if not {'config', 'seeds', 'step'} <= set(checkpoint):
-        raise UserError(f'{path} is not a whole checkpoint of train.py; delete it and train again')
+        raise UserError(f'{path} is not a whole checkpoint of train.py')
     if checkpoint['config'].get('ema'):
         raise UserError(f'{path} used ema, an option that was removed: train again')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
 
-def save(cfg, checkpoint, state, alive, step, losses):
-    """Write ckpt.pt, given Trainer.state(). A seed that diverged keeps its last finite model."""
+def save(cfg, checkpoint, trainer, alive, step, losses, log):
+    """Append the points in `log` to log.jsonl, then write config.json and ckpt.pt. The first save
+    removes the results of a run that this one replaces. A seed that diverged keeps its last finite
+    model."""
+    there = os.listdir(cfg.out_dir)
+    for name in there:
+        own = re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name)
+        if own and 'ckpt.pt' in there and not checkpoint['step']:
+            os.remove(os.path.join(cfg.out_dir, name))
+    with open(os.path.join(cfg.out_dir, 'log.jsonl'), 'ab') as f:
+        f.truncate(checkpoint['log_size'])                 # lines that no checkpoint counts
+        f.write(''.join(json.dumps(point) + '\n' for point in log).encode())
+    state = trainer.state()
     models = state.pop('models')
     for seed in alive:
         checkpoint['seeds'][seed].update(step=step, model=models[seed])
@@ -793,29 +767,26 @@ def save(cfg, checkpoint, state, alive, step, losses):
                       log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
+    write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(checkpoint['config'], indent=1))
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
 
 
-def check_same(cfg, checkpoint, names=None):
-    """Refuse a checkpoint whose config differs in one of these options (None: all but FREE)."""
-    saved = checkpoint['config']
-    for key in [key for key in keys(Config) if key not in FREE] if names is None else names:
-        if saved[key] != getattr(cfg, key):
-            raise UserError(f'the run in {cfg.out_dir} was trained with {key}={saved[key]}, not '
-                            f'{getattr(cfg, key)}: use the same, or another --out_dir')
-    for key in 'vocab_size', 'train_len':                  # the task sets these
-        if saved[key] != getattr(cfg, key):
-            raise UserError(f'the run in {cfg.out_dir} has {key}={saved[key]}, but {cfg.task}, or '
-                            f'its data, has changed to {getattr(cfg, key)}; train again')
+def check_same(cfg, checkpoint, names):
+    """Refuse a checkpoint whose config differs from cfg in one of these options."""
+    for key in names:
+        saved, now = checkpoint['config'].get(key), getattr(cfg, key)
+        if saved != now:
+            raise UserError(f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
+                            'use the same, another --out_dir, or --overwrite')
 
 
 def load_weights(model, weights, folder):
-    """model.load_state_dict(weights); raise UserError if a class has changed since the run."""
+    """model.load_state_dict(weights); raise UserError if the parameters differ."""
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        raise UserError(f'pe.py or model.py has changed since the run in {folder}: its parameters '
-                        'are others now; train it again') from None
+        raise UserError(f'the run in {folder} has other parameters: an option, pe.py or model.py '
+                        'has changed since') from None
 
 
 def failures(checkpoint):
@@ -823,54 +794,25 @@ def failures(checkpoint):
     return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
 
 
-def read_lengths(folder):
-    """{seed: {length: scores}} of a run's lengths.json, empty if there is none."""
-    path = os.path.join(folder, 'lengths.json')
-    table = read_json(path) if os.path.exists(path) else {}
-    return {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in table.items()}
-
-
 def finished(cfg):
-    """{seed: {length: scores}} at cfg.eval_lengths of a run that has ended; None if it has not."""
-    by_seed = read_lengths(cfg.out_dir)
-    # other lengths of a corpus are other text
-    enough = [set(cfg.eval_lengths) == scores.keys() if cfg.the_task.corpus else
-              set(cfg.eval_lengths) <= scores.keys() for scores in by_seed.values()]
-    if not enough or not all(enough):
+    """{seed: {length: scores}} of a run that has ended, at cfg.eval_lengths; None if it has not."""
+    path = os.path.join(cfg.out_dir, 'lengths.json')
+    if cfg.overwrite or not os.path.exists(path):
         return None
-    check_same(cfg, read_checkpoint(cfg.out_dir))
-    return {seed: {n: scores[n] for n in cfg.eval_lengths} for seed, scores in by_seed.items()}
+    with open(path) as f:
+        table = json.load(f)                               # its keys are text
+    by_seed = {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in table.items()}
+    evaluated = all(list(scores) == cfg.eval_lengths for scores in by_seed.values())
+    return by_seed if evaluated else None
 
 
-def begin(cfg, checkpoint):
-    """Prepare a run's folder: remove what is newer than the checkpoint, or belongs to a run that
-    this one replaces."""
-    os.makedirs(cfg.out_dir, exist_ok=True)
-    there = os.listdir(cfg.out_dir)
-    old = ['lengths.json']
-    if not checkpoint['step'] and 'ckpt.pt' in there:
-        print(f'replaces the run in {cfg.out_dir}')
-        old += ['ckpt.pt', 'eval.json']
-        old += [name for name in there if re.fullmatch(r'probe_[a-z]+\.(json|png)', name)]
-    for name in set(old) & set(there):
-        os.remove(os.path.join(cfg.out_dir, name))
-    config = json.dumps(checkpoint['config'], indent=1)
-    write_file(os.path.join(cfg.out_dir, 'config.json'), config)
-    with open(os.path.join(cfg.out_dir, 'log.jsonl'), 'ab') as log:
-        log.truncate(checkpoint.get('log_size'))           # a resumed run repeats later lines
-
-
-# options that a record leaves out: how a run was executed, and what follows from other options
-NOT_RECORDED = {*FREE, *Config.DERIVED} - {'out_dir', 'n_test', 'eval_only', 'accumulate'}
-
-
-def append_record(cfg, device, by_seed, failed=()):
-    """Append a finished run to cfg.results in the form that results/tables.py describes."""
-    usual, config, scores = defaults(Config), {}, {}
-    for key, value in usual.items():
-        now = getattr(cfg, key)
-        if key not in NOT_RECORDED and (now != value or key in ('pe', 'task')):
-            config[key] = as_typed(now) if isinstance(now, list) else now
+def append_record(cfg, device, by_seed, failed):
+    """Append a finished run to cfg.results, once, in the form that results/tables.py describes."""
+    config = {key: as_typed(getattr(cfg, key)) if field.type is list else getattr(cfg, key)
+              for key, field in keys(Config).items()
+              if key not in NOT_RECORDED and (key in ('pe', 'task')
+                                              or getattr(cfg, key) != defaults(Config)[key])}
+    scores = {}
     for seed, by_length in by_seed.items():
         rows = [by_length[n] for n in cfg.eval_lengths]
         columns = {metric: [round(row[metric], 4) for row in rows] for metric in rows[0]}
@@ -884,53 +826,51 @@ def append_record(cfg, device, by_seed, failed=()):
     with contextlib.suppress(OSError):                     # no git
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     hardware = torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()
-    record = dict(config=config, lengths=as_typed(cfg.eval_lengths), scores=scores, n=sizes,
-                  failed=list(failed), torch=torch.__version__, commit=commit, hardware=hardware)
-    record = {key: x for key, x in record.items() if x or key == 'scores'}
-    with open(cfg.results, 'ab', buffering=0) as f:        # in one piece
-        f.write((json.dumps(record, separators=(',', ':')) + '\n').encode())
+    result = dict(config=config, lengths=as_typed(cfg.eval_lengths), scores=scores)
+    origin = dict(n=sizes, failed=list(failed), torch=torch.__version__, commit=commit,
+                  hardware=hardware)
+    line = json.dumps(result | {key: x for key, x in origin.items() if x}, separators=(',', ':'))
+    with open(cfg.results, 'a+') as f:
+        f.seek(0)
+        known = f.read()
+        if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:
+            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')
 
 
 # --------------------------------------------------------------------------------------------------
 # tables. rows: [(label, {length: scores}, metric)]
-
-def summary(cfg, scores, metric='exact'):
-    """(mean over the training lengths, mean over longer ones, the last length before the first with
-    less than 95 %). Means are over problems, None if there are none."""
-    def mean(lengths):
-        total = sum(scores[n].get('n', 1) for n in lengths)
-        return sum(scores[n].get('n', 1) * scores[n][metric] for n in lengths) / total
-
-    trained = [n for n in scores if n in cfg.train_lengths]
-    longer = [n for n in scores if n > max(cfg.train_lengths)]
-    accurate = itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores))
-    return (mean(trained) if trained else None, mean(longer) if longer else None,
-            max(accurate, default=0))
-
-
-def brief(cfg, scores):
-    """The summary of a run, or of the mean over seeds, as one line."""
-    if cfg.the_task.corpus:
-        lengths = sorted(scores)
-        shown = {max([n for n in lengths if n <= max(cfg.train_lengths)] or lengths), lengths[-1]}
-        return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
-                         f'{math.exp(scores[n]["loss"]):.2f}) in contexts of {n}'
-                         for n in sorted(shown))
-    trained, longer, largest = summary(cfg, scores)
-    return (f'exact match {percent(trained)} on training lengths, {percent(longer)} on longer '
-            f'ones; max length >= 95 %: {largest or "none"}')
-
-
-def percent(x):
-    """A fraction as text; - if there is none."""
-    return '-' if x is None else f'{100 * x:.1f} %'
-
 
 def mean_scores(by_seed):
     """{length: scores}, each the mean over seeds."""
     runs = list(by_seed.values())
     return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in first}
             for n, first in runs[0].items()}
+
+
+def summary(cfg, scores, metric='exact'):
+    """As text: the mean over the training lengths, the mean over longer ones, the last length
+    before the first with less than 95 %. Means are over problems."""
+    def mean(lengths):
+        total = sum(scores[n]['n'] for n in lengths)
+        right = sum(scores[n]['n'] * scores[n][metric] for n in lengths)
+        return f'{100 * right / total:.1f} %' if total else '-'
+
+    longest = max(cfg.train_lengths)
+    accurate = itertools.takewhile(lambda n: scores[n][metric] >= 0.95, sorted(scores))
+    return (mean([n for n in scores if n in cfg.train_lengths]),
+            mean([n for n in scores if n > longest]), max(accurate, default=0) or 'none')
+
+
+def brief(cfg, scores):
+    """The mean over seeds as one line."""
+    if cfg.the_task.corpus:
+        trained = [n for n in scores if n <= max(cfg.train_lengths)] or list(scores)
+        return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
+                         f'{math.exp(scores[n]["loss"]):.2f}) in contexts of {n}'
+                         for n in sorted({max(trained), max(scores)}))
+    trained, longer, largest = summary(cfg, scores)
+    return (f'exact match {trained} on training lengths, {longer} on longer ones; '
+            f'max length >= 95 %: {largest}')
 
 
 def print_strips(cfg, rows):
@@ -950,8 +890,8 @@ def print_strips(cfg, rows):
     for label, scores, metric in rows:
         strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)
         trained, longer, largest = summary(cfg, scores, metric)
-        print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {percent(trained):>7}   '
-              f'{percent(longer):>7}  {largest or "none":>10}')
+        print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {trained:>7}   '
+              f'{longer:>7}  {largest:>10}')
     print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
           f'100 %; {bar} ends the training lengths; max length: the last before one below 95 %')
 
@@ -1003,16 +943,15 @@ def train(cfg, device, checkpoint, stop):
     Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped. The
     checkpoint says which seeds diverged.
     """
-    task, first = cfg.the_task, checkpoint['step']
-    trainer = Trainer(cfg, device)
-    validation, test = (held_out(cfg, task, split, device) for split in ('eval', 'test'))
-    losses = []                                            # [S] each, since the log's last line
+    trainer, first, log = Trainer(cfg, device), checkpoint['step'], []
+    validation, test = (held_out(cfg, split, device) for split in ('eval', 'test'))
+    losses = []                                            # (S,) each, since the log's last line
     if first:
         trainer.restore(checkpoint)
         losses = [x.to(device) for x in checkpoint['losses']]
+        print(f'continues the run in {cfg.out_dir} after step {first}')
     size = sum(p.numel() for p in trainer.models[0].parameters())
     print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}')
-    log = open(os.path.join(cfg.out_dir, 'log.jsonl'), 'a', buffering=1)
     began = time.time()
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', disable=None, leave=False)
@@ -1020,39 +959,38 @@ def train(cfg, device, checkpoint, stop):
         losses.append(trainer.step(step))
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
-        if done % cfg.log_interval and not evaluating and not stop.signal:
+        logging = done % cfg.log_interval == 0 or evaluating
+        if not (logging or stop.signal):
             continue
-
         rows = torch.stack(losses).tolist()                # only here the loop waits for the device
         alive = note_failures(checkpoint, done, rows, trainer.models)
-        if not alive:
-            return {}
-        if done % cfg.log_interval == 0 or evaluating:
+        if logging and alive:
             speed = round((done - first) / (time.time() - began), 2)
             lr = trainer.optimizer.param_groups[0]['lr'].item()
             for seed, column in zip(cfg.seeds, zip(*rows)):
                 if seed in alive:
                     point = dict(step=done, seed=seed, loss=sum(column) / len(column), lr=lr)
-                    log.write(json.dumps(point | dict(steps_per_s=speed)) + '\n')
+                    log.append(point | dict(steps_per_s=speed))
             bar.set_postfix(loss=f'{point["loss"]:.4f}')
             losses = []
-        if not (evaluating or stop.signal):
-            continue
-
-        pause = time.time()
-        if evaluating:
-            scores = {seed: evaluate(model, task, validation, trainer.autocast)
+        if evaluating and alive:
+            pause = time.time()
+            scores = {seed: evaluate(model, cfg.the_task, validation, trainer.autocast)
                       for seed, model in alive.items()}
-            for seed in alive:
-                log.write(json.dumps(dict(step=done, seed=seed, eval=scores[seed])) + '\n')
+            log += [dict(step=done, seed=seed, eval=scores[seed]) for seed in alive]
             tqdm.write(f'step {done:>6}  loss {point["loss"]:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
-        save(cfg, checkpoint, trainer.state(), alive, done, losses)
+            began += time.time() - pause                   # evaluations do not count as training
+        if evaluating or stop.signal or not alive:
+            save(cfg, checkpoint, trainer, alive, done, losses, log)
+            log = []
+        if not alive:
+            return {}
         if stop.signal and done < cfg.max_steps:
             return None
-        began += time.time() - pause                       # evaluations do not count as training
     alive = note_failures(checkpoint, cfg.max_steps, [], trainer.models)
-    return {seed: evaluate(model, task, test, trainer.autocast) for seed, model in alive.items()}
+    return {seed: evaluate(model, cfg.the_task, test, trainer.autocast)
+            for seed, model in alive.items()}
 
 
 def note_failures(checkpoint, step, rows, models):
@@ -1076,29 +1014,27 @@ def note_failures(checkpoint, step, rows, models):
 # the program: a run, a sweep, an evaluation
 
 def run(cfg, stop):
-    """Train one configuration, with cfg.resume from its checkpoint: ({seed: {length: scores}}, None
+    """Train one configuration, from its checkpoint if there is one: ({seed: {length: scores}}, None
     if it was stopped; a line about each seed that diverged)."""
     device = pick_device(cfg)
     if cfg.results:
         open(cfg.results, 'a').close()                     # fails now rather than after training
-    checkpoint = {'config': asdict(cfg), 'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0,
-                  'log_size': 0}
-    if cfg.resume and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
+    os.makedirs(cfg.out_dir, exist_ok=True)
+    checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
+    if not cfg.overwrite and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
         checkpoint = read_checkpoint(cfg.out_dir)
-        check_same(cfg, checkpoint)
-        checkpoint['config'] = asdict(cfg)
-        start = checkpoint['batches']['starts'][0]
-        if start.shape != torch.Generator(device).get_state().shape:
-            other = 'cuda' if device.type == 'cpu' else 'cpu'
-            raise UserError(f'the run in {cfg.out_dir} was trained on another kind of device, which'
-                            f' draws other random numbers: resume with --device={other}')
-    begin(cfg, checkpoint)
-    by_seed, failed = train(cfg, device, checkpoint, stop), failures(checkpoint)
-    if by_seed:
+        check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
+    checkpoint['config'] = asdict(cfg)
+    by_seed = finished(cfg) if checkpoint['step'] else None
+    if by_seed is None:
+        by_seed = train(cfg, device, checkpoint, stop)
+    else:
+        print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
+    if by_seed is not None:
+        if cfg.results:
+            append_record(cfg, device, by_seed, failures(checkpoint))
         write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
-    if cfg.results and by_seed is not None:
-        append_record(cfg, device, by_seed, failed)
-    return by_seed, failed
+    return by_seed, failures(checkpoint)
 
 
 def train_points(points, swept):
@@ -1107,17 +1043,11 @@ def train_points(points, swept):
     stop = Stop()
     scores, failed = {}, []
     for label, cfg in points:
-        by_seed = None
         if swept:
             print(f'--- {label} ({cfg.out_dir})')
-            by_seed = finished(cfg)
-        if by_seed:
-            print('finished earlier; delete the folder to train it again')
-            lines = failures(read_checkpoint(cfg.out_dir))
-        else:
-            by_seed, lines = run(cfg, stop)
+        by_seed, lines = run(cfg, stop)
         if by_seed is None:
-            print(f'stopped and saved; continue with {"the same command" if swept else "--resume"}')
+            print('stopped and saved; continue with the same command')
             return 128 + stop.signal
         failed += [f'{label} {line}'.strip() for line in lines]
         if not by_seed:
@@ -1139,8 +1069,8 @@ def train_points(points, swept):
 
 def load(run_dir, seed=None, cfg=None):
     """(model, config) of a run, on the CPU in evaluation mode; seed None: the first that did not
-    diverge. cfg: a configuration for the same weights, if it differs from the run's, as in other
-    eval_lengths. In the config returned, seeds is this seed. UserError if there is no such model.
+    diverge. cfg: another configuration for the same weights, as with other eval_lengths. In the
+    config returned, seeds is this seed. UserError if there is no such model.
     """
     checkpoint = read_checkpoint(str(run_dir))
     saved = checkpoint['config']
@@ -1149,74 +1079,48 @@ def load(run_dir, seed=None, cfg=None):
     if cfg.the_task.vocab != trained.vocab or type(cfg.the_task) is not type(trained):
         raise UserError(f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is '
                         'another task or has another vocabulary')
-    check_same(cfg, checkpoint, ARCHITECTURE + ['data'] * cfg.the_task.own_vocab)
+    check_same(cfg, checkpoint, ['vocab_size', 'train_len'] + ['data'] * cfg.the_task.own_vocab)
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
     if seed not in models:
         raise UserError(f'no model of seed {seed} in {run_dir}; there are: '
                         + '; '.join([*map(str, models), *failures(checkpoint)]))
-    model = Transformer(cfg).to(DTYPES[cfg.dtype])
+    model = Transformer(cfg).to(cfg.weights_dtype)
     load_weights(model, models[seed], run_dir)
     cfg.seeds = [seed]
     return model.eval(), cfg
 
 
 def evaluate_run(cfg):
-    """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths, added to lengths.json.
-
-    The text that a corpus is tested on depends on the lengths. Its scores, and those of a task with
-    other options, go into eval.json and replace what it contained.
-    """
-    device, task = pick_device(cfg), cfg.the_task
+    """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths, also in its eval.json."""
+    device, by_seed = pick_device(cfg), {}
     saved = read_checkpoint(cfg.out_dir)
     print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
-    sets, by_seed = held_out(cfg, task, 'test', device), {}
+    sets = held_out(cfg, 'test', device)
     for seed in cfg.seeds:
         if 'failed' not in saved['seeds'].get(seed, {}):
             model = load(cfg.out_dir, seed, cfg)[0].to(device)
-            by_seed[seed] = evaluate(model, task, sets, precision(cfg, device))
-    apart = task.corpus or cfg.task != saved['config']['task']
-    known = {} if apart else read_lengths(cfg.out_dir)
-    for seed, scores in by_seed.items():
-        known[seed] = dict(sorted((known.get(seed, {}) | scores).items()))
-    name = 'eval.json' if apart else 'lengths.json'
-    write_file(os.path.join(cfg.out_dir, name), json.dumps(known))
+            by_seed[seed] = evaluate(model, cfg.the_task, sets, precision(cfg, device))
+    write_file(os.path.join(cfg.out_dir, 'eval.json'), json.dumps(by_seed))
     if cfg.results:
-        append_record(cfg, device, by_seed)
+        append_record(cfg, device, by_seed, failures(saved))
     return by_seed
-
-
-def continue_prompt(cfg):
-    """cfg.prompt and how the first of the run's seeds continues it."""
-    device, task = pick_device(cfg), cfg.the_task
-    if task.labels or not cfg.causal:
-        raise UserError(f'{cfg.task} labels tokens, or its model has no causal mask: it continues '
-                        'no prompt')
-    model = load(cfg.out_dir, cfg.seeds[0], cfg)[0].to(device)
-    prompt = task.encode(cfg.prompt)[None].to(device)
-    if not prompt.numel():
-        raise UserError(f'--prompt={cfg.prompt!r} contains no token of this task')
-    torch.manual_seed(cfg.seeds[0])
-    with precision(cfg, device):
-        tokens = model.generate(prompt, cfg.new_tokens, cfg.temperature, task.end)
-    return task.decode(tokens[0].cpu())
 
 
 def read_points(values):
     """[(label, config)] of the points of a sweep, or of the one run, and the options it varies."""
-    swept = [key for key, value in values.items() if isinstance(value, Sweep)]
-    points = []
-    for point in itertools.product(*(values[key] for key in swept)):
-        here = values | dict(zip(swept, point))
-        if swept:
-            name = ','.join(f'{key}={slug(str(x))}' for key, x in zip(swept, point))
-            here |= {'out_dir': os.path.join(values['out_dir'], name), 'resume': True}
+    varied, points = swept(values), []
+    for point in itertools.product(*(values[key] for key in varied)):
+        here = values | dict(zip(varied, point))
+        if varied:
+            name = ','.join(f'{key}={slug(str(x))}' for key, x in zip(varied, point))
+            here['out_dir'] = os.path.join(values['out_dir'], name)
         points.append((' '.join(map(str, point)), make_config(here)))
     if len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) > 1:
         raise UserError('a sweep prints one table, and these tasks differ in their eval_lengths or '
                         'in what is scored; run them one by one')
-    return points, swept
+    return points, varied
 
 
 def main(argv):
@@ -1224,18 +1128,13 @@ def main(argv):
     if {'-h', '--help'} & set(argv):
         return print_help(__doc__, Config)
     values = read_options(argv)
-    points, swept = read_points(values)
-    cfg, usual = points[0][1], defaults(Config)
-    changed = {key: as_typed(value) for key, value in values.items()
-               if key in ('task', 'pe') or value != usual[key]}
-    print(' '.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
-    if cfg.prompt:
-        print(continue_prompt(cfg))
-        return 0
-    if cfg.eval_only:
-        show(cfg, evaluate_run(cfg))
-        return 0
-    return train_points(points, swept)
+    points, varied = read_points(values)
+    cfg = points[0][1]
+    print(' '.join(f'--{key}={as_typed(values[key])}' for key, usual in defaults(Config).items()
+                   if key in ('task', 'pe') or values[key] != usual) + '\n')
+    if not cfg.eval_only:
+        return train_points(points, varied)
+    show(cfg, evaluate_run(cfg))
 
 
 def run_program(main, *errors):

@@ -1,6 +1,6 @@
 # PoPE on the source of Python's standard library, byte by byte, in contexts of 128; evaluated in
 # contexts of up to ten times that (PoPE Figure 2). 3 minutes on 2 CPU cores. Compare:
-# --pe=rope,pope,alibi,nope; write with it: --eval_only --out_dir=out/stdlib_pope --prompt="def "
+# --pe=rope,pope,alibi,nope
 task = 'stdlib'
 pe = 'pope'
 norm = 'rmsnorm'

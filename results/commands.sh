@@ -6,11 +6,9 @@ topic=$1
 records=${RECORDS:-out/$topic.jsonl}
 
 run() {    # run SET FLAGS: train in a folder of out/SET that the flags name
-    local folder resume=()
+    local folder
     folder=out/$1/$(cksum <<< "${*:2}" | cut -d ' ' -f 1)
-    [ -e "$folder/lengths.json" ] && return               # a single run that is finished
-    [ -e "$folder/ckpt.pt" ] && resume=(--resume)         # or cut off; sweeps resume by themselves
-    python train.py "${@:2}" --out_dir="$folder" --results="$records" "${resume[@]}"
+    python train.py "${@:2}" --out_dir="$folder" --results="$records"
 }
 
 case $topic in

@@ -263,9 +263,8 @@ def find_cells(minutes, cells, *own):
 
 
 def run_train(folder, *flags):
-    """`python train.py FLAGS`, resumed if it was cut off; UserError if it fails unless by NaN."""
-    resume = ['--resume'] * Path(ROOT, folder, 'ckpt.pt').exists()
-    command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}', *resume]
+    """`python train.py FLAGS`; UserError if it fails unless by NaN."""
+    command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
     probe.need(not done.returncode or re.search('NaN|diverged', says), f'{folder}: {says}')
