@@ -876,7 +876,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
 
     def score(*hooks):
         with hooked(*hooks):
-            found = train.evaluate(model, task, {length: (tokens, targets)})[length][metric]
+            found = train.evaluate(model, task, [(length, (tokens, targets))])[length][metric]
         return -found if task.corpus else 100 * found
     if not score():
         metric = 'token'

@@ -1691,7 +1691,7 @@ def test_data_sets_train_on_all_and_test_on_the_rest():
     batches.next(0)
     trained = {task.decode(row) for row in batches.tokens}
     assert len(batches.tokens) == len(trained) == 16990
-    held = train.held_out(cfg, 'test', 'cpu')
+    held = dict(train.held_out(cfg, 'test', 'cpu'))
     tested = texts(task, held, [length for length in held if length > 22])
     assert len(tested) == 3920 and not trained & tested
 
@@ -2002,7 +2002,7 @@ def test_scan_exact_match_is_greedy_decoding(tmp_path):
             prompt = row[None, :(target != -100).nonzero()[0] + 1]
             answer = model.generate(prompt, len(row) - prompt.shape[1], end=task.end)[0]
             greedy += task.decode(answer) == task.decode(row)
-        score = train.evaluate(model, task, {length: (tokens, targets)})[length]['exact']
+        score = train.evaluate(model, task, [(length, (tokens, targets))])[length]['exact']
         assert abs(greedy / len(tokens) - score) < 1e-6
         exact += score
     assert exact > 0.5
@@ -2649,7 +2649,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     whole['seeds'][0]['model']['blocks.0.attn.pe.table'] = torch.zeros(3)
     refuses('has other parameters', '--eval_only')
     path.write_bytes(path.read_bytes()[:-99])
-    with pytest.raises(train.UserError, match='not a whole checkpoint'):
+    with pytest.raises(train.UserError, match='damaged, or not a checkpoint'):
         train.main(argv)
 
 
@@ -2888,7 +2888,7 @@ def test_evaluate_counts():
     model.answers[0, 4] += 1                               # row 0: its first state is wrong
     model.answers[1, 6] += 1                               # row 1: its last state
     model.answers[2, 7] += 1                               # row 2: its end token
-    scores = train.evaluate(model, task, {3: (tokens, targets)})[3]
+    scores = train.evaluate(model, task, [(3, (tokens, targets))])[3]
     assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
 
 
@@ -2917,7 +2917,8 @@ def test_held_out_problems_come_from_generators_of_their_own(n_train):
     """Problems of length 40, where chance repeats are impossible: none is in two parts."""
     cfg = small(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200, n_train=n_train)
     parts = [draw(train.Batches(cfg, 0, cfg.the_task, CPU), 200)]
-    parts += [train.held_out(cfg, split, CPU)[40][0] for split in ('eval', 'test')]
+    for split in ('eval', 'test'):
+        parts += [tokens for _, (tokens, _) in train.held_out(cfg, split, CPU)]
     trained, validation, test = ({tuple(row) for row in part.tolist()} for part in parts)
     assert len(trained) > 1000
     assert not (trained & validation or trained & test or validation & test)
@@ -2932,7 +2933,7 @@ def test_held_out_text_is_never_trained_on(tmp_path):
     cfg = small(task='text', data=tmp_path, train_lengths=16, eval_lengths='16,32')
     drawn = [[draw(train.Batches(cfg, 0, cfg.the_task, CPU), 200)]]
     for split in ('eval', 'test'):
-        drawn.append([tokens for tokens, _ in train.held_out(cfg, split, CPU).values()])
+        drawn.append([tokens for _, (tokens, _) in train.held_out(cfg, split, CPU)])
     parts = [{*torch.cat([x.flatten() for x in part]).tolist()} - {tasks.PAD} for part in drawn]
     assert [len(part) for part in parts] == [36, 2, 2] and len(set().union(*parts)) == 40
 
@@ -3470,7 +3471,7 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     plain = nano('characters', pe='nope', n_head=2, **shape)[0]
     plain.load_state_dict(model.state_dict(), strict=False)
     rows, _, _ = probe.ablate(model, task, cfg, what='positions', n=30)
-    without = train.evaluate(plain, task, probe.problems(task, [12], 30))[12]['loss']
+    without = train.evaluate(plain, task, probe.problems(task, [12], 30).items())[12]['loss']
     assert rows[0]['without p'] == about(without, 1e-3)
     assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and len(rows) == 2
 

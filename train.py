@@ -17,6 +17,7 @@ import ast
 import contextlib
 import copy
 import difflib
+import fcntl
 import gc
 import inspect
 import io
@@ -31,6 +32,8 @@ import subprocess
 import sys
 import time
 import traceback
+import zipfile
+import zlib
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
@@ -110,7 +113,7 @@ class Config(ModelConfig, Running):
         self.vocab_size = len(task.vocab)
         self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
-        self.out_dir = self.out_dir or default_out_dir(vars(self))
+        self.out_dir = os.path.expanduser(self.out_dir or default_out_dir(vars(self)))
         with torch.random.fork_rng(devices=[]):            # draws parameters, and forgets them
             encodings.build(self)                          # raises if the options do not fit
 
@@ -254,7 +257,7 @@ def read_file(path, values):
     """`values` with the assignments of a config file on top; it may use values set before it."""
     names = dict(values)
     try:
-        with open(path) as f:
+        with open(path, encoding='utf-8-sig') as f:
             exec(compile(f.read(), path, 'exec'), names)
     except OSError as error:
         raise UserError(f'cannot read config file {path}: {error.strerror}') from None
@@ -262,8 +265,8 @@ def read_file(path, values):
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         line = getattr(error, 'lineno', line)              # of a SyntaxError
         raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
-    del names['__builtins__']
-    changed = {key: x for key, x in names.items() if key not in values or x is not values[key]}
+    changed = {key: x for key, x in names.items() if not (
+        key.startswith('_') or inspect.ismodule(x) or key in values and x is values[key])}
     return values | {key: convert(Config, key, x, path) for key, x in changed.items()}
 
 
@@ -283,7 +286,7 @@ def read_options(argv):
     for path in paths:
         values = read_file(path, values)
     values |= flags
-    values['out_dir'] = values['out_dir'] or default_out_dir(values)
+    values['out_dir'] = os.path.expanduser(values['out_dir'] or default_out_dir(values))
     if values['eval_only'] and swept(values):
         raise UserError('--eval_only takes one trained run: --out_dir=RUN')
     if (values['eval_only'] or values['resume']) and not swept(values):
@@ -305,6 +308,8 @@ def make_config(values):
     try:
         return Config(**{key: x for key, x in values.items() if key in keys(Config)})
     except ValueError as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].line.startswith('raise'):
+            raise                                          # a mistake in the code of an encoding
         raise UserError(str(error)) from None
 
 
@@ -388,6 +393,10 @@ class Batches:
         self.at += self.cfg.batch_size
         return self.tokens[rows].long(), self.targets[rows].long()
 
+    def checksum(self):
+        """A number that changes if the epoch's problems do."""
+        return zlib.crc32(self.tokens.cpu().numpy().tobytes())
+
     def resume(self, start, lengths, at):
         """Continue at row `at` of the epoch that began with the generator's state `start`."""
         self.generator.set_state(start)
@@ -396,12 +405,14 @@ class Batches:
 
 
 def held_out(cfg, split, device):
-    """{length: (tokens, targets)} of split eval or test, the same for every seed and encoding."""
-    n = cfg.n_eval if split == 'eval' else cfg.n_test
-    problems = cfg.the_task.held_out(split, n, cfg.eval_lengths,
-                                     lambda length: generator('cpu', split, length))
-    return {length: (tokens.to(device), targets.to(device))
-            for length, (tokens, targets) in problems.items()}
+    """Yield (length, (tokens, targets)) of split eval or test, the same for every encoding, one
+    length at a time, because all of them may fill the memory."""
+    n, task = cfg.n_eval if split == 'eval' else cfg.n_test, cfg.the_task
+    lengths = [cfg.eval_lengths] if task.corpus else [[length] for length in cfg.eval_lengths]
+    for some in lengths:                                   # a corpus cuts one text for all lengths
+        sets = task.held_out(split, n, some, lambda length: generator('cpu', split, length))
+        for length, (tokens, targets) in sets.items():
+            yield length, (tokens.to(device), targets.to(device))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -503,7 +514,7 @@ class Trainer:
             models[seed] = {name: x.to('cpu', copy=True) for name, x in weights}
         first = self.batches[0]                            # all seeds are at the same row
         batches = {'starts': [batches.start for batches in self.batches],
-                   'lengths': first.lengths, 'at': first.at}
+                   'lengths': first.lengths, 'at': first.at, 'sum': first.checksum()}
         rng = [torch.get_rng_state()]                      # dropout
         if self.device.type == 'cuda':
             rng.append(torch.cuda.get_rng_state())
@@ -521,6 +532,9 @@ class Trainer:
             if 'model' in entry:                           # else it diverged before its first one
                 load_weights(model, entry['model'], self.cfg.out_dir)
             self.batches[i].resume(at['starts'][i], at['lengths'], at['at'])
+        if self.batches[0].checksum() != at.get('sum', self.batches[0].checksum()):
+            raise UserError(f'the problems of the run in {self.cfg.out_dir} have changed: its data '
+                            'or tasks.py; --overwrite trains it again')
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         for i, state in checkpoint['moments'].items():
             self.optimizer.state[params[i]] = {
@@ -670,7 +684,7 @@ def token_losses(logits, targets):
 
 @torch.no_grad()
 def evaluate(model, task, sets, autocast=None):
-    """{length: {exact, token, last, n}} under teacher forcing, for {length: (tokens, targets)}.
+    """{length: {exact, token, last, n}} under teacher forcing; sets: (length, (tokens, targets)).
 
     exact: fraction of sequences with every supervised token correct, which equals greedy decoding;
     token: fraction of supervised tokens; last: fraction of final states (the end token excluded);
@@ -678,14 +692,17 @@ def evaluate(model, task, sets, autocast=None):
     """
     training = model.training
     model.eval()
-    scores = {}
-    for length, (tokens, targets) in sets.items():         # [n, T] each
+    scores, finite = {}, True
+    for length, (tokens, targets) in sets:                 # (n, T) each
         T = tokens.shape[1]
         rows = max(1, min(2 ** 15, 2 ** 25 // len(task.vocab)) // T)       # limits memory
         correct, loss = [], 0
         for x, y in zip(tokens.split(rows), targets.split(rows)):
             with autocast or contextlib.nullcontext():
                 logits = model(x)[0]                       # (rows, T, V)
+            if finite and not logits.isfinite().all():
+                finite = False
+                tqdm.write(f'logits are NaN or infinite from length {length} on')
             correct.append(logits.argmax(dim=-1) == y)
             if task.corpus:
                 loss = loss + token_losses(logits, y).sum(dtype=torch.float64)
@@ -715,6 +732,19 @@ def evaluate(model, task, sets, autocast=None):
 #   rng       the states of torch's generators (dropout)
 #   losses    [steps, S] since the last line of the log, whose size in bytes is log_size
 
+@contextlib.contextmanager
+def locked(folder):
+    """Keep other processes from training in a folder; raise UserError if one is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f'another process trains in {folder}: use another --out_dir') from None
+    finally:
+        os.close(handle)
+
+
 def write_file(path, data):
     """Write bytes or text so that the file is always either the old one or the new one, whole."""
     try:
@@ -735,12 +765,16 @@ def read_checkpoint(folder):
     if not os.path.exists(path):
         raise UserError(f'no run in {folder}: train it first, or name another (of a sweep, one of '
                         'its runs)')
-    checkpoint = {}
-    # torch says in many ways that a file is cut off, or not a checkpoint at all
-    with contextlib.suppress(Exception):
+    try:
+        if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
+            raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    if not {'config', 'seeds', 'step'} <= set(checkpoint):
-        raise UserError(f'{path} is not a whole checkpoint of train.py')
+        if not {'config', 'seeds', 'step'} <= checkpoint.keys():
+            raise zipfile.BadZipFile
+    except (OSError, MemoryError):
+        raise
+    except Exception:                                      # torch says it in many ways
+        raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
     if checkpoint['config'].get('ema'):
         raise UserError(f'{path} used ema, an option that was removed: train again')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
@@ -799,9 +833,12 @@ def finished(cfg):
     path = os.path.join(cfg.out_dir, 'lengths.json')
     if cfg.overwrite or not os.path.exists(path):
         return None
-    with open(path) as f:
-        table = json.load(f)                               # its keys are text
-    by_seed = {int(seed): {int(n): x for n, x in scores.items()} for seed, scores in table.items()}
+    try:
+        with open(path) as f:
+            table = json.load(f)                           # its keys are text
+        by_seed = {int(s): {int(n): x for n, x in scores.items()} for s, scores in table.items()}
+    except (ValueError, AttributeError):                   # damaged
+        return None
     evaluated = all(list(scores) == cfg.eval_lengths for scores in by_seed.values())
     return by_seed if evaluated else None
 
@@ -861,12 +898,16 @@ def summary(cfg, scores, metric='exact'):
             mean([n for n in scores if n > longest]), max(accurate, default=0) or 'none')
 
 
+def perplexity(score):
+    return math.exp(min(score['loss'], 700))               # larger ones overflow
+
+
 def brief(cfg, scores):
     """The mean over seeds as one line."""
     if cfg.the_task.corpus:
         trained = [n for n in scores if n <= max(cfg.train_lengths)] or list(scores)
         return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
-                         f'{math.exp(scores[n]["loss"]):.2f}) in contexts of {n}'
+                         f'{perplexity(scores[n]):.2f}) in contexts of {n}'
                          for n in sorted({max(trained), max(scores)}))
     trained, longer, largest = summary(cfg, scores)
     return (f'exact match {trained} on training lengths, {longer} on longer ones; '
@@ -903,7 +944,7 @@ def print_rows(cfg, rows):
     width = max(len(label) for label, *_ in rows) + 2
     print(f'{"context":{width}}' + ''.join(f'{n:>9}' for n in sorted(rows[0][1])))
     for label, scores, _ in rows:
-        cells = (f'{math.exp(scores[n]["loss"]):>9.3f}' for n in sorted(scores))
+        cells = (f'{perplexity(scores[n]):>9.3f}' for n in sorted(scores))
         print(f'{label:{width}}' + ''.join(cells))
 
 
@@ -929,8 +970,9 @@ class Stop:
     """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
     def __init__(self):
         self.signal = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
+        with contextlib.suppress(ValueError):              # only the main thread gets signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.signal = number
@@ -944,20 +986,24 @@ def train(cfg, device, checkpoint, stop):
     checkpoint says which seeds diverged.
     """
     trainer, first, log = Trainer(cfg, device), checkpoint['step'], []
-    validation, test = (held_out(cfg, split, device) for split in ('eval', 'test'))
     losses = []                                            # (S,) each, since the log's last line
     if first:
         trainer.restore(checkpoint)
         losses = [x.to(device) for x in checkpoint['losses']]
-        print(f'continues the run in {cfg.out_dir} after step {first}')
+        print(f'continues the run in {cfg.out_dir}')
     size = sum(p.numel() for p in trainer.models[0].parameters())
-    print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}')
-    began = time.time()
+    print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}, steps {first + 1} to '
+          f'{cfg.max_steps}')
+    began = said = time.time()
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', disable=None, leave=False)
     for step in bar:
         losses.append(trainer.step(step))
         done = step + 1
+        if time.time() - said > 10 and bar.disable:        # in a pipe, where tqdm shows nothing
+            said = time.time()
+            left = (said - began) / (done - first) * (cfg.max_steps - done)
+            tqdm.write(f'step {done} of {cfg.max_steps}, {left:.0f} s left')
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
         if not (logging or stop.signal):
@@ -975,21 +1021,23 @@ def train(cfg, device, checkpoint, stop):
             losses = []
         if evaluating and alive:
             pause = time.time()
-            scores = {seed: evaluate(model, cfg.the_task, validation, trainer.autocast)
+            scores = {seed: evaluate(model, cfg.the_task, held_out(cfg, 'eval', device),
+                                       trainer.autocast)
                       for seed, model in alive.items()}
             log += [dict(step=done, seed=seed, eval=scores[seed]) for seed in alive]
-            tqdm.write(f'step {done:>6}  loss {point["loss"]:.4f}  {speed:6.1f} steps/s  '
-                       f'{brief(cfg, mean_scores(scores))}')
             began += time.time() - pause                   # evaluations do not count as training
         if evaluating or stop.signal or not alive:
             save(cfg, checkpoint, trainer, alive, done, losses, log)
             log = []
         if not alive:
             return {}
+        if evaluating:
+            tqdm.write(f'step {done:>6}  loss {point["loss"]:.4f}  {speed:6.1f} steps/s  '
+                       f'{brief(cfg, mean_scores(scores))}')
         if stop.signal and done < cfg.max_steps:
             return None
     alive = note_failures(checkpoint, cfg.max_steps, [], trainer.models)
-    return {seed: evaluate(model, cfg.the_task, test, trainer.autocast)
+    return {seed: evaluate(model, cfg.the_task, held_out(cfg, 'test', device), trainer.autocast)
             for seed, model in alive.items()}
 
 
@@ -1020,20 +1068,21 @@ def run(cfg, stop):
     if cfg.results:
         open(cfg.results, 'a').close()                     # fails now rather than after training
     os.makedirs(cfg.out_dir, exist_ok=True)
-    checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
-    if not cfg.overwrite and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
-        checkpoint = read_checkpoint(cfg.out_dir)
-        check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
-    checkpoint['config'] = asdict(cfg)
-    by_seed = finished(cfg) if checkpoint['step'] else None
-    if by_seed is None:
-        by_seed = train(cfg, device, checkpoint, stop)
-    else:
-        print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
-    if by_seed is not None:
-        if cfg.results:
-            append_record(cfg, device, by_seed, failures(checkpoint))
-        write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+    with locked(cfg.out_dir):
+        checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
+        if not cfg.overwrite and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
+            checkpoint = read_checkpoint(cfg.out_dir)
+            check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
+        checkpoint['config'] = asdict(cfg)
+        by_seed = finished(cfg) if checkpoint['step'] else None
+        if by_seed is None:
+            by_seed = train(cfg, device, checkpoint, stop)
+        else:
+            print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
+        if by_seed is not None:
+            if cfg.results:
+                append_record(cfg, device, by_seed, failures(checkpoint))
+            write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
     return by_seed, failures(checkpoint)
 
 
@@ -1062,8 +1111,10 @@ def train_points(points, swept):
         print(f'\n{what} by length, ' + ' x '.join(swept))
         print_rows(cfg, [(label, mean_scores(x), 'exact') for label, x in scores.items()])
     if failed:
-        raise UserError(f'{len(failed)} diverged: {"; ".join(failed)}. A lower --lr or a longer '
-                        '--warmup_steps may help')
+        advice = '. A lower --lr or a longer --warmup_steps may help'
+        if any(line.endswith('at step 1') for line in failed):      # before the first update
+            advice = '. It was so before any update: look at the model or the data'
+        raise UserError(f'{len(failed)} diverged: {"; ".join(failed)}{advice}')
     return 0
 
 
@@ -1097,11 +1148,11 @@ def evaluate_run(cfg):
     device, by_seed = pick_device(cfg), {}
     saved = read_checkpoint(cfg.out_dir)
     print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
-    sets = held_out(cfg, 'test', device)
     for seed in cfg.seeds:
         if 'failed' not in saved['seeds'].get(seed, {}):
             model = load(cfg.out_dir, seed, cfg)[0].to(device)
-            by_seed[seed] = evaluate(model, cfg.the_task, sets, precision(cfg, device))
+            by_seed[seed] = evaluate(model, cfg.the_task, held_out(cfg, 'test', device),
+                                     precision(cfg, device))
     write_file(os.path.join(cfg.out_dir, 'eval.json'), json.dumps(by_seed))
     if cfg.results:
         append_record(cfg, device, by_seed, failures(saved))
@@ -1140,7 +1191,8 @@ def main(argv):
 def run_program(main, *errors):
     """Run main(argv) and exit with its status; a UserError, or one of `errors`, is one line and
     status 2, and so is a lack of memory."""
-    sys.stdout.reconfigure(errors='replace')
+    if hasattr(sys.stdout, 'reconfigure'):                 # not in a notebook
+        sys.stdout.reconfigure(errors='replace')
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # ... | head
     try:

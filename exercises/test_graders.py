@@ -90,7 +90,7 @@ def test_where_it_breaks(record_property):
     draw = torch.Generator().manual_seed(secrets.randbits(31))
     lengths = range(min(cfg.train_lengths), n + 1)
     fresh = {length: cfg.the_task.sample(200, length, draw) for length in lengths}
-    scores = train.evaluate(model, cfg.the_task, fresh)
+    scores = train.evaluate(model, cfg.the_task, fresh.items())
     record_property('exact match', {length: scores[length]['exact'] for length in lengths})
     assert [length for length in lengths if scores[length]['exact'] < 0.95] == [n]
 
