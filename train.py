@@ -94,12 +94,12 @@ class Config(ModelConfig, Running):
     DERIVED = ('vocab_size', 'train_len', 'eval_len')      # computed from the task
 
     def __post_init__(self):
-        super().__post_init__()
+        super().__post_init__()                            # the shape of the model
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate')
         if self.accumulate > self.batch_size:
             raise ValueError(f'accumulate={self.accumulate} is larger than the batch_size')
-        self.check_lengths()
+        self.check_lengths()                               # sorted, and only those that exist
         task = self.the_task
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
@@ -110,7 +110,7 @@ class Config(ModelConfig, Running):
                                     and len(self.train_lengths) == 1):
             raise ValueError('causal=False requires an answer of one class (distance, distance_sum,'
                              ' trigger_count) and one training length, as padding would be visible')
-        self.vocab_size = len(task.vocab)
+        self.vocab_size = len(task.vocab)                  # V, padding included
         self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = os.path.expanduser(self.out_dir or default_out_dir(vars(self)))
@@ -130,7 +130,7 @@ class Config(ModelConfig, Running):
     def check_lengths(self):
         """Sort the lengths, keep those that the task has; raise ValueError if that leaves none."""
         for key in 'seeds', 'train_lengths', 'eval_lengths':
-            values = list(dict.fromkeys(getattr(self, key)))       # no repeats
+            values = list(dict.fromkeys(getattr(self, key)))       # without repeats
             if not values or any(type(x) is not int or not 0 <= x < 2 ** 28 for x in values):
                 raise ValueError(f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values}')
             if key != 'seeds':
@@ -140,12 +140,13 @@ class Config(ModelConfig, Running):
                 raise ValueError(f'{self.task} has no problems of the lengths {key}')
             setattr(self, key, values)
         stages = self.length_schedule = [list(stage) for stage in self.length_schedule]
-        steps = [stage[0] for stage in stages] or [0]
+        steps = [stage[0] for stage in stages] or [0]      # the first step of each stage
         if any(len(stage) != 2 for stage in stages) or steps[0] != 0 or steps != sorted(steps):
             raise ValueError('length_schedule must be pairs (first step, longest length), in order '
                              f'of steps, from step 0 on; got {stages}')
         for step in steps:
             lengths = lengths_at(self, step)
+            # problems to draw a batch from; None: without limit
             size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
             if not lengths or size and size < self.batch_size:
                 raise ValueError(f'at step {step}, the lengths {lengths} have too few problems for '
@@ -208,7 +209,7 @@ def parse_list(text):
     if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', text):
         return ast.literal_eval(text)
     numbers = []
-    for part in text.split(','):
+    for part in text.split(','):                           # 5 or 1-16
         first, _, last = part.partition('-')
         numbers += range(int(first), int(last or first) + 1)
     return numbers
@@ -245,7 +246,7 @@ def parse(cls, argv):
     """({option: value}, the other words) of a command line. --key alone means True."""
     flags, words = {}, []
     for arg in argv:
-        key, equals, value = arg.lstrip('-').partition('=')
+        key, equals, value = arg.lstrip('-').partition('=')        # --key=value
         if arg.startswith('-'):
             flags[key] = convert(cls, key, value if equals else True, arg)
         else:
@@ -255,7 +256,7 @@ def parse(cls, argv):
 
 def read_file(path, values):
     """`values` with the assignments of a config file on top; it may use values set before it."""
-    names = dict(values)
+    names = dict(values)                                   # what its lines may read
     try:
         with open(path, encoding='utf-8-sig') as f:
             exec(compile(f.read(), path, 'exec'), names)
@@ -283,9 +284,9 @@ def read_options(argv):
     """
     flags, paths = parse(Config, argv)
     values = defaults(Config)
-    for path in paths:
+    for path in paths:                                     # a later file overrides an earlier one
         values = read_file(path, values)
-    values |= flags
+    values |= flags                                        # and a flag overrides all files
     values['out_dir'] = os.path.expanduser(values['out_dir'] or default_out_dir(values))
     if values['eval_only'] and swept(values):
         raise UserError('--eval_only takes one trained run: --out_dir=RUN')
@@ -340,7 +341,7 @@ def print_help(doc, cls):
 
 def lengths_at(cfg, step):
     """The problem lengths trained on at a step, up to the limit of length_schedule's stage."""
-    limits = [limit for start, limit in cfg.length_schedule if start <= step]
+    limits = [limit for start, limit in cfg.length_schedule if start <= step]  # stages begun
     return [n for n in cfg.train_lengths if not limits or n <= limits[-1]]
 
 
@@ -364,24 +365,26 @@ class Batches:
 
     def pool(self, lengths, source):
         """The problems of an epoch: tokens, targets [N, T], padded to the longest."""
+        # online: a pool for 64 steps, so that one call draws many problems
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.pool(per_length, length, source) for length in lengths]
-        T = max(tokens.shape[1] for tokens, _ in problems)
-        dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32
+        T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
+        dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # small pools
 
         def stack(parts, fill):                            # [n, t] of each length -> (N, T)
             return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=fill) for x in parts])
         tokens, targets = zip(*problems)
-        return stack(tokens, tasks.PAD), stack(targets, -100)
+        return stack(tokens, tasks.PAD), stack(targets, -100)      # -100 masks the loss
 
     def begin_epoch(self, lengths):
         """Draw the pool, unless it is fixed, and the order of its problems."""
-        self.start, self.at = self.generator.get_state(), 0
+        self.start, self.at = self.generator.get_state(), 0        # what resume() needs
         if lengths != self.lengths or not self.cfg.n_train:
             fixed = self.cfg.n_train > 0                   # the same pool in every epoch
             source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
             self.tokens, self.targets = self.pool(lengths, source)
         self.lengths = lengths
+        # a permutation of the rows: lengths mix, and no problem comes twice in an epoch
         self.order = torch.randperm(len(self.tokens), generator=self.generator, device=self.device)
 
     def next(self, step):
@@ -391,7 +394,7 @@ class Batches:
             self.begin_epoch(lengths)
         rows = self.order[self.at:self.at + self.cfg.batch_size]   # (B,)
         self.at += self.cfg.batch_size
-        return self.tokens[rows].long(), self.targets[rows].long()
+        return self.tokens[rows].long(), self.targets[rows].long() # (B, T)
 
     def checksum(self):
         """A number that changes if the epoch's problems do."""
@@ -439,27 +442,27 @@ class Trainer:
         if cfg.kernel == 'triton':
             encodings.kernels()                            # before the optimizer imports Triton
         for seed in cfg.seeds:
-            torch.manual_seed(seed)
+            torch.manual_seed(seed)                        # initial weights, then dropout
             self.models.append(Transformer(cfg).to(device, cfg.weights_dtype))
             self.batches.append(Batches(cfg, seed, cfg.the_task, device))
 
-        on_gpu = device.type == 'cuda'
+        on_gpu = device.type == 'cuda'                     # where launches cost more than sums
         size = sum(p.numel() for p in self.models[0].parameters())
         compiled = on_gpu and size >= 1e7 if cfg.compile is None else cfg.compile
         # a capture refuses the factorization that keeps PRISM's matrix orthogonal
         captures = on_gpu and not compiled and cfg.prism_recurrent != 'orthogonal'
         if compiled:
             torch._dynamo.reset()                          # or a sweep's ninth model runs eagerly
-        self.model, self.clip = self.models[0], clip_grad_norm_
+        self.model, self.clip = self.models[0], clip_grad_norm_    # the plain path: one seed
         if len(self.models) > 1:
             self.model, self.clip = Stack(cfg, self.models, device, compiled), clip_each
-        groups = self.model.optim_groups(cfg.lr, cfg.weight_decay)
+        groups = self.model.optim_groups(cfg.lr, cfg.weight_decay) # a class may have its own
         if compiled and len(self.models) == 1:
             self.model = torch.compile(self.model, dynamic=False)
         for group in groups:                               # a CUDA graph reads rates from tensors
             dtype = torch.float32 if on_gpu else torch.float64
             group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
-        self.peaks = [group['lr'].item() for group in groups]
+        self.peaks = [group['lr'].item() for group in groups]      # before warm-up and decay
         self.optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
                                            capturable=on_gpu)
         self.autocast = precision(cfg, device)
@@ -475,26 +478,26 @@ class Trainer:
 
     def step(self, number):
         """One optimizer step; the losses [S] before it. On a GPU nothing here waits for it."""
-        tokens, targets = self.next_batch(number)
+        tokens, targets = self.next_batch(number)          # (B, T), or (S, B, T)
         factor = learning_rate(self.cfg, number) / self.cfg.lr
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
-            group['lr'].fill_(factor * peak)
+            group['lr'].fill_(factor * peak)               # in place, for a CUDA graph
         return self.update(tokens, targets).view(-1)
 
     def update(self, tokens, targets):
         """Forward, backward, clip, AdamW on a batch. Returns the loss, [] or [S]."""
-        total = self.supervised(targets)
+        total = self.supervised(targets)                   # of the whole batch
         loss = 0
         pieces = self.cfg.accumulate                       # micro-batches
         for x, y in zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2)):
             fraction = self.supervised(y) / total          # 1 if the batch is in one piece
-            with self.autocast:
+            with self.autocast:                            # bfloat16, if asked for
                 part = fraction * self.model(x, y)[1]      # the model gives (logits, mean loss)
             part.sum().backward()                          # .sum() is over the seeds of a Stack
-            loss = loss + part.detach()
+            loss = loss + part.detach()                    # [] or (S,)
         if self.cfg.grad_clip:
-            self.clip(self.model.parameters(), self.cfg.grad_clip)
-        self.optimizer.step()
+            self.clip(self.model.parameters(), self.cfg.grad_clip) # each seed's norm by itself
+        self.optimizer.step()                              # AdamW
         for group in self.optimizer.param_groups:
             if 'clamp' in group:                           # PoPE's delta
                 for p in group['params']:
@@ -535,6 +538,7 @@ class Trainer:
         if self.batches[0].checksum() != at.get('sum', self.batches[0].checksum()):
             raise UserError(f'the problems of the run in {self.cfg.out_dir} have changed: its data '
                             'or tasks.py; --overwrite trains it again')
+        # the optimizer numbers its parameters in the order of its groups
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         for i, state in checkpoint['moments'].items():
             self.optimizer.state[params[i]] = {
@@ -561,15 +565,16 @@ class Stack:
         # on a CPU one pass for all saves calls, not arithmetic, and a large one leaves the cache
         work = cfg.batch_size * cfg.train_len * cfg.d_model
         self.together = device.type == 'cuda' or work <= 2 ** 15
-        self.params, self.buffers = torch.func.stack_module_state(models)
+        self.params, self.buffers = torch.func.stack_module_state(models)      # {name: (S, ...)}
         for p in self.params.values():
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p)                   # never None: clip_each reads all
         for i, model in enumerate(models):
             for name, p in model.named_parameters():
                 p.data = self.params[name].data[i]         # views of (S, ...)
                 p.grad = self.params[name].grad[i]
             for name, x in model.named_buffers():
                 x.data = self.buffers[name][i]
+        # over the axis of seeds; each seed draws dropout of its own
         self.losses = torch.func.vmap(self.loss, randomness='different')
         self.forward = models
         if compiled:
@@ -594,6 +599,7 @@ class Stack:
 
     def optim_groups(self, lr, weight_decay):
         """The parameter groups of one model, with the stacks in place of its parameters."""
+        # a group lists parameters of model 0: find their names, and the stacks of these names
         names = {id(p): name for name, p in self.models[0].named_parameters()}
         groups = self.models[0].optim_groups(lr, weight_decay)
         for group in groups:
@@ -605,7 +611,7 @@ def clip_each(params, largest):
     """Scale each seed's gradient to a norm of at most `largest`; params: stacks [S, ...]."""
     grads = [p.grad.view(len(p), -1) for p in params]      # (S, n)
     norm = torch.stack([grad.norm(dim=1) for grad in grads]).norm(dim=0)       # (S,)
-    scale = (largest / (norm + 1e-6)).clamp(max=1)
+    scale = (largest / (norm + 1e-6)).clamp(max=1)         # as torch's clip_grad_norm_
     for grad in grads:
         grad.mul_(scale[:, None])
 
@@ -622,10 +628,10 @@ class Graph:
     def __call__(self, *args):
         shapes = [x.shape for x in args]
         if shapes != self.shapes:
-            self.shapes, self.calls, self.graph = shapes, 0, None
+            self.shapes, self.calls, self.graph = shapes, 0, None  # capture again
             self.args = [torch.empty_like(x) for x in args]        # where the graph reads them
         self.calls += 1
-        for mine, x in zip(self.args, args):
+        for mine, x in zip(self.args, args):               # the graph reads these addresses
             mine.copy_(x)
         if self.calls <= 3:
             current = torch.cuda.current_stream()
@@ -642,7 +648,7 @@ class Graph:
             # a capture resets dropout's counter on that stream, and replay() sets it on this one
             torch.cuda.current_stream().wait_stream(self.side)
         self.graph.replay()
-        return self.result.clone()
+        return self.result.clone()                         # the next replay overwrites it
 
 
 def pick_device(cfg):
@@ -703,12 +709,13 @@ def evaluate(model, task, sets, autocast=None):
             if finite and not logits.isfinite().all():
                 finite = False
                 tqdm.write(f'logits are NaN or infinite from length {length} on')
-            correct.append(logits.argmax(dim=-1) == y)
+            correct.append(logits.argmax(dim=-1) == y)     # (rows, T), padding included
             if task.corpus:
                 loss = loss + token_losses(logits, y).sum(dtype=torch.float64)
         correct = torch.cat(correct)                       # (n, T)
-        asked = targets != -100
+        asked = targets != -100                            # (n, T) supervised
         states = asked if task.end is None else asked & (targets != task.end)
+        # (n, 1): where the last state is, the largest supervised position
         last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
         score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),
                      token=((correct & asked).sum() / asked.sum()).double(),
@@ -799,7 +806,7 @@ def save(cfg, checkpoint, trainer, alive, step, losses, log):
         checkpoint['seeds'][seed].update(step=step, model=models[seed])
     checkpoint.update(state, step=step, losses=torch.stack(losses).cpu() if losses else losses,
                       log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
-    buffer = io.BytesIO()
+    buffer = io.BytesIO()                                  # in memory first: written whole or not
     torch.save(checkpoint, buffer)
     write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(checkpoint['config'], indent=1))
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
@@ -852,6 +859,7 @@ def append_record(cfg, device, by_seed, failed):
     scores = {}
     for seed, by_length in by_seed.items():
         rows = [by_length[n] for n in cfg.eval_lengths]
+        # a list per metric; a metric equal to exact is left out
         columns = {metric: [round(row[metric], 4) for row in rows] for metric in rows[0]}
         scores[seed] = {metric: column for metric, column in columns.items() if metric != 'n'
                         and (metric == 'exact' or column != columns['exact'])}
@@ -879,7 +887,7 @@ def append_record(cfg, device, by_seed, failed):
 
 def mean_scores(by_seed):
     """{length: scores}, each the mean over seeds."""
-    runs = list(by_seed.values())
+    runs = list(by_seed.values())                          # [{length: scores}]
     return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in first}
             for n, first in runs[0].items()}
 
@@ -916,7 +924,7 @@ def brief(cfg, scores):
 
 def print_strips(cfg, rows):
     """A strip with a character per length for each row."""
-    lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]
+    lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
     inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # trained lengths
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
@@ -930,7 +938,7 @@ def print_strips(cfg, rows):
     print(f'{"":{width}}{ticks[:inside]} {ticks[inside:]}  training    longer  max length')
     for label, scores, metric in rows:
         strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)
-        trained, longer, largest = summary(cfg, scores, metric)
+        trained, longer, largest = summary(cfg, scores, metric)    # the columns to the right
         print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {trained:>7}   '
               f'{longer:>7}  {largest:>10}')
     print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
@@ -994,21 +1002,17 @@ def train(cfg, device, checkpoint, stop):
     size = sum(p.numel() for p in trainer.models[0].parameters())
     print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}, steps {first + 1} to '
           f'{cfg.max_steps}')
-    began = said = time.time()
+    began, every = time.time(), 0.1 if sys.stderr.isatty() else 10   # seconds; in a pipe 10
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
-               desc=f'{cfg.task} {cfg.pe}', disable=None, leave=False)
+               desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False)
     for step in bar:
-        losses.append(trainer.step(step))
+        losses.append(trainer.step(step))                  # (S,), before the update
         done = step + 1
-        if time.time() - said > 10 and bar.disable:        # in a pipe, where tqdm shows nothing
-            said = time.time()
-            left = (said - began) / (done - first) * (cfg.max_steps - done)
-            tqdm.write(f'step {done} of {cfg.max_steps}, {left:.0f} s left')
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
         if not (logging or stop.signal):
             continue
-        rows = torch.stack(losses).tolist()                # only here the loop waits for the device
+        rows = torch.stack(losses).tolist()                # [steps, S]; waits for the device
         alive = note_failures(checkpoint, done, rows, trainer.models)
         if logging and alive:
             speed = round((done - first) / (time.time() - began), 2)
@@ -1017,8 +1021,8 @@ def train(cfg, device, checkpoint, stop):
                 if seed in alive:
                     point = dict(step=done, seed=seed, loss=sum(column) / len(column), lr=lr)
                     log.append(point | dict(steps_per_s=speed))
-            bar.set_postfix(loss=f'{point["loss"]:.4f}')
-            losses = []
+            bar.set_postfix(loss=f'{point["loss"]:.4f}', refresh=False)
+            losses = []                                    # the log has them
         if evaluating and alive:
             pause = time.time()
             scores = {seed: evaluate(model, cfg.the_task, held_out(cfg, 'eval', device),
@@ -1029,13 +1033,14 @@ def train(cfg, device, checkpoint, stop):
         if evaluating or stop.signal or not alive:
             save(cfg, checkpoint, trainer, alive, done, losses, log)
             log = []
-        if not alive:
+        if not alive:                                      # every seed has diverged
             return {}
         if evaluating:
             tqdm.write(f'step {done:>6}  loss {point["loss"]:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
         if stop.signal and done < cfg.max_steps:
             return None
+    # the test, also of a run that had ended without it
     alive = note_failures(checkpoint, cfg.max_steps, [], trainer.models)
     return {seed: evaluate(model, cfg.the_task, held_out(cfg, 'test', device), trainer.autocast)
             for seed, model in alive.items()}
@@ -1048,6 +1053,7 @@ def note_failures(checkpoint, step, rows, models):
     for i, (seed, entry) in enumerate(checkpoint['seeds'].items()):
         bad = [number for number, row in enumerate(rows, step - len(rows) + 1)
                if not math.isfinite(row[i])]
+        # a loss shows the weights before its step, so look at those after it, too
         finite = not bad and all(p.isfinite().all() for p in models[i].parameters())
         if not finite and 'failed' not in entry:
             entry['failed'] = (f'seed {seed}: the loss or a weight became NaN or infinite at step '
@@ -1137,7 +1143,7 @@ def load(run_dir, seed=None, cfg=None):
     if seed not in models:
         raise UserError(f'no model of seed {seed} in {run_dir}; there are: '
                         + '; '.join([*map(str, models), *failures(checkpoint)]))
-    model = Transformer(cfg).to(cfg.weights_dtype)
+    model = Transformer(cfg).to(cfg.weights_dtype)         # random, before its weights
     load_weights(model, models[seed], run_dir)
     cfg.seeds = [seed]
     return model.eval(), cfg
