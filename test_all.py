@@ -2496,6 +2496,12 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     assert read_checkpoint(run)['config']['lr'] == 0.5
 
 
+def test_a_second_process_in_a_folder_is_refused(tmp_path):
+    with train.locked(tmp_path), pytest.raises(train.UserError, match='another process trains'):
+        train.main(flags(out_dir=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_same_seed_same_losses_other_seed_other_losses(tmp_path):
     losses = {}
     for name, seed in (('a', 0), ('b', 0), ('c', 1)):
@@ -2597,14 +2603,18 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     state = torch.zeros(16, dtype=torch.uint8)             # as of a GPU's generator
     refuses('another kind of device', '--eval_lengths=1-6', step=8,
             batches=whole['batches'] | dict(starts=[state]))
+    refuses('have changed: its data', '--eval_lengths=1-6', step=8,
+            batches=whole['batches'] | dict(sum=1))
     del whole['config']['pope_frequencies']
     torch.save(whole, path)
     assert train.load(tmp_path)[1].pope_frequencies == 'all'
     whole['seeds'][0]['model']['blocks.0.attn.pe.table'] = torch.zeros(3)
     refuses('has other parameters', '--eval_only')
-    path.write_bytes(path.read_bytes()[:-99])
-    with pytest.raises(train.UserError, match='damaged, or not a checkpoint'):
-        train.main(argv)
+    good = path.read_bytes()
+    for bad in (good[:-99], good[:2000] + b'?' + good[2001:], b'hello'):
+        path.write_bytes(bad)
+        with pytest.raises(train.UserError, match='damaged, or not a checkpoint'):
+            train.main(argv)
 
 
 # many seeds
@@ -2945,6 +2955,16 @@ def test_bad_config_files(text, says, tmp_path):
     (tmp_path / 'bad.py').write_text(text)
     with pytest.raises(train.UserError, match=f'bad.py.*{says}'):
         train.main([str(tmp_path / 'bad.py')])
+
+
+def test_a_mistake_in_the_code_of_an_encoding_is_not_called_a_bad_option(monkeypatch):
+    class Mistaken(pe.Encoding):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.a, self.b = range(3)
+    monkeypatch.setitem(pe.ENCODINGS, 'mistaken', Mistaken)
+    with pytest.raises(ValueError, match='too many values to unpack'):
+        small(pe='mistaken')
 
 
 def test_exit_code_2_without_a_traceback():
