@@ -42,16 +42,13 @@ from train import UserError, check_name
 
 COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()
-QUERY, KEY = COLOURS[:2]  # colours of query and key cursors
 RED = dict(color='crimson', lw=1)  # the line where training ended
-STRONGEST = 6  # query cursors, and key cursors, whose modes are drawn
 KINDS = 'text', 'feature', 'position'  # of perturb()
 FITS = 'slow_fg', 'dominance', 'r_fg'  # of disentangle(), with eq. 15
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
 NOT_ALIKE = 'this probe compares layers of the same encoding: train with --nope_every=0'
 NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
-NOT_INDEX = 'this probe moves the positions 0, 1, 2, ...: take a run with positions=index'
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,7 +221,7 @@ def correlation(x, y):
     """Pearson's r along the last dimension; nan where x or y is constant."""
     x = x.double() - x.double().mean(dim=-1, keepdim=True)
     y = y.double() - y.double().mean(dim=-1, keepdim=True)
-    norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()
+    norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()  # |x| |y|
     # rounding leaves a constant with a tiny norm, so compare with that and not with 0
     return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
 
@@ -427,7 +424,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     were trained, so that only the context is longer.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
-    ladder(cfg, longest)  # refuses a task without correct keys
+    ladder(cfg, longest)  # raises UserError without correct keys
     # query L + 1 + d, L > d, and its target are within train_len
     need(not distances or 0 <= 2 * min(distances) < cfg.train_len - 3, '--distances '
          f'must be ≥ 0, one of them within the trained {cfg.train_len} tokens')
@@ -437,7 +434,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     rows, mass = [], {}
     for L, pair in problems(task, sorted(lengths), n).items():
         tokens, targets = fewer(cfg, *pair)
-        q, k = ladder(cfg, L)
+        q, k = ladder(cfg, L)  # (L,)
         mass[L] = torch.cat([layer.weights[:, :, q, k].mean(dim=0)
                              for layer in trace(model, tokens)])  # (heads of all layers, L)
         right = model(tokens)[0].argmax(dim=-1) == targets  # (n, T)
@@ -476,11 +473,10 @@ def squeeze(model, task, cfg, length=0, n=256):
     hidden: keys T_0 or more tokens back are masked. Control: NoPE, on which squeezing has no
     effect.
     """
-    need(cfg.positions == 'index', NOT_INDEX)
+    need(cfg.positions == 'index', 'squeeze moves the index: take a run with positions=index')
     longest, rows = length or max(cfg.eval_lengths), []
-    known = {*cfg.train_lengths, *cfg.eval_lengths}
-    lengths = sorted({L for L in known if L < longest} | {longest})
-    for L, pair in problems(task, lengths, n).items():
+    lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
+    for L, pair in problems(task, sorted(lengths), n).items():
         # three forward passes, in which PRISM's histograms are as large as maps
         tokens, targets = fewer(cfg, *pair, limit=2 ** 23)
         t = torch.arange(tokens.shape[1])
@@ -491,7 +487,7 @@ def squeeze(model, task, cfg, length=0, n=256):
 
         found = dict.fromkeys(('', ', squeezed', ', hidden'), model(tokens)[0])
         if len(t) > cfg.train_len:  # else nothing is squeezed or hidden
-            squeezed = t * ((cfg.train_len - 1) / t[-1].item())
+            squeezed = t * ((cfg.train_len - 1) / t[-1].item())  # the last token is at T_0 - 1
             found[', squeezed'] = model(tokens, pos=squeezed)[0]
             with recording(model, hide):
                 found[', hidden'] = model(tokens)[0]
@@ -510,9 +506,9 @@ def squeeze(model, task, cfg, length=0, n=256):
 def ridge(x, y, penalty=1e-6):
     """(w [C], b) with y [N] ~ x [N, C] w + b, by ridge regression on features of variance 1."""
     x, y = x.double(), y.double()
-    mean, std = x.mean(dim=0), x.std(dim=0, correction=0)
+    mean, std = x.mean(dim=0), x.std(dim=0, correction=0)  # (C,)
     std = std.clamp(min=1e-9 * std.max() + 1e-30)  # a constant feature
-    z = (x - mean) / std
+    z = (x - mean) / std  # (N, C)
     gram = z.T @ z / len(z) + penalty * torch.eye(z.shape[1], dtype=z.dtype)  # (C, C)
     w = torch.linalg.solve(gram, z.T @ (y - y.mean()) / len(z)) / std
     return w, y.mean() - mean @ w
@@ -539,8 +535,8 @@ def hidden_states(model, task, lengths, n, split):
     for tokens, _ in problems(task, lengths, n, split).values():
         layers = trace(model, tokens)
         states = [layers[0].stream, *(layer.after for layer in layers)]  # n_layer + 1 of (n, T, C)
-        y = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        known = tokens != 0
+        y = torch.arange(tokens.shape[1]).expand(tokens.shape)  # (n, T)
+        known = tokens != 0  # not padding
         for target, parts in found.items():
             if target == 'distance':
                 y = y - (tokens == task.vocab.index('EoI')).int().argmax(dim=1, keepdim=True)
@@ -564,7 +560,7 @@ def linear(model, task, cfg, n=32):
     lengths = {'trained': cfg.train_lengths, 'longer': longer}
     if task.existing([3 * trained], None):
         lengths['3x'] = [3 * trained]
-    need(longer, f'linear requires eval_lengths beyond {trained}, the training length')
+    need(longer, f'linear requires eval_lengths above {trained}, the longest training length')
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seeds[0])
         untrained = Transformer(cfg).to(next(model.parameters()).dtype).eval()
@@ -575,8 +571,8 @@ def linear(model, task, cfg, n=32):
         for part, those in lengths.items():
             for target, (y, *layers) in hidden_states(net, task, those, n, 'test').items():
                 for layer, x in enumerate(layers):
-                    w, b = ridge(fit[target][1 + layer], fit[target][0])
-                    found[target, layer, part] = y, x.double() @ w + b
+                    w, b = ridge(fit[target][1 + layer], fit[target][0])  # (C,), ()
+                    found[target, layer, part] = y, x.double() @ w + b  # (N,)
         return found
 
     found, floor, at = predictions(model), predictions(untrained), dict(position=1, distance=2)
@@ -614,10 +610,10 @@ def loss(model, task, cfg, length=0, n=32):
     for x, y in zip(tokens.split(many), targets.split(many)):
         total = total + train.token_losses(model(x)[0], y).double().sum(dim=0)  # (n, T) -> (T,)
     curve = (total / (targets != -100).sum(dim=0))[:-1]  # nan without targets, as at the last token
-    parts = torch.arange(len(curve)).tensor_split(min(16, len(curve)))
+    parts = torch.arange(len(curve)).tensor_split(min(16, len(curve)))  # of the positions
     rows = [{'first': part[0].item() + 1, 'last': part[-1].item() + 1,
              name: number(curve[part].nanmean())} for part in parts]
-    rows = [row for row in rows if row[name] is not None]
+    rows = [row for row in rows if row[name] is not None]  # parts with targets
     summary = {'length': length,
                f'{name}, trained positions': number(curve[:cfg.train_len - 1].nanmean()),
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
@@ -647,7 +643,7 @@ def polar(enc, q, k):
     need(part, f'this probe analyses frequencies, and pe={enc.cfg.pe} has none: take rope or pope')
     c, is_pope = part.cfg, isinstance(part, encodings.PoPE)
     need(not isinstance(part, encodings.YaRN) or q.shape[1] <= c.train_len,
-         f'yarn rotates differently beyond {c.train_len} trained tokens: take a --length within')
+         f'yarn rotates differently after {c.train_len} tokens: take a shorter --length')
     width = c.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1)
     q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))  # (heads it acts on, T, width)
     if is_pope:
@@ -679,13 +675,13 @@ def norms(model, task, cfg, length=0, n=8):
     found = measured(model, sample, lambda layer: torch.stack(
         rotated_parts(layer)[:2]).abs().mean(dim=2)).mean(dim=0)  # (L, 2, H, count)
     waves = 2 * np.pi / rotated_parts(trace(model, sample[0])[0])[2]  # (count,), nan of features
-    L, _, H, count = found.shape
+    L, _, H, count = found.shape  # count: frequencies, or features
     mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # (2, count)
     rows = [dict(number=c + 1, wavelength=number(waves[c], 1),
                  q=number(mean[0, c]), k=number(mean[1, c]),
                  largest_q=number(top[0, c]), largest_k=number(top[1, c])) for c in range(count)]
     fraction = found / found.sum(dim=-1, keepdim=True)  # (L, 2, H, count)
-    used = torch.special.entr(fraction).sum(dim=-1).exp() / count
+    used = torch.special.entr(fraction).sum(dim=-1).exp() / count  # (L, 2, H)
     fast = fraction[..., :count // 2].sum(dim=-1) + 0 * waves[0]  # nan where nothing rotates
     summary = dict(used=number(used.mean()), fast=number(fast.mean()),
                    fast_after_first=number(fast[1:].mean()), frequencies=count)
@@ -707,7 +703,7 @@ def tuning_curves(model, row, length, contents):
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
     zeros = torch.zeros(1, length, model.cfg.d_model)
-    state = model.blocks[0].attn.pe.state(zeros, pos)
+    state = model.blocks[0].attn.pe.state(zeros, pos)  # of a sequence of `length` tokens
 
     def everywhere(x, i):
         """The vector at position i of x [1, H, T, D], at every position."""
@@ -738,7 +734,7 @@ def tuning(model, task, cfg, length=0, contents=24):
         logits = tuning_curves(model, row, length, contents).double()  # (L, contents, H, length)
     except encodings.InputMissing:
         raise UserError(f'tuning cannot move all inputs of {cfg.pe}: take rope') from None
-    largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()
+    largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()  # effect of the distance
     need(largest > 1e-5 * logits.abs().max(), 'tuning requires logits that depend on the distance, '
          f'unlike those of {titled(cfg)}: take rope, pope or alibi')
     mean = logits.mean(dim=1)  # (L, H, length)
@@ -746,14 +742,14 @@ def tuning(model, task, cfg, length=0, contents=24):
     low, peak, high = logits.argmax(dim=-1).double().quantile(quartiles, dim=1)  # each (L, H)
     columns = dict(range=mean.amax(dim=-1) - mean.amin(dim=-1), peak=peak, shift=high - low)
     summary = {key: number(x.mean()) for key, x in columns.items()} | dict(distances=length)
-    strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()
+    strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()  # heads to draw
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
         f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}
         for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
     title = f'{titled(cfg)}: logits by distance. Grey: one query and key; blue: their mean.'
-    draw = curves(title, lines, f'distance; trained to {cfg.train_len} (red line)', 'logit',
-                  mark=cfg.train_len, xlim=(0, length))
-    return head_rows(columns), summary, draw
+    return head_rows(columns), summary, curves(
+        title, lines, f'distance; trained to {cfg.train_len} (red line)', 'logit',
+        mark=cfg.train_len, xlim=(0, length))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -780,8 +776,8 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
             found = train.evaluate(model, task, {length: (tokens, targets)})[length][metric]
         return -found if task.corpus else 100 * found
     if not score():
-        metric = 'token'
-    unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens right (%)')[metric]
+        metric = 'token'  # no problem is solved: count tokens
+    unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens correct (%)')[metric]
     base = score()
     summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4))
     if what == 'heads':
@@ -818,7 +814,7 @@ def without_heads(model, cfg, base, score):
 
     scores = torch.tensor([[score((block.attn.tap_head_out, zeroing(head)))
                             for head in range(cfg.heads)] for block in model.blocks])  # (L, H)
-    drops, rows = base - scores, []
+    drops, rows = base - scores, []  # (L, H)
     for i, drop in enumerate(drops, 1):
         each = {f'drop {head}': number(x, 3) for head, x in enumerate(drop, 1)}
         rows.append(dict(layer=i) | each | dict(effective=number(effective(drop), 3)))
@@ -848,40 +844,41 @@ def without_positions(model, cfg, tokens, score):
 
 def added_vectors(model, T):
     """p_i [T, C], the vectors that the encoding adds to the embeddings; zeros if none."""
-    zeros = torch.zeros_like(model.embedding.weight[:1]).expand(1, T, -1)
-    return model.blocks[0].attn.pe.embed(zeros, torch.arange(T))[0].detach()
+    zeros = torch.zeros_like(model.embedding.weight[:1]).expand(1, T, -1)  # (1, T, C)
+    return model.blocks[0].attn.pe.embed(zeros, torch.arange(T))[0].detach()  # (T, C)
 
 
 def diagonal_means(L):
     """Means a_d [.., T] of L [.., T, T] along i - j = d >= 0."""
     T = L.shape[-1]
-    i, j = torch.tril_indices(T, T)
+    i, j = torch.tril_indices(T, T)  # rows and columns with i >= j
     return L.new_zeros(L.shape[:-1]).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1)
 
 
 def toeplitz_matrix(a):
     """T_ij = a_(i-j) [.., T, T] for i >= j, 0 above the diagonal, of a [.., T]."""
     t = torch.arange(a.shape[-1])
-    return a[..., (t[:, None] - t).clamp(min=0)].tril()
+    return a[..., (t[:, None] - t).clamp(min=0)].tril()  # (.., T, T)
 
 
 def variance_share(part, L):
     """cov(part, L) / var(L) over i >= j of [.., T, T]: the fractions of all parts add up to 1."""
-    i, j = torch.tril_indices(*L.shape[-2:])
+    i, j = torch.tril_indices(*L.shape[-2:])  # rows and columns with i >= j
     part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
     return (part * L).sum(dim=-1) / L.square().sum(dim=-1)
 
 
-def eq_1(layer, norm, p, at):
+def eq_1(layer, norm, p):
     """Eq. 1's terms {name: [.., H, T, T]} of a layer's logits; x = content + p before the norm,
     whose scale is fixed at that of x, so that the norm is linear."""
     enc, x = layer.enc, layer.stream  # (B, T, C)
+    at = enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
     if isinstance(norm, torch.nn.LayerNorm):
-        x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))
+        x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))  # LayerNorm subtracts the mean
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    p = p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight
+    p = p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight  # (B, T, C)
     (qc, kc, bias), (qp, kp, _) = (rotated(enc, *project(layer.attn, z)[:2], at)
-                                   for z in (layer.x - p, p))
+                                   for z in (layer.x - p, p))  # content, position
     terms = {'qc kc': qc @ kc.mT, 'qc kp': qc @ kp.mT, 'qp kc': qp @ kc.mT, 'qp kp': qp @ kp.mT}
     terms = {name: x * enc.scale for name, x in terms.items() if x.any()}  # 0 without p
     return terms if bias is None else terms | {'B': bias}
@@ -889,13 +886,11 @@ def eq_1(layer, norm, p, at):
 
 def logit_shares(layer, norm, p):
     """{column of toeplitz(): [H]} of a layer."""
-    enc = layer.enc
     L = layer.logits.masked_fill(layer.logits.isinf(), 0)  # (B, H, T, T)
-    at = enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
     terms = {}
     if not any(isinstance(x, (encodings.PoPE, encodings.ViPE, encodings.PRISM))
-               for x in enc.modules()):
-        terms = eq_1(layer, norm, p, at)  # the others are not linear in q and k
+               for x in layer.enc.modules()):
+        terms = eq_1(layer, norm, p)  # the others are not linear in q and k
     parts = dict(toeplitz=toeplitz_matrix(diagonal_means(L))) | terms
     shares = {name: variance_share(x.expand_as(L), L).mean(dim=0) for name, x in parts.items()}
     if 'qp kp' in terms:
@@ -923,16 +918,15 @@ def toeplitz(model, task, cfg, length=0, n=8):
     found = [logit_shares(layer, block.norm_1, p) for layer, block in zip(layers, net.blocks)]
     columns = {name: torch.stack([shares[name] for shares in found]) for name in found[0]}  # (L, H)
     means = {name: number(x[x.isfinite()].mean()) for name, x in columns.items()}
-    chance = (T - 1) / (T * (T + 1) / 2 - 1)
+    chance = (T - 1) / (T * (T + 1) / 2 - 1)  # T diagonals fitted to T (T + 1) / 2 entries
     summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4)) | means
-
     L, H = columns['toeplitz'].shape
     maps = [partial(show_map, values=columns[name], title=name, label='fraction of variance',
                     xlabel='head', ylabel='layer', ends=(0, 1),
                     extent=(0.5, H + 0.5, L + 0.5, 0.5), xticks=range(1, H + 1, 1 + H // 12),
                     yticks=range(1, L + 1, 1 + L // 12))
             for name in ('toeplitz', 'qp kp', 'B') if name in columns]
-    layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), H)
+    layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), H)  # most Toeplitz
     logits = layers[layer].logits[0, head]  # (T, T)
     part = toeplitz_matrix(diagonal_means(logits)).masked_fill(logits.isinf(), torch.nan)
     maps += [partial(show_map, values=x, title=name, label='logit',
@@ -949,12 +943,12 @@ def edges(task, tokens):
     two triggers: from the query to the later one, d: their distance. Else every pair, d = u - j."""
     B, T = tokens.shape
     if getattr(task, 'triggers', 0) != 2:
-        b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)
+        b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)  # each (B T (T + 1) / 2,)
         return b, u, j, u - j
     first = task.first_trigger
-    places = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1]
+    places = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1]  # (2B,)
     i, j = places.view(B, 2).unbind(dim=1)  # each (B,)
-    return torch.arange(B), torch.full_like(j, T - 2), j, j - i
+    return torch.arange(B), torch.full_like(j, T - 2), j, j - i  # the query is the last but one
 
 
 def jacobians(model, tokens, targets):
@@ -973,13 +967,13 @@ def gradients_by_layer(model, tokens, targets, edge):
     """(rows of gradients() for a model, H [L, H, T])."""
     net = copy.deepcopy(model).double().eval()
     with recording(net, change=lambda i, layer: None) as layers:
-        total = train.token_losses(net(tokens)[0], targets).sum()
+        total = train.token_losses(net(tokens)[0], targets).sum()  # uses the stored logits
     b, u, j, d = edge
     H = []
     for layer in layers:
         dS, = torch.autograd.grad(total, layer.logits, retain_graph=True)  # (B, H, T, T)
         H.append(dS.new_zeros(dS.shape[1:3]).index_add(1, d, dS[b, :, u, j].T))  # (H, T)
-    H = torch.stack(H)
+    H = torch.stack(H)  # (L, H, T)
     (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))  # each (L,)
     s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)  # (L, 4 C)
     margin, rows = first - second, []
@@ -1017,12 +1011,11 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
         if step in {round(steps * i / 4) for i in range(5)}:
             found[step], _ = gradients_by_layer(trainer.models[0], tokens, targets, edge)
         if step < steps:
-            trainer.step(step)
+            trainer.step(step)  # the same batches and updates as in the run
     found['trained'], _ = gradients_by_layer(model, tokens, targets, edge)
-
     rows = [dict(step=step) | row for step, some in found.items() for row in some]
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
-    fits = [0 < row['least'] and row['most'] < 2 for row in rows]
+    fits = [0 < row['least'] and row['most'] < 2 for row in rows]  # A1 for some alpha < 1
     summary = dict(length=length, n=len(tokens), A1=number(np.mean(fits)),
                    grows=number((growth > 1).double().mean()))
     titles = {'margin': 'margin of |H| over the next head', 'effective': 'how many heads share |H|',
@@ -1054,7 +1047,7 @@ def cursors_of(model, tokens):
             cursors, x = prism.cursors, inputs[prism.cursors]
             reset, step, copy_gate = cursors.actions(x)  # (B, cursors, T), the same with 3, or None
             histograms = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype))
-        alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()
+        alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()  # (H, cursors of a head)
         weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha  # (H, cursors of a head)
         for of, start in (('query', 0), ('key', cursors.count)):
             first = start + prism.layer * weights.numel()
@@ -1083,9 +1076,8 @@ def cursor(model, task, cfg, length=0, n=32):
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     trained = max(cfg.train_lengths)
     length, tokens, targets = batch(task, cfg.train_lengths, length or 4 * trained, n)
-    # each problem has histograms of 4 count T^2 numbers
     count = sum(m.count for m in model.modules() if isinstance(m, encodings.Cursors))
-    some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))
+    some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))  # a problem has 4 count T^2 bins
     tokens, targets = tokens[:some], targets[:some]
     answer = targets != -100
     parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)  # (B, T)
@@ -1102,9 +1094,9 @@ def cursor(model, task, cfg, length=0, n=32):
             rows.append({key: c[key] for key in ('layer', 'head', 'cursor', 'of')} |
                         dict(part=part) | {key: number(x, 3) for key, x in means.items()})
             if (c['of'], part) in (('query', 'answer'), ('key', 'prompt')):
-                work.append((steady, c['weight']))
+                work.append((steady, c['weight']))  # where the cursor is used
     right = (model(tokens)[0].argmax(dim=-1) == targets) | ~answer  # (n, T)
-    steady, weights = np.array(work).T
+    steady, weights = np.array(work).T  # each (cursors,)
     summary = dict(length=length, exact=right.all(dim=1).double().mean().item(),
                    steady=number(steady @ weights / weights.sum()))
     title = (f'{titled(cfg)}, trained to {trained}: cursors; {100 * summary["exact"]:.0f} % '
@@ -1131,7 +1123,7 @@ def cursor_panels(model, task, shown):
         heads.append(partial(show_map, values=weights, title=title, label='attention weight',
                              words=words, ends=(0, 1)))
     histogram, T = best['histogram'][0], len(words)  # (T, offsets -T..T), of the longer problem
-    used = (histogram.amax(dim=0) > 0.01).nonzero()
+    used = (histogram.amax(dim=0) > 0.01).nonzero()  # offsets that are not empty throughout
     low, high = used.min().item(), used.max().item()
     bins = partial(show_map, values=histogram[:, low:high + 1].T.flip(0), words=words,
                    title='strongest query cursor', label='probability', xlabel='position',
@@ -1142,8 +1134,8 @@ def cursor_panels(model, task, shown):
 
 def show_modes(ax, found, words, title):
     """Draw the modes of the strongest cursors; the smaller the weight, the paler."""
-    for of, colour in (('query', QUERY), ('key', KEY)):
-        for c in [c for c in found if c['of'] == of][:STRONGEST]:
+    for of, colour in zip(('query', 'key'), COLOURS):
+        for c in [c for c in found if c['of'] == of][:6]:  # in the order of their weights
             alpha = 0.15 + 0.85 * c['weight'] / max(c['weight'] for c in found)
             ax.plot(c['histogram'][0].argmax(dim=-1) - len(words), color=colour, alpha=alpha)
     ax.set(title=f'{title} (blue: query, orange: key)', xlabel='position', ylabel='offset')
@@ -1152,7 +1144,7 @@ def show_modes(ax, found, words, title):
 
 @torch.no_grad()
 def kernel(model, task, cfg, length=0):
-    """How precisely do PRISM's scores see positions? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
+    """How precisely do PRISM's scores tell positions? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
     Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, how far the distribution
     of its displacement by eq. 6, the correlation of two histograms, is from eq. 4, the scan
@@ -1162,12 +1154,12 @@ def kernel(model, task, cfg, length=0):
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     length, tokens, targets = batch(task, cfg.train_lengths, length, 1)
-    T, start = tokens.shape[1], (targets[0] != -100).nonzero()[0].item()
-    offsets = torch.arange(-T, T + 1.0).double()
+    T, start = tokens.shape[1], (targets[0] != -100).nonzero()[0].item()  # answer: from start on
+    offsets = torch.arange(-T, T + 1.0).double()  # (2T+1,)
     size = cfg.prism_d_pe / 2  # |f|^2
 
     def f(z):
-        return encodings.sinusoids(z, cfg.prism_d_pe, cfg.rope_base, z)
+        return encodings.sinusoids(z, cfg.prism_d_pe, cfg.rope_base, z)  # (len(z), d_pe)
 
     kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / size  # (2T,)
     rows, laws = [], []
@@ -1179,17 +1171,17 @@ def kernel(model, task, cfg, length=0):
         if 'jump' not in c['gates'] and T - start > 1:
             eq_4 = displacement(c, start + 1).numpy()  # -n..n
             eq_4 = np.pad(eq_4, 2 * T - len(eq_4) // 2)  # -2T..2T
-            eq_6 = np.correlate(h[-1].numpy(), h[start].numpy(), 'full')
-            row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)
+            eq_6 = np.correlate(h[-1].numpy(), h[start].numpy(), 'full')  # (4T+1,)
+            row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)  # total variation distance
             laws.append((row['eq6'], eq_4, eq_6))
         rows.append(row)
-    rises = (kappa.diff() > 0).nonzero()
+    rises = (kappa.diff() > 0).nonzero()  # distances r with kernel(r + 1) > kernel(r)
     summary = dict(length=length, rises=rises[0].item() if len(rises) else None,
                    mean=max(row['mean'] for row in rows))
     lines = {f'kernel of eq. 7, d_pe = {cfg.prism_d_pe}': {'by distance': kappa}}
     if laws:
         summary['eq6'], *worst = max(laws, key=lambda law: law[0])
-        seen = np.flatnonzero(sum(worst) > 1e-3)
+        seen = np.flatnonzero(sum(worst) > 1e-3)  # displacements to draw
         x = np.arange(seen[0] - 1, seen[-1] + 2)
         lines['displacement over the answer, worst cursor'] = {
             name: (x - 2 * T, law[x]) for name, law in zip(('eq. 4', 'eq. 6'), worst)}
@@ -1204,11 +1196,10 @@ def displacement(c, first):
     displacement -n..n over the n tokens from `first` on, the scan restarted there."""
     gates = {name: gate[:1, None, first:].double() for name, gate in c['gates'].items()}
     step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)  # (1, 1, n, 3)
-    gamma = None
-    if c['module'].cfg.prism_sharpen:
-        gamma = 1 + F.softplus(c['module'].g[c['index']].double())[None]
+    g = getattr(c['module'], 'g', None)  # none without sharpening
+    gamma = None if g is None else 1 + F.softplus(g[c['index']].double())[None]
     table = torch.eye(2 * step.shape[2] + 1).double()  # (2n+1, 2n+1)
-    return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]
+    return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]  # after n tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1219,7 +1210,7 @@ def logits_at(layer, pos_q, pos_k, q=None):
     at pos_k, of encodings that depend on distances only."""
     enc = layer.enc
     q = layer.q if q is None else q
-    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)
+    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # keys at pos_k, ...
     q, k, bias = rotated(enc, q, layer.k, dataclasses.replace(at, t=pos_q[None]))
     logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
     return logits if bias is None else logits + bias
@@ -1231,7 +1222,7 @@ def sees_distances(model, tokens):
     layer, pos = trace(model, tokens[:1])[0], torch.arange(tokens.shape[1])
     try:
         own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)
-        shifted = logits_at(layer, pos + 1, pos + 1)
+        shifted = logits_at(layer, pos + 1, pos + 1)  # the same distances
     except encodings.InputMissing:  # positions come from the content
         return False
     same = torch.allclose(own + encodings.causal(own), layer.logits, 1e-3, 1e-4)
@@ -1263,13 +1254,13 @@ def three_axes(W, ridge=1e-6):
     ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T, T]. (Eq. 7 swaps b and c of eq. 2.)"""
     T = W.shape[-1]
     t, lower = torch.arange(T), torch.ones(T, T, dtype=torch.float64).tril()
-    W = W.double().masked_fill(lower == 0, 0)
+    W = W.double().masked_fill(lower == 0, 0)  # (N, T, T)
     back = (t[:, None] - t).clamp(min=0)  # i - j, and also: column d of row t is key t - d
-    diagonals = (W.gather(-1, back.expand_as(W)) * lower).sum(dim=-2)
+    diagonals = (W.gather(-1, back.expand_as(W)) * lower).sum(dim=-2)  # sum_t W_t,t-d: (N, T)
     sums = torch.cat([diagonals, W.sum(dim=-1), W.sum(dim=-2)], dim=-1)  # (N, 3T)
     none, ab, ac = torch.zeros(T, T), lower.T, lower.flip(0)  # which d meets which i, which j
     blocks = (none, ab, ac), (ab.T, none, lower), (ac.T, lower.T, none)
-    counts = torch.cat([T - t, t + 1, T - t]).double().diag()
+    counts = torch.cat([T - t, t + 1, T - t]).double().diag()  # entries of each a_d, b_i, c_j
     M = torch.cat([torch.cat(row, dim=1) for row in blocks]) + counts + ridge * torch.eye(3 * T)
     a, b, c = torch.cholesky_solve(sums.T, torch.linalg.cholesky(M)).T.chunk(3, dim=-1)  # (N, T)
     return a, b, c, a[:, back] + b[:, :, None] + c[:, None]
@@ -1277,7 +1268,7 @@ def three_axes(W, ridge=1e-6):
 
 def axes_fit(W):
     """[2, H]: r of logits W [H, T, T] with their three axes over i >= j; and row-centred."""
-    lower = torch.ones_like(W[0], dtype=torch.bool).tril()
+    lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T)
     maps = [x.double().masked_fill(~lower, 0) for x in (W, three_axes(W)[-1])]
     centred = [x - x.sum(dim=-1, keepdim=True) / lower.sum(dim=-1, keepdim=True) for x in maps]
     return torch.stack([correlation(*(x[:, lower] for x in pair)) for pair in (maps, centred)])
@@ -1287,9 +1278,9 @@ def axes_fit(W):
 def axes(model, task, cfg, length=0, n=8):
     """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j.
 
-    The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest trained
-    on, of a text at most 512 tokens. n: sequences (of a Llama 1). Rows: Pearson's r of the logits
-    over i >= j with the fit; `r_centred`: both minus the means of their rows, which softmax
+    The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest training
+    length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of the
+    logits over i >= j with the fit; `r_centred`: both minus the means of their rows, which softmax
     ignores. Noise scores sqrt(6 / T).
     """
     need(cfg.causal, NOT_CAUSAL)
@@ -1298,7 +1289,7 @@ def axes(model, task, cfg, length=0, n=8):
     r, centred = found.nanmean(dim=0).unbind(dim=1)  # each (L, H)
     summary = dict(mean_r=number(r.nanmean()), mean_r_centred=number(centred.nanmean()),
                    tokens=rows[0].shape[1])
-    i, h = divmod(r.nan_to_num(-2).argmax().item(), r.shape[1])
+    i, h = divmod(r.nan_to_num(-2).argmax().item(), r.shape[1])  # best head
     W = trace(model, rows[0])[i].logits[0, h]  # (T, T)
     a, b, c, fit = (x[0] for x in three_axes(W[None]))
     draw = fit_figure(f'{titled(cfg)}: logits and their fit by distance + query + key (position '
@@ -1309,7 +1300,7 @@ def axes(model, task, cfg, length=0, n=8):
 
 def two_axes(W):
     """Eq. 12: W_dj ~ a_d + b_j of W [.., n, m] by least squares, split evenly: a, b, their sum."""
-    half = W.mean(dim=(-2, -1), keepdim=True) / 2
+    half = W.mean(dim=(-2, -1), keepdim=True) / 2  # of the grand mean, for a and for b
     a, b = W.mean(dim=-1, keepdim=True) - half, W.mean(dim=-2, keepdim=True) - half
     return a.squeeze(-1), b.squeeze(-2), a + b
 
@@ -1319,13 +1310,13 @@ def fake_logits(layer, i):
     """W'_dj = w(d, q_i, k_j) [H, T, T] of query i and every key j, for the distances d = 0..T-1."""
     pos = torch.arange(layer.k.shape[2])
     q = layer.q[:, :, i:i + 1].expand_as(layer.k)  # at position d in row d, all keys at 0
-    return logits_at(layer, pos, torch.zeros_like(pos), q)[0].double()
+    return logits_at(layer, pos, torch.zeros_like(pos), q)[0].double()  # (H, T, T)
 
 
 def slow_dominating(zq, zk, theta, length):
     """(Mean product of norms over the head's median; which pairs are slow and dominating) [.., n]
     of zq, zk [.., T, n]. Ours, as the paper states no threshold: above 3, and rotating < pi / 2."""
-    product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)
+    product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)  # (.., n)
     ratio = product / product.quantile(0.5, dim=-1, keepdim=True)
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
 
@@ -1337,11 +1328,11 @@ def analytic(zq, zk, theta, pairs):
     function of k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
     """
     t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)  # (H, 1, n)
-    conj = zq.conj() * pairs[:, None]
+    conj = zq.conj() * pairs[:, None]  # (H, T, n), 0 for other pairs
     turn = torch.exp(1j * t[:, None] * theta)  # (T, n)
     f = ((conj * kbar) @ turn.conj().T).real  # (H, T, distance)
     f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))  # (H, T, T)
-    g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real
+    g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real  # (H, T, T)
     return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real
 
 
@@ -1361,7 +1352,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """Does a query treat distance and content separately? W'_dj ~ a_d + b_j.
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
-    length, n: as for axes; queries: how many of each sequence. Rows: `r` of W' with the fit, mean
+    length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
     over queries. For encodings that rotate, over i >= j, of heads with slow dominating pairs: their
     own logits with f + g of eq. 15 (slow_fg); all logits with those of these pairs (`dominance`);
     all logits with f + g (r_fg).
@@ -1383,8 +1374,8 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     found = measured(model, rows, measure).nanmean(dim=0)  # (L, 1 or 4, H)
     columns, T = dict(zip(('r', *FITS), found.unbind(dim=1))), rows[0].shape[1]
     summary = {'mean_' + name: number(x.nanmean()) for name, x in columns.items()}
-    i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])
-    W = fake_logits(trace(model, rows[0])[i], T // 2)[h]
+    i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])  # best head
+    W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
     a, b, fit = two_axes(W)
     draw = fit_figure(f'{titled(cfg)}: logits of query {T // 2} by distance (rows) and key, and '
                       'their fit (position generalization, Figure 3). Equal maps mean a sum.',
@@ -1398,11 +1389,11 @@ def transposition(T, gamma, l_max, source):
     swaps = int(gamma * T / 2 + torch.rand((), generator=source).item())  # rounded at random
     side, order = torch.rand(T, generator=source).tolist(), list(range(T))
     for i in torch.randperm(T, generator=source).tolist():
-        if swaps and order[i] == i:
+        if swaps and order[i] == i:  # i has not moved yet
             near = range(max(0, i - l_max), min(T, i + l_max + 1))
             free = [j for j in near if j != i and order[j] == j]
             if free:
-                j = free[int(side[i] * len(free))]
+                j = free[int(side[i] * len(free))]  # farther for a larger l_max
                 order[i], order[j] = j, i
                 swaps -= 1
     return torch.tensor(order)
@@ -1411,7 +1402,7 @@ def transposition(T, gamma, l_max, source):
 def offsets(T, gamma, l_max, source):
     """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. The same source
     gives more of them for a larger gamma, and larger ones for a larger l_max."""
-    chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)
+    chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)  # each (T,)
     return (chosen < gamma) * (1 + (size * l_max).long()) * (1 - 2 * (sign < 0.5).long())
 
 
@@ -1429,7 +1420,7 @@ def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     for i, (row, target) in enumerate(zip(tokens.split(1), targets.split(1))):
         sources = [train.generator('cpu', 'test', i * L + j) for j in range(L)]
         moves = [draw(len(pos), gamma, l_max, source) for source in sources]  # L of (T,)
-        order = moves[0] if kind == 'text' else pos
+        order = moves[0] if kind == 'text' else pos  # (T,)
         with recording(model, change if kind in ('feature', 'position') else None) as layers:
             logits = model(row[:, order])[0]  # (1, T, V)
         losses, right = train.token_losses(logits, target), logits.argmax(dim=-1) == target
@@ -1457,12 +1448,13 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     """How robust is a model to disordered positions?
 
     The position-generalization paper, section 4.1, Figure 5 and Table 1. length: as for axes. n:
-    128 problems, or 16 segments of text (of a Llama 2), unless given. A fraction gamma of the
-    positions moves within l_max. `text`: tokens swap in pairs; `feature`: keys do, in each layer
-    others; `position`: the position of a key changes, if attention uses distances. Rows: loss in
-    nats per token, fractions of tokens and sequences correct, and the same `before`, all on the
-    targets that have not moved; `cost`: loss minus loss before; `output`: |o' - o| / |o| of
-    attention's outputs where tokens have not moved. Summary: of all targets, unperturbed.
+    0: 128 problems, or 16 segments of text (for a Llama: 2). A fraction gamma of the positions
+    moves by at most l_max. `text`: tokens swap in pairs; `feature`: keys swap in pairs, which
+    differ between layers; `position`: the position of a key changes (only if attention uses
+    distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
+    same `before`, all on the targets that have not moved; `cost`: loss minus loss before; `output`:
+    |o' - o| / |o| of attention's outputs where tokens have not moved. Summary: unperturbed, over
+    all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
@@ -1479,10 +1471,10 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
         row = dict(kind=kind, gamma=gamma, l_max=size) | perturb_scores(after, before, targets)
         rows.append(row)
         for key in ('cost', 'output'):
-            curve = lines.setdefault(f'{kind}: {key}', {}).setdefault(f'within {size} tokens',
-                                                                      ([], []))
-            curve[0].append(gamma)
-            curve[1].append(np.nan if row[key] is None else row[key])
+            panel = lines.setdefault(f'{kind}: {key}', {})
+            x, y = panel.setdefault(f'within {size} tokens', ([], []))
+            x.append(gamma)
+            y.append(np.nan if row[key] is None else row[key])
     title = f'{titled(cfg)}, perturbed (Figure 5). Flat: order matters little.'
     return rows, summary, curves(title, lines, 'fraction perturbed, gamma',
                                  'rise of the loss (nats), or change', xscale='log')
@@ -1493,11 +1485,11 @@ def sliding(layer, t, start, window, first=0):
     """Outputs [queries, H out_dim] of queries t at the end of `window` keys and values from `start`
     on, the first of which are replaced by those of the sequence."""
     pos = torch.arange(window)
-    keys = torch.where(pos < first, pos, pos + start)
+    keys = torch.where(pos < first, pos, pos + start)  # (window,)
     k, v = (x[:, :, keys].expand(len(t), -1, -1, -1) for x in (layer.k, layer.v))
     q = layer.q[0, :, t].transpose(0, 1)[:, :, None]  # (queries, H, 1, D)
     weights = layer.enc.weigh(layer.enc.logits(q, k, pos, layer.state))  # (queries, H, 1, window)
-    return layer.enc.mix(weights, v, pos, layer.state)[:, :, 0].flatten(1)
+    return layer.enc.mix(weights, v, pos, layer.state)[:, :, 0].flatten(1)  # (queries, H out_dim)
 
 
 def nearest(x, normal):
@@ -1511,12 +1503,12 @@ def nearest(x, normal):
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     """Why do sliding windows extend a model? Its attention outputs over them stay normal, or not.
 
-    The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (of a
-    Llama 2). window: tokens taken for the training length (0: that, or half of the sequence).
-    layer: 0: the middle one. Normal are attention's outputs in the first window. Rows, medians of
-    the distance to the nearest normal output, 1 as typical among these: of `later positions`, and
-    of some queries over sliding `windows`, without and with the first tokens (10, or an eighth of
-    a small window).
+    The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (for
+    a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
+    the middle one. Attention's outputs in the first window count as normal. Rows: median distance
+    to the nearest normal output, over its typical value among normal outputs: of `later positions`;
+    of --queries queries over sliding `windows`; of windows with the first tokens kept (10, or an
+    eighth of a small window).
     """
     _, tokens, _ = batch(task, cfg.eval_lengths, length, n)
     T, L = tokens.shape[1], len(model.blocks)
@@ -1525,11 +1517,11 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
          f'stretch: --layer must be 1 to {L}, and --window 2 to {T - 1}, within the tokens')
     check_distances(model, tokens, cfg)
     t, step = torch.linspace(window, T - 1, queries).long(), max(1, (T - window) // 40)
-    found, sink = [], max(1, min(10, window // 8))
+    found, sink = [], max(1, min(10, window // 8))  # sink: how many first tokens are kept
     for row in tokens.split(1):
         seen = trace(model, row)[layer - 1]
         y = seen.y[0].transpose(0, 1).flatten(1)  # (T, H out_dim)
-        kinds = {'normal': y[:window], 'later positions': y[window:]}
+        kinds = {'normal': y[:window], 'later positions': y[window:]}  # (points, H out_dim)
         for kind, first in (('windows', 0), ('windows with the first tokens', sink)):
             kinds[kind] = torch.cat([sliding(seen, t, start, window, first)
                                      for start in range(0, T - window + 1, step)])
@@ -1597,19 +1589,19 @@ class Llama(torch.nn.Module):
         for layer in self.blocks:
             enc = LlamaRoPE(self.cfg, net.model.rotary_emb)
             layer.attn = LlamaAttention(layer.self_attn, self.cfg, enc)
-            layer.self_attn.forward = layer.attn.in_place
+            layer.self_attn.forward = layer.attn.in_place  # their block calls our attention
 
     def forward(self, tokens):
         return self.net(input_ids=tokens, use_cache=False).logits.float(), None  # (B, T, V)
 
 
 class LlamaText(tasks.Corpus):
-    """A text file in a checkpoint's tokens, for tests; each segment begins as the tokenizer's."""
+    """A text file as tokens of a checkpoint; segments begin as its tokenizer begins a text."""
     first = 0
 
     def __init__(self, tokenizer, path):
         self.vocab = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.data, self.begin = path, tokenizer('').input_ids
+        self.data, self.begin = path, tokenizer('').input_ids  # such as a BoS token
         text = tasks.read_text(path)
         self.ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
@@ -1668,9 +1660,7 @@ def iteration_head(name):
     is), dtype float64 (adjacent distances differ by 1e-7 in that product) and out_dir=BY_HAND_DIR +
     name. Raise UserError for a name without a rule.
     """
-    if name not in RULES:
-        what = f'by_hand:{name}'.rstrip(':')
-        raise UserError(f'{what}: weights are set by hand for {", ".join(RULES)} only')
+    need(name in RULES, f'by_hand:{name}: weights are set by hand for {", ".join(RULES)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
     # rows: (current token, token that attention reads, next token)
@@ -1693,16 +1683,16 @@ def iteration_head(name):
 
         q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
         q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
-        k[0, BoS], k[1, EoI] = 1.0, 1.0
+        k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
         anchor.attn.pe.W_p[0] = unit
         anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
 
         q, k, v = match.attn.qkv.weight.view(3, C, C)
         # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
         q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
-        q[1, one], k[1, one] = 2.0, 1.0
+        q[1, one], k[1, one] = 2.0, 1.0  # c * c
         q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
-        q *= 1e9 * (C // 2) ** 0.5
+        q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
         v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
         for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
             match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
@@ -1739,17 +1729,15 @@ def as_text(rows, summary):
     return '\n'.join(lines + textwrap.wrap('  '.join(pairs), 130))
 
 
-def numbers(text):
-    """The numbers of a comma-separated list."""
-    return [float(x) if '.' in x else int(x) for x in text.split(',')]
-
-
 def read_options(function, argv):
     """(options of every probe, options of this one) of a probe's command line."""
+    def numbers(text):  # '0.5,1' -> [0.5, 1]
+        return [float(x) if '.' in x else int(x) for x in text.split(',')]
+
     parser = argparse.ArgumentParser(
         prog=f'python probe.py {function.__name__}', description=inspect.getdoc(function),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda says: need(False, says)
+    parser.error = lambda says: need(False, says)  # one line, as all mistakes
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
     parser.add_argument('--seed', type=int, help='of the run')
     parser.add_argument('--out_dir', default='', help="of the result; default: the run's folder")
@@ -1762,7 +1750,7 @@ def read_options(function, argv):
         kind = numbers if type(default) is tuple else type(default)
         parser.add_argument(f'--{name}', type=kind, default=default, help=f'default: {default!r}')
     if LLAMA.get(function) and any(arg.startswith('--hf') for arg in argv):
-        parser.set_defaults(n=LLAMA[function])
+        parser.set_defaults(n=LLAMA[function])  # a Llama is slow on a CPU
     given = parser.parse_args(argv)
     own = {name: getattr(given, name) for name in defaults}
     for key in {'n', 'contents', 'queries'} & own.keys():
