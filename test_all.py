@@ -3276,8 +3276,8 @@ def test_correlation():
 # ViPE
 
 def test_the_iteration_head_and_what_attention_and_alignment_find_in_it():
-    """The circuit is correct at every length. Layer 1 attends to the anchors, layer 2 to x_t; with
-    small logits layer 2 loses x_t."""
+    """The circuit is correct at every length. Layer 1 attends to the anchors, layer 2 to x_t, also
+    where the output is wrong; with small logits layer 2 loses x_t."""
     for name, longest in (('copy', 1000), ('parity', 999), ('polynomial', 300)):
         model, task, _ = head_by_hand(name)
         for length in (1, 2, 3, 48, longest):
@@ -3296,17 +3296,24 @@ def test_the_iteration_head_and_what_attention_and_alignment_find_in_it():
     for row in rows:
         assert row['2.1'] == row['exact'] == row['states'] == row.get('d=3', 1) == 1
         assert row['1.1'] == 0 and 0 < row['2.2'] < 0.5
-    with torch.no_grad():
-        model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
+    model.requires_grad_(False).head.weight[4] = 0  # the symbol 0 is never predicted
+    rows, summary, _ = probe.alignment(model, task, cfg, length=40, n=99, distances=[0])
+    right = (probe.problems(task, [3], 99)[3][1][:, 4:7] != 4).double()  # targets of EoI, s_1, s_2
+    row = next(row for row in rows if row['length'] == 3)
+    close([row['exact'], row['states'], row['d=0']],
+          [right.prod(dim=1).mean(), right.mean(), right[:, 0].mean()], 6e-5)
+    assert 0 < row['exact'] < row['states'] < row['2.1'] == 1 and summary['right_to'] == 0
+    assert summary['aligned_to'] == 40
+    model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
     assert probe.alignment(model, task, cfg, length=40, n=2)[1]['aligned_to'] == 0
 
 
 def test_attention_and_alignment_against_loops():
     """Means over queries, on random weights, in a task where the correct key runs backwards."""
     model, task, cfg = nano('reverse', pe='rope', n_head=2)
-    rows, _, _ = probe.attention(model, task, cfg, length=6, n=3)
-    aligned = probe.alignment(model, task, cfg, length=6, n=3, distances=[2])[0][5]
-    tokens, targets = probe.problems(task, [6], 3)[6]  # BoS, 6 inputs, EoI at 7, 6 states, EoS
+    rows, _, _ = probe.attention(model, task, cfg, length=6, n=64)
+    aligned = probe.alignment(model, task, cfg, length=6, n=64, distances=[2])[0][5]
+    tokens, targets = probe.problems(task, [6], 64)[6]  # BoS, 6 inputs, EoI at 7, 6 states, EoS
     layers = probe.trace(model, tokens)
     for row in rows[:4]:
         weights = layers[row['layer'] - 1].weights[:, row['head'] - 1]
@@ -3375,17 +3382,19 @@ def test_loss_by_position():
     close(summary['rope, beyond'], curve.mean(), 1e-4)
 
 
-@pytest.mark.parametrize('pairs, used, fast', [([1.0, 1, 1, 1], 1, 0.5), ([0, 0, 1.0, 0], 0.25, 0)])
-def test_norms_of_planted_frequencies(pairs, used, fast):
-    """All frequencies alike, or a single slow one."""
-    model, task, cfg = nano(pe='rope', d_model=8, n_head=1)
+def test_norms_of_planted_frequencies():
+    """Three of four pairs of features have the same norm, the second has none."""
+    (model, task, cfg), pairs = nano(pe='rope', d_model=8, n_head=1), torch.tensor([1.0, 0, 1, 1])
     for block in model.blocks:
         W = block.attn.qkv.weight
         W[:] = W[:1]  # every feature of a query and of a key is the same number
-        W[:16] *= torch.tensor(pairs).repeat_interleave(2).repeat(2)[:, None]
+        W[:16] *= pairs.repeat_interleave(2).repeat(2)[:, None]
     rows, summary, _ = probe.norms(model, task, cfg, n=2)
-    close([summary['used'], summary['fast']], [used, fast], 1e-3)
-    assert [row['q'] > 0.01 for row in rows] == [x > 0 for x in pairs]
+    close([summary['used'], summary['fast']], [3 / 4, 1 / 3], 1e-3)
+    q = torch.tensor([row['q'] for row in rows])
+    close(q, q[0] * pairs, 1e-3)
+    layers = probe.trace(model, probe.batch(task, cfg.train_lengths, 0, 2)[1])
+    close(q[0], statistics.mean(x.q[..., :2].norm(dim=-1).mean().item() for x in layers), 1e-4)
     close([row['wavelength'] for row in rows], [2 * math.pi * 10 ** c for c in range(4)], 0.01)
 
 
@@ -3475,8 +3484,9 @@ def test_toeplitz_splits_the_logits(kw):
             close((total + pe.causal(total)).expand_as(layer.logits), layer.logits)
 
 
-def test_gradients_at_all_edges_are_those_of_t5s_table():
-    """Summed over the layers, which share the table, H(d) is the gradient by its bias."""
+def test_gradients_and_jacobians_by_layer():
+    """Summed over the layers, which share T5's table, H(d) at all edges is the gradient by its
+    bias. J is autograd's Jacobian of a block at the last target."""
     model, task, cfg = nano('copy', pe='t5', n_head=2)
     model.requires_grad_(True)
     tokens, targets = task.sample(3, 5, torch.Generator())
@@ -3488,18 +3498,13 @@ def test_gradients_at_all_edges_are_those_of_t5s_table():
               [heads.argmax() + 1, heads.max(), heads.max() - heads.min()], 1e-3)
     close(rows[0]['growth'], rows[0]['margin'] / rows[1]['margin'], 2e-3)
     assert rows[1]['growth'] is None
-
-
-def test_jacobians_are_those_of_each_block_at_the_last_target():
-    model, task, _ = nano('copy', pe='rope', n_head=2)
-    model.requires_grad_(True)
-    tokens, targets = task.sample(2, 3, torch.Generator())
     J = probe.jacobians(model, tokens, targets)
-    for i, layer in enumerate(probe.trace(model, tokens)):
-        def block(x, i=i, layer=layer):
-            return model.blocks[i](x, layer.pos, layer.state)[:, -2]
-        whole = torch.autograd.functional.jacobian(block, layer.stream[:1])
-        close(J[i, 0], whole[0, :, 0, -2])  # the last token, EoS, is predicted and not read
+    for block, layer, own, row in zip(model.blocks, probe.trace(model, tokens), J, rows):
+        whole = torch.autograd.functional.jacobian(
+            lambda x, block=block, layer=layer: block(x, layer.pos, layer.state), layer.stream[:1])
+        close(own[0], whole[0, -2, :, 0, -2])  # the last token, EoS, is predicted and not read
+        values = torch.linalg.svdvals(own)
+        close([row['least'], row['most']], [values.min(), values.max()], 1e-3)
 
 
 def test_edges_of_two_triggers():
@@ -3607,13 +3612,17 @@ def test_three_axes_solve_equation_7():
         solution = torch.tensor(np.linalg.lstsq(ridged.numpy(), aim.numpy(), rcond=None)[0])
         close(torch.cat([a, b, c]), solution, 1e-5)
         close(fit[i, j], design @ solution, 1e-7)
+    lower = torch.ones(T, T).tril()
+    centred = [torch.stack([z - z[:t + 1].mean() for t, z in enumerate(x)])[lower > 0]
+               for x in (W[0], probe.three_axes(W)[-1][0])]
+    close(probe.axes_fit(W)[1, 0], torch.corrcoef(torch.stack(centred))[0, 1])
 
 
 def test_two_axes_are_equation_12():
-    W, n = at_random(7, 7), 7
+    W = at_random(7, 7)
     a, b, fit = probe.two_axes(W)
-    close(a[3], W[3].mean() - W.sum() / (2 * n * n))
-    close(b[2], W[:, 2].mean() - W.sum() / (2 * n * n))
+    close(a[3], W[3].mean() - W.mean() / 2)
+    close(b[2], W[:, 2].mean() - W.mean() / 2)
     close(fit, a[:, None] + b)
     model, task, cfg = nano(pe='alibi', n_head=2)
     for block in model.blocks:
