@@ -3443,7 +3443,8 @@ def test_ablate_finds_the_head_that_carries_the_answer():
 
 
 def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
-    """Before layer 1 it leaves the same weights without an encoding; random vectors differ."""
+    """Before layer 1 it leaves the same weights without an encoding; random vectors of the same
+    norm differ."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12], n_head=2)
     model, task, cfg = nano('characters', pe='random', **shape)
@@ -3453,6 +3454,15 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     without = train.evaluate(plain, task, probe.problems(task, [12], 30))[12]['loss']
     close(rows[0]['without p'], without, 1e-3)
     assert abs(rows[0]['random'] - rows[0]['without p']) > 1e-3 and len(rows) == 2
+    tokens, p, taken = probe.batch(task, [12], 0, 2)[1], probe.added_vectors(model, 12), []
+
+    def score(tap_and_hook):
+        taken.append(-tap_and_hook[1](None, None, torch.zeros_like(p)))
+        return 1.0
+    probe.without_positions(model, cfg, tokens, score)
+    close(taken[0], p)
+    close(torch.stack(taken).norm(dim=-1), p.norm(dim=-1).expand(10, 12))  # 2 layers, 1 + 4 each
+    assert not torch.allclose(taken[1], taken[2])
 
 
 @pytest.mark.parametrize('kw', [
