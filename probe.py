@@ -12,9 +12,6 @@ A probe is a function NAME(model, task, cfg, ...) -> (rows, summary, draw). rows
 dictionaries, one for each line of the table. summary: a dictionary. draw(plt): returns a
 matplotlib figure. Its further keyword arguments are its options on the command line. A probe leaves
 the model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
-
-Shapes: B problems of T tokens; H heads; C = d_model; D features of a head; L layers, or the length
-of a problem's input.
 """
 import argparse
 import contextlib
@@ -49,6 +46,8 @@ BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
 NOT_ALIKE = 'this probe compares layers of the same encoding: train with --nope_every=0'
 NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
+# Shapes: B or n problems of T tokens, the input of which has a length L; H heads of D features;
+# C = d_model; where an axis comes before H, L is the number of layers.
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1144,7 +1143,7 @@ def show_modes(ax, found, words, title):
 
 @torch.no_grad()
 def kernel(model, task, cfg, length=0):
-    """How precisely do PRISM's scores tell positions? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
+    """How precise are positions in PRISM's scores? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
     Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, how far the distribution
     of its displacement by eq. 6, the correlation of two histograms, is from eq. 4, the scan
