@@ -3570,10 +3570,20 @@ def test_cursor_and_kernel_find_gates_set_by_hand():
 
 
 def test_cursors_of_two_layers_with_a_copy_branch():
-    """Each layer of prism_layers has cursors of its own; every fifth query cursor can jump."""
+    """Each layer of prism_layers has cursors of its own; every fifth query cursor can jump. Means
+    are over the prompt, and over the answer from "=" on."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2,
                             prism_layers=[1, 2], dtype=torch.float32, longest=3)
-    rows, _, _ = untouched(probe.cursor, model, task, cfg, length=5, n=3)
+    for block in model.blocks:
+        block.attn.pe.alpha.uniform_(0, 2)
+    rows, summary, _ = untouched(probe.cursor, model, task, cfg, length=5, n=3)
+    found = probe.cursors_of(model, probe.problems(task, [5], 3)[5][0])
+    for i, (c, t) in enumerate(itertools.product(found, (range(5), range(5, 11)))):
+        close([rows[i]['incr'], rows[i]['peak']],
+              [c['gates']['incr'][:, t].mean(), c['histogram'][:, t].amax(dim=-1).mean()], 6e-4)
+    used = [(row['steady'], row['weight']) for row in rows
+            if (row['of'], row['part']) in (('query', 'answer'), ('key', 'prompt'))]
+    close(summary['steady'], sum(x * w for x, w in used) / sum(w for _, w in used), 2e-3)
     assert [row['layer'] for row in rows if row['of'] == 'query'] == [1] * 8 + [2] * 8
     jumps = [list(row.values())[:4] for row in rows if 'jump' in row]  # layer, head, cursor, of
     assert jumps[::2] == jumps[1::2] == [[1, 1, 1, 'query'], [2, 1, 1, 'query']]
