@@ -11,10 +11,12 @@ device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 e
 that `labels` its tokens has their labels as targets instead.
 To add a task, write a class and register an instance in TASKS.
 """
+import argparse
 import collections
 import contextlib
-import difflib
+import copy
 import functools
+import importlib
 import inspect
 import itertools
 import json
@@ -121,10 +123,15 @@ class Draw:
 
 def supervise(tokens, start):
     """Targets [n, T]: predict every token from index `start` (int or [n, 1]) on, but no padding."""
-    targets = torch.full_like(tokens, -100)
-    targets[:, :-1] = tokens[:, 1:]
+    targets = tokens.roll(-1, dims=1)   # targets[t] = tokens[t + 1]
     t = torch.arange(tokens.shape[1], device=tokens.device)
-    return targets.masked_fill((t + 1 < start) | (targets == PAD), -100)
+    unasked = (t + 1 < start) | (t + 1 == len(t)) | (targets == PAD)
+    return targets.masked_fill(unasked, -100)
+
+
+def iterate(step, x):
+    """s [n, L] with s_1 = x_1 and s_t = step(s_(t-1), x_t)."""
+    return torch.stack(list(itertools.accumulate(x.unbind(dim=1), step)), dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,7 +153,7 @@ class Iterative(Task):
         x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices into symbols
         s = s if self.steps else s[:, -1:]
         bos, eoi, eos = (torch.full((n, 1), i, device=x.device) for i in (BOS, EOI, EOS))
-        tokens = torch.cat([bos, x + 4, eoi, s + 4, eos], dim=1)
+        tokens = torch.cat([bos, x + 4, eoi, s + 4, eos], dim=1)  # [n, 1 + L + 1 + m + 1]
         return tokens, supervise(tokens, x.shape[1] + 2)
 
     def inputs_and_states(self, n, length, draw):
@@ -180,10 +187,7 @@ class Polynomial(Iterative):
     symbols = range(5)
 
     def states(self, x):
-        s = [x[:, 0]]
-        for t in range(1, x.shape[1]):
-            s.append((s[-1] * x[:, t] + 1) % 5)
-        return torch.stack(s, dim=1)
+        return iterate(lambda s, x_t: (s * x_t + 1) % 5, x)
 
 
 class Product(Iterative):
@@ -205,10 +209,8 @@ class Product(Iterative):
         super().__init__(steps)
 
     def states(self, x):
-        s = [torch.ones_like(x[:, 0])]
-        for t in range(x.shape[1]):
-            s.append(s[-1] * self.beta[t].item() * (x[:, t] + 1) % 5)
-        return torch.stack(s[1:], dim=1) - 1    # as indices into symbols
+        factors = (x + 1) * self.beta[:x.shape[1]].to(x.device) % 5     # beta_t x_t [n, L]
+        return iterate(lambda s, factor: s * factor % 5, factors) - 1   # as indices into symbols
 
 
 class Reverse(Iterative):
@@ -233,7 +235,7 @@ class Count(Iterative):
 
     def inputs_and_states(self, n, length, draw):
         start = draw.integers(self.max_length + 1 - length, n, 1)
-        s = start + torch.arange(length, device=draw.device)
+        s = start + torch.arange(length, device=draw.device)    # [n, L]
         return s[:, [0, -1]], s
 
 
@@ -281,28 +283,26 @@ class IndirectIndexing(Task):
     separator = ''
 
     def __init__(self, letters=52, shift=15):
-        require(1 <= letters <= 52 and 0 <= shift < 100,
+        require(1 <= letters <= 52 and shift < 100,
                 f'letters must be 1 to 52 and shift 0 to 99, got {letters} and {shift}')
-        self.max_length = letters
-        self.max_shift = shift
+        self.max_length, self.max_shift = letters, shift
         alphabet = string.ascii_uppercase + string.ascii_lowercase
         self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet[:letters]]
 
     def problems(self, n, length, draw):
         comma, plus, minus, digit, letter = 1, 2, 3, 4, 14  # the first of each in the vocabulary
-        source = draw.permutation(n, self.max_length)[:, :length] + letter
-        i = draw.integers(length, n, 1)
+        source = draw.permutation(n, self.max_length)[:, :length] + letter  # [n, length]
+        i = draw.integers(length, n, 1)                                     # [n, 1]
         low = (-i).clamp(min=-self.max_shift)
         high = (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
-        size = shift.abs()
-        sign = torch.where(shift < 0, minus, plus)
-        commas = torch.full_like(shift, comma)
-        target = source.gather(1, i + shift)
-        two_digits = torch.cat([size // 10 + digit, size % 10 + digit, commas, target], dim=1)
-        one_digit = pad(two_digits[:, 1:], (0, 1), value=PAD)
-        end = torch.where(size < 10, one_digit, two_digits)
-        tokens = torch.cat([source, commas, source.gather(1, i), commas, sign, end], dim=1)
+        size, commas = shift.abs(), torch.full_like(shift, comma)
+        tokens = torch.cat([source, commas, source.gather(1, i), commas,
+                            torch.where(shift < 0, minus, plus), size // 10 + digit,
+                            size % 10 + digit, commas, source.gather(1, i + shift)], dim=1)
+        tens = length + 4       # where the first of two digits is, which a size below 10 lacks
+        short = torch.cat([tokens[:, :tens], pad(tokens[:, tens + 1:], (0, 1), value=PAD)], dim=1)
+        tokens = torch.where(size < 10, short, tokens)  # [n, length + 8]
         return tokens, supervise(tokens, length + 6 + (size >= 10).long())
 
     def decode(self, row):
@@ -326,9 +326,9 @@ class Classification(Task):
 
     def problems(self, n, length, draw):
         words = draw.integers(574 - self.first_word, n, length) + self.first_word
-        words, label = self.place(words, draw)  # [n, L], [n, 1]
+        words, label = self.place(words, draw)      # [n, L], [n, 1]
         query = torch.full_like(label, self.query)
-        tokens = torch.cat([words, query, label + self.first_class], dim=1)
+        tokens = torch.cat([words, query, label + self.first_class], dim=1)     # [n, L + 2]
         return tokens, supervise(tokens, length + 1)
 
 
@@ -354,13 +354,14 @@ class Distance(Classification):
         while clash.any():  # draw a row again while two of its triggers share a position
             d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)
             i = draw.integers(length - d, n, pairs)
-            places = torch.where(clash, torch.stack([i, i + d], dim=2).flatten(1), places)
+            drawn = torch.stack([i, i + d], dim=2).flatten(1)   # [n, pairs, 2] -> [n, triggers]
+            places = torch.where(clash, drawn, places)
             clash = (places.sort(dim=1).values.diff(dim=1) == 0).any(dim=1, keepdim=True)
         flip = draw.integers(2, n, pairs)  # which of a pair comes first
         first = 2 * torch.arange(pairs, device=draw.device)
         order = torch.stack([first + flip, first + 1 - flip], dim=2).flatten(1)
         words.scatter_(1, places, self.first_trigger + order)
-        total = (places[:, 1::2] - places[:, ::2]).sum(dim=1, keepdim=True)
+        total = (places[:, 1::2] - places[:, ::2]).sum(dim=1, keepdim=True)     # [n, 1]
         return words, total * self.classes // (pairs * self.span)
 
 
@@ -389,8 +390,8 @@ class TriggerCount(Classification):
     def place(self, words, draw):
         n, length = words.shape
         count = draw.integers(min(length, self.most) + 1, n, 1)
-        chosen = draw.permutation(n, length) < count  # `count` positions of each row
-        trigger = self.first_trigger + draw.integers(20, n, length)
+        chosen = draw.permutation(n, length) < count    # [n, length], `count` positions of each row
+        trigger = self.first_trigger + draw.integers(self.triggers, n, length)
         return torch.where(chosen, trigger, words), count
 
 
@@ -403,9 +404,10 @@ LETTERS = CHARACTERS.index('a') - 1     # the number that encodes a; digits: 0 t
 
 
 class Characters(Task):
-    """prompt=answer. with everything after "=" supervised. A subclass defines write(*inputs), a
-    list of parts: texts, or numbers [n, k], where 0 to 9 are digits, LETTERS + i is a letter and -1
-    is nothing. inputs() are by default one string of digits below `symbols`."""
+    """prompt=answer. with everything after "=" supervised; by default x=answer(x). for a string x
+    of `length` digits below `symbols`. A subclass defines answer, or write(*inputs) and inputs().
+    write returns a list of parts: texts, or numbers [n, k], where 0 to 9 are digits, LETTERS + i is
+    a letter and -1 is nothing."""
     vocab = CHARACTERS
     end = CHARACTERS.index('.')
     separator = ''
@@ -415,28 +417,28 @@ class Characters(Task):
         columns = []
         for part in self.write(*self.inputs(n, length, draw)):
             if isinstance(part, str):
-                text = [CHARACTERS.index(character) for character in part]
-                columns.append(torch.tensor(text, device=draw.device).long().expand(n, -1))
+                text = torch.tensor([CHARACTERS.index(c) for c in part], device=draw.device)
+                columns.append(text.expand(n, -1))
             else:
-                columns.append(torch.where(part < 0, -1, part + 1))  # number 0 is token 1
-        tokens = torch.cat(columns, dim=1)
-        gaps_last = (tokens < 0).byte().argsort(dim=1, stable=True)
-        tokens = tokens.gather(1, gaps_last).clamp(min=PAD)
-        equals = (tokens == CHARACTERS.index('=')).long().argmax(dim=1, keepdim=True)
+                columns.append(part + 1)    # number 0 is token 1, and -1 becomes padding
+        tokens = torch.cat(columns, dim=1)  # [n, T], with padding in between
+        padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)
+        tokens = tokens.gather(1, padding_last)
+        equals = (tokens == CHARACTERS.index('=')).long().argmax(dim=1, keepdim=True)   # [n, 1]
         return tokens, supervise(tokens, equals + 1)
 
     def inputs(self, n, length, draw):
         return [draw.integers(self.symbols, n, length)]
 
-
-class StringCopy(Characters):
-    """Copy a string of digits. `length` is its length.
-    >>> example('string_copy', 7)
-    '4930397=4930397.'
-    """
     def write(self, x):
         return [x, '=', self.answer(x), '.']
 
+
+class StringCopy(Characters):
+    """Copy a string of digits.
+    >>> example('string_copy', 7)
+    '4930397=4930397.'
+    """
     def answer(self, x):
         return x
 
@@ -451,20 +453,17 @@ class CopyRepeated(StringCopy):
         return [torch.where(x < 10, x, x - 10 + LETTERS).expand(-1, length)]
 
 
-class StringReverse(StringCopy):
-    """Reverse a string of digits. `length` is its length. The answer ends with the digit
-    that follows the start symbol, which PRISM's Figure 15 names.
+class StringReverse(Characters):
+    """Reverse a string of digits. The answer ends with the digit that follows the start symbol,
+    which PRISM's Figure 15 names.
     >>> example('string_reverse', 7)
     '^4930397=7930394.'
     """
     def write(self, x):
-        return ['^', *super().write(x)]
-
-    def answer(self, x):
-        return x.flip(1)
+        return ['^', x, '=', x.flip(1), '.']
 
 
-class BucketSort(StringCopy):
+class BucketSort(Characters):
     """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023).
     >>> example('bucket_sort', 7)
     '4430342=0233444.'
@@ -475,7 +474,7 @@ class BucketSort(StringCopy):
         return x.sort(dim=1).values
 
 
-class OddsFirst(StringCopy):
+class OddsFirst(Characters):
     """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string.
     >>> example('odds_first', 6)
     '493039=909433.'
@@ -484,7 +483,7 @@ class OddsFirst(StringCopy):
         return torch.cat([x[:, 1::2], x[:, ::2]], dim=1)
 
 
-class Stack(StringCopy):
+class Stack(Characters):
     """A stack of 0 and 1, bottom first, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
     The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
     actions; the size of the stack is uniform on 1..length-1.
@@ -499,10 +498,9 @@ class Stack(StringCopy):
 
     def answer(self, x):
         n, length = x.shape
-        stack = x.new_zeros(n, length + 1)
+        stack = x.new_zeros(n, length + 1)      # from the bottom, in use up to depth
         depth = x.new_zeros(n, 1)
-        for t in range(length):
-            action = x[:, t:t + 1]
+        for action in x.split(1, dim=1):        # [n, 1]
             pop = action == 2
             bit = torch.where(action > 2, action - 3, action)  # 0 and 1 push themselves
             stack.scatter_(1, depth, torch.where(pop, stack.gather(1, depth), bit))
@@ -524,8 +522,8 @@ class DynStrCpy(Characters):
         return x.scatter(1, draw.integers(length, n, 1), d), d
 
     def write(self, x, d):
-        copied = torch.where((x == d).cumsum(dim=1) > 0, x, -1)
-        return [x, ',', d, '=', copied, '.']
+        suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)
+        return [x, ',', d, '=', suffix, '.']
 
 
 class AdditionCoT(Characters):
@@ -545,16 +543,16 @@ class AdditionCoT(Characters):
         """The steps, column by column, and the digits of the sum, the last of them its carry."""
         carry = torch.zeros_like(a[:, :1])
         steps, total = [], []
-        for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):  # [2, n, 1]
+        for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):     # [2, n, 1]
             s = column.sum(dim=0) + carry
             carry = s // 10
             total.append(s % 10)
             steps += [*column, carry, s % 10, ',']
-        return steps, [*total, torch.where(carry == 1, 1, -1)]
+        return steps[:-1], [*total, torch.where(carry == 1, 1, -1)]
 
     def write(self, a, b):
         steps, total = self.add(a, b)
-        return [a, '+', b, '=', *steps[:-1], '→', *total, '.']
+        return [a, '+', b, '=', *steps, '→', *total, '.']
 
 
 class Addition(AdditionCoT):
@@ -587,13 +585,13 @@ class MultiplicationCoT(Characters):
         return a.flip(1), b.flip(1)
 
     def write(self, a, b):
-        digits_of_b = b.split(1, dim=1)
+        digits_of_b = b.split(1, dim=1)     # [n, 1] each
         terms = []
         for i, digit in enumerate(digits_of_b):
-            terms += ['+' if i else '', digit, '*(', digit, '+1)']
+            terms += ['+', digit, '*(', digit, '+1)']
             for lower in digits_of_b[i + 1:]:
                 terms += ['(', lower, '+0)']
-        return [a, 'x', b, '=', a, 'x[', *terms, '].']
+        return [a, 'x', b, '=', a, 'x[', *terms[1:], '].']
 
 
 def number(n, length, draw, size):
@@ -654,11 +652,9 @@ class Group(Task):
     def problems(self, n, length, draw):
         x = draw.integers(len(self.table), n, length)
         table = self.table.to(draw.device)
-        products = [x[:, 0]]
-        for t in range(1, length):
-            products.append(table[products[-1], x[:, t]])
-        labels = pad(torch.stack(products, dim=1) + 2, (1, 1), value=-100)
-        return pad(pad(x + 2, (1, 0), value=1), (0, 1)), labels         # padding ends a problem
+        products = iterate(lambda a, b: table[a, b], x)
+        tokens = pad(pad(x + 2, (1, 0), value=1), (0, 1))       # [n, 1 + length + 1], padding last
+        return tokens, pad(products + 2, (1, 1), value=-100)
 
 
 class MQAR(Task):
@@ -673,8 +669,8 @@ class MQAR(Task):
         require(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
         self.keys, self.words = keys, words
         self.min_length = 2 * keys
-        self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')
-                                 for i in range(words))]
+        kinds = itertools.product(('key', 'value', 'noise'), range(words))
+        self.vocab = ['<pad>', *(f'{kind}{i}' for kind, i in kinds)]
 
     def problems(self, n, length, draw):
         keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
@@ -682,8 +678,8 @@ class MQAR(Task):
         pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
         slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1
         place = draw.permutation(n, length - self.keys)[:, :self.keys, None].expand(-1, -1, 2)
-        asked = slots.scatter(1, place, pairs).flatten(1)
-        tokens = torch.cat([pairs.flatten(1), asked], dim=1)        # [n, 2 length]
+        asked = slots.scatter(1, place, pairs)                      # [n, length - keys, 2]
+        tokens = torch.cat([pairs, asked], dim=1).flatten(1)        # [n, 2 length]
         value = (tokens > self.words) & (tokens <= 2 * self.words)
         value[:, :2 * self.keys] = False
         return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
@@ -693,37 +689,36 @@ class MQAR(Task):
 # data sets of commands and answers in words
 
 class Pairs(Task):
-    """A fixed data set in parts. A subclass defines texts(part), [(length, text)]. marks[0] ends
-    the command, marks[1] the answer, which is supervised."""
+    """A fixed data set in parts. A subclass defines `texts`, {part: [(length, text)]}. marks[0]
+    ends the command, marks[1] the answer, which is supervised."""
     fixed = True
     end = EOS
     marks = ('EoI', 'EoS')  # tokens EOI and EOS, whatever they are called
 
     @functools.cached_property
     def vocab(self):
-        words = set(' '.join(text for part in PARTS for _, text in self.texts(part)).split())
+        words = set(' '.join(text for part in PARTS for _, text in self.texts[part]).split())
         return ['<pad>', 'BoS', *self.marks, *sorted(words - {'BoS', *self.marks})]
 
     @functools.cached_property
     def rows(self):
-        """{part: {length: (tokens, targets)}}."""
+        """{(part, length): (tokens, targets)}."""
         index = {word: i for i, word in enumerate(self.vocab)}
-        sets = {part: {} for part in PARTS}
+        rows = collections.defaultdict(list)
         for part in PARTS:
-            rows = collections.defaultdict(list)
-            for length, text in self.texts(part):
-                rows[length].append(torch.tensor([index[word] for word in text.split()]))
-            for length in sorted(rows):
-                tokens = pad_sequence(rows[length], batch_first=True, padding_value=PAD)
-                mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)
-                sets[part][length] = tokens, supervise(tokens, mark + 1)
-        return sets
+            for length, text in self.texts[part]:
+                rows[part, length].append(torch.tensor([index[word] for word in text.split()]))
+        for key, group in rows.items():
+            tokens = pad_sequence(group, batch_first=True, padding_value=PAD)       # [n, T]
+            mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)               # [n, 1]
+            rows[key] = tokens, supervise(tokens, mark + 1)
+        return dict(rows)
 
     def find(self, length, *parts):
         """(tokens, targets) of a length in the first of the parts that has it."""
-        found = [self.rows[part][length] for part in parts if length in self.rows[part]]
-        require(found, f'{self.name} has problems of lengths '
-                       f'{sorted(set().union(*self.rows.values()))}, not {length}')
+        found = [self.rows[part, length] for part in parts if (part, length) in self.rows]
+        require(found, f'{self.name} has problems of lengths {sorted({n for _, n in self.rows})}, '
+                       f'not {length}')
         return found[0]
 
     def problems(self, n, length, draw):
@@ -733,7 +728,7 @@ class Pairs(Task):
         return tokens[i].to(draw.device), targets[i].to(draw.device)
 
     def pool(self, n, length, generator):
-        return [x.to(Draw(generator).device) for x in self.rows['train'][length]]
+        return [x.to(Draw(generator).device) for x in self.rows['train', length]]
 
     def held_out(self, split, n, lengths, generator):
         """Validation (split='eval') or test problems; where a length has none, of other parts."""
@@ -747,20 +742,19 @@ class Pairs(Task):
 
     def existing(self, lengths, part):
         parts = [part] if part else PARTS
-        return [n for n in lengths if any(n in self.rows[p] for p in parts)]
+        return [n for n in lengths if any((part, n) in self.rows for part in parts)]
 
     def count(self, lengths):
-        return sum(len(self.rows['train'][n][0]) for n in lengths)
+        return sum(len(self.rows['train', n][0]) for n in lengths)
 
     def width(self, lengths):
-        return max(self.rows[part][n][0].shape[1]
-                   for part in PARTS for n in lengths if n in self.rows[part])
+        return max(tokens.shape[1] for (_, n), (tokens, _) in self.rows.items() if n in lengths)
 
 
 @functools.cache
 def scan():
-    """SCAN's grammar (Lake & Baroni 2018): {clause: actions}, {phrase: its clauses} and
-    {command: actions}. The clauses of 'walk left twice' are ['walk left', 'walk left']."""
+    """SCAN's grammar (Lake & Baroni 2018): {command: (actions, plan, steps)}. plan is the command
+    with twice and thrice written out; steps are its clauses and their actions, as executed."""
     verbs = {'walk': 'I_WALK', 'look': 'I_LOOK', 'run': 'I_RUN', 'jump': 'I_JUMP'}
     clauses = dict(verbs)
     for direction, turn in (('left', 'I_TURN_LEFT'), ('right', 'I_TURN_RIGHT')):
@@ -769,16 +763,19 @@ def scan():
             clauses[f'{verb} {direction}'] = step
             clauses[f'{verb} opposite {direction}'] = f'{turn} {step}'
             clauses[f'{verb} around {direction}'] = ' '.join([step] * 4)
-    phrases, commands = {}, {}
-    for clause in clauses:
+    phrases = {}
+    for clause, actions in clauses.items():
         for n, times in enumerate(('', ' twice', ' thrice'), 1):
-            phrases[clause + times] = [clause] * n
-            commands[clause + times] = ' '.join([clauses[clause]] * n)
-    for x in phrases:
-        for y in phrases:
-            commands[f'{x} and {y}'] = f'{commands[x]} {commands[y]}'
-            commands[f'{x} after {y}'] = f'{commands[y]} {commands[x]}'
-    return clauses, phrases, commands
+            steps = ' '.join([f'{clause} : {actions}'] * n)
+            phrases[clause + times] = ' '.join([actions] * n), ' + '.join([clause] * n), steps
+    commands = dict(phrases)
+    for x, (actions_x, plan_x, steps_x) in phrases.items():
+        for y, (actions_y, plan_y, steps_y) in phrases.items():
+            commands[f'{x} and {y}'] = (
+                f'{actions_x} {actions_y}', f'{plan_x} and {plan_y}', f'{steps_x} {steps_y}')
+            commands[f'{x} after {y}'] = (
+                f'{actions_y} {actions_x}', f'{plan_x} after {plan_y}', f'{steps_y} {steps_x}')
+    return commands
 
 
 def scan_pairs(split='length', part='train'):
@@ -786,12 +783,11 @@ def scan_pairs(split='length', part='train'):
     length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
     the rest (4,182); the published files are another draw."""
     assert split in ('length', 'simple') and part in ('train', 'test'), (split, part)
-    pairs = list(scan()[2].items())
-    train = part == 'train'
+    pairs = [(command, actions) for command, (actions, _, _) in scan().items()]
     if split == 'length':
-        return [pair for pair in pairs if (len(pair[1].split()) <= 22) == train]
+        return [pair for pair in pairs if (len(pair[1].split()) <= 22) == (part == 'train')]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
-    return [pairs[i] for i in (order[:16728] if train else order[16728:])]
+    return [pairs[i] for i in (order[:16728] if part == 'train' else order[16728:])]
 
 
 class SCAN(Pairs):
@@ -803,9 +799,11 @@ class SCAN(Pairs):
     def __init__(self, simple=False):
         self.split = 'simple' if simple else 'length'
 
-    def texts(self, part):
-        pairs = scan_pairs(self.split, part) if part != 'val' else []
-        return [(len(actions.split()), self.text(command, actions)) for command, actions in pairs]
+    @functools.cached_property
+    def texts(self):
+        pairs = {part: scan_pairs(self.split, part) for part in ('train', 'test')} | {'val': []}
+        return {part: [(len(actions.split()), self.text(command, actions))
+                       for command, actions in pairs[part]] for part in PARTS}
 
     def text(self, command, actions):
         return f'BoS {command} EoI {actions} EoS'
@@ -820,13 +818,7 @@ class SCANCoT(SCAN):
     marks = ('=', '.')
 
     def text(self, command, actions):
-        actions_of, clauses_of, _ = scan()
-        conjunction = ' after ' if ' after ' in command else ' and '
-        halves = [clauses_of[phrase] for phrase in command.split(conjunction)]
-        plan = conjunction.join(' + '.join(clauses) for clauses in halves)
-        if conjunction == ' after ':
-            halves.reverse()
-        steps = ' '.join(f'{clause} : {actions_of[clause]}' for half in halves for clause in half)
+        _, plan, steps = scan()[command]
         return f'{command} = {plan} → {steps} .'
 
 
@@ -858,16 +850,13 @@ class CFQ(Pairs):
         return len(query), f'BoS {" ".join(question)} EoI {" ".join(query)} EoS'
 
     @functools.cached_property
-    def parts(self):
+    def texts(self):
         folder = pathlib.Path(self.data)
         with reading(folder, self.needs):
             entries = json.loads((folder / 'dataset.json').read_bytes())
             split = json.loads((folder / f'splits/{self.split}.json').read_bytes())
             numbers = dict(zip(PARTS, (split['trainIdxs'], split['devIdxs'], split['testIdxs'])))
             return {part: [self.text(entries[i]) for i in numbers[part]] for part in PARTS}
-
-    def texts(self, part):
-        return self.parts[part]
 
 
 @contextlib.contextmanager
@@ -886,53 +875,67 @@ def reading(path, needs):
 # corpora: predict the next token in contexts of `length` tokens
 
 PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val', dev='val')
-SHARES = {'train': (0, 0.9), 'val': (0.9, 0.95), 'test': (0.95, 1)}
 
 
 class Corpus(Task):
     """Documents in parts. A subclass defines documents(path), the documents in a file: arrays of
     symbols, mapped from disk where the file is large; token = symbol + first. A part is named by
-    the file or its folder (PART_NAMES). If no name says it, the parts are SHARES: of the documents
-    in an order drawn once, or of each document if there are fewer than 20."""
+    the file or its folder (PART_NAMES). If no name says it, the parts are 90, 5 and 5 %: of the
+    documents in an order drawn once, or of each document if there are fewer than 20."""
     corpus = True
     fixed = True
     min_length = 2
-    separator = ''
     endings = ''           # of the names of the files
+    skip = ()              # folders that are not read
     first = 1              # the token of symbol 0
     stride = 1             # contexts begin at multiples of it
 
     def read(self):
         """[(part or None, document)] of all files."""
         found = []
-        for part, path in files_in(self.data, self.needs, self.endings):
+        for part, path in self.files():
             with reading(path, self.needs):
                 found += [(part, document) for document in self.documents(path)]
         return found
 
+    def files(self):
+        """[(part or None, path)] of the file `data`, or of the files in that folder and below that
+        have one of the endings. Hidden files and folders are left out."""
+        files = [(None, self.data)] if os.path.isfile(self.data) else []
+        for folder, folders, names in os.walk(self.data):
+            folders[:] = sorted(x for x in folders if x[0] != '.' and x not in self.skip)
+            for name in sorted(names):
+                if name.lower().endswith(self.endings) and name[0] != '.':
+                    path = os.path.join(folder, name)
+                    stem = os.path.splitext(os.path.relpath(path, self.data))[0].lower()
+                    parts = [PART_NAMES[x] for x in stem.split(os.sep) if x in PART_NAMES]
+                    files.append(((parts or [None])[0], path))
+        require(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
+        return files
+
     @functools.cached_property
     def parts(self):
         """{part: [documents]}."""
-        def share(x, part):
-            low, high = SHARES[part]
-            return x[int(low * len(x)):int(high * len(x))]
-
         found = [(part, document) for part, document in self.read() if len(document) > 1]
         require(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
         if any(part for part, _ in found):
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
             return named | dict(val=val or test, test=test or val)
+
+        def cut(x):     # into 90, 5 and 5 %
+            return np.split(x, [int(0.9 * len(x)), int(0.95 * len(x))])
+
         documents = [document for _, document in found]
         if len(documents) < 20:
-            return {part: [share(document, part) for document in documents] for part in PARTS}
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))
-        return {part: [documents[i] for i in share(order, part)] for part in PARTS}
+            return dict(zip(PARTS, zip(*map(cut, documents))))
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).numpy()
+        return {part: [documents[i] for i in numbers] for part, numbers in zip(PARTS, cut(order))}
 
     def of_part(self, part):
         """The documents of a part that have something to predict. Raise DataError if none has."""
         documents = [document for document in self.parts[part] if len(document) > 1]
-        require(documents, f'{self.data or "the corpus"} has nothing for {part}: '
+        require(documents, f'{self.data} has nothing for {part}: '
                            f'name a file or folder in it {part}, or add text')
         return documents
 
@@ -954,7 +957,7 @@ class Corpus(Task):
         A shorter document is taken whole."""
         documents = self.of_part('train')
         ends = np.cumsum([len(document) for document in documents])
-        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()
+        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n], counted over all documents
         chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
         places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
         starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
@@ -992,22 +995,6 @@ class Corpus(Task):
         return max(lengths)
 
 
-def files_in(data, needs, endings='', skip=()):
-    """[(part or None, path)] of a file, or of the files in a folder and below with one of the
-    endings. Hidden files and folders in `skip` are left out."""
-    files = [(None, data)] if os.path.isfile(data) else []
-    for folder, folders, names in os.walk(data):
-        folders[:] = sorted(name for name in folders if name[0] != '.' and name not in skip)
-        for name in sorted(names):
-            if name.lower().endswith(endings) and name[0] != '.':
-                path = os.path.join(folder, name)
-                words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
-                parts = [PART_NAMES[word] for word in words if word in PART_NAMES]
-                files.append((parts[0] if parts else None, path))
-    require(files, f'{data} does not exist or has no such files; it must be {needs}')
-    return files
-
-
 def mapped(path, dtype):
     """A file as an array. A file of more than a megabyte stays on disk."""
     if os.path.getsize(path) <= 2 ** 20:
@@ -1043,23 +1030,21 @@ class StandardLibrary(Text):
     'def f(x):'
     """
     needs = ''
+    data = sysconfig.get_path('stdlib')
+    endings = '.py'
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-
-    def read(self):
-        files = files_in(sysconfig.get_path('stdlib'), '', '.py', self.skip)
-        return [(None, mapped(path, np.uint8)) for _, path in files]
 
 
 class TextCharacters(Corpus):
     """Text files by characters, those that occur in them. `length`: characters in a context."""
-    own_vocab = True
     needs = ('a text file (UTF-8), or a folder of them, as tinyshakespeare of '
              'github.com/karpathy/char-rnn')
+    own_vocab = True
+    separator = ''
 
     @functools.cached_property
     def vocab(self):
-        texts = [read_text(path) for _, path in files_in(self.data, self.needs)]
-        return ['<pad>', *sorted(set().union(*texts))]
+        return ['<pad>', *sorted(set().union(*(read_text(path) for _, path in self.files())))]
 
     def documents(self, path):
         characters = [ord(character) for character in self.vocab[1:]]
@@ -1074,7 +1059,6 @@ class Tokens(Corpus):
     """
     needs = 'a .bin (uint16) or .npy file of tokens, or a folder of them'
     endings = ('.bin', '.npy')
-    separator = ' '
 
     def __init__(self, size=50257):
         self.vocab = ['<pad>', *map(str, range(size))]
@@ -1083,8 +1067,7 @@ class Tokens(Corpus):
         if path.lower().endswith('.bin'):
             return [mapped(path, np.uint16)]
         array = np.load(path, mmap_mode='r')
-        require(getattr(array, 'ndim', 0) == 1 and array.dtype.kind in 'ui',
-                f'{path} is not a row of integers; it must be {self.needs}')
+        require(array.ndim == 1 and array.dtype.kind in 'ui', f'{path} is not a row of integers')
         return [array]
 
 
@@ -1098,11 +1081,7 @@ class GPT2(Tokens):
 
     @functools.cached_property
     def byte_pairs(self):
-        try:
-            import tiktoken
-        except ImportError:
-            raise DataError("GPT-2's byte pairs require tiktoken: pip install tiktoken") from None
-        return tiktoken.get_encoding('gpt2')
+        return package('tiktoken').get_encoding('gpt2')
 
     def decode(self, row):
         return self.byte_pairs.decode([i - 1 for i in row.tolist() if 1 <= i <= 50257])
@@ -1120,7 +1099,6 @@ class JSB(Corpus):
     """
     needs = 'Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)'
     vocab = ['<pad>', '-', *map(str, range(21, 109))]
-    separator = ' '
     stride = 4
     min_length = 5
 
@@ -1129,10 +1107,8 @@ class JSB(Corpus):
         with reading(self.data, self.needs):
             chorales = json.loads(pathlib.Path(self.data).read_bytes())
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
-                for pitches in map(np.array, chorales[name]):           # [T, 4]
-                    fits = pitches.shape[1:] == (4,) and np.isin(pitches, [-1, *range(21, 109)])
-                    require(np.all(fits), f'a chorale in {self.data} is not rows of four pitches, '
-                                          'each -1 or 21 to 108')
+                for chorale in chorales[name]:
+                    pitches = np.array(chorale).reshape(-1, 4)      # [T, 4], -1 is silence
                     found.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
         return found
 
@@ -1145,14 +1121,10 @@ class MIDI(Corpus):
     needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
     endings = ('.mid', '.midi')
     first = 0
-    separator = ' '
 
     @functools.cached_property
     def remi(self):
-        try:
-            import miditok
-        except ImportError:
-            raise DataError('MIDI files require miditok: pip install miditok') from None
+        miditok = package('miditok')
         return miditok.REMI(miditok.TokenizerConfig(
             pitch_range=(21, 108), drums_pitch_range=(27, 87), use_chords=True, use_tempos=True,
             num_tempos=32, use_time_signatures=False, one_token_stream_for_programs=True,
@@ -1160,8 +1132,7 @@ class MIDI(Corpus):
 
     @functools.cached_property
     def vocab(self):
-        names = sorted(self.remi.vocab, key=self.remi.vocab.get)
-        return ['<pad>', *names[1:]]    # miditok: PAD_None
+        return ['<pad>', *sorted(self.remi.vocab, key=self.remi.vocab.get)[1:]]  # not PAD_None
 
     def documents(self, path):
         bos, eos = self.remi['BOS_None'], self.remi['EOS_None']
@@ -1169,8 +1140,8 @@ class MIDI(Corpus):
 
     def problems(self, n, length, draw):
         tokens, _ = super().problems(n, length, draw)
-        shift = draw.integers(7, n, 1)  # of each context, as a row of `transposed`
-        tokens = self.transposed.to(tokens.device)[shift, tokens]
+        shift = draw.integers(7, n, 1)      # of each context, as a row of `transposed`
+        tokens = self.transposed.to(tokens.device)[shift, tokens]       # [n, length]
         return tokens, supervise(tokens, 1)
 
     @functools.cached_property
@@ -1181,9 +1152,18 @@ class MIDI(Corpus):
         pitches = {int(name[6:]): i for i, name in enumerate(self.vocab) if name[:6] == 'Pitch_'}
         for row, shift in zip(table, range(-3, 4)):
             for pitch, i in pitches.items():
+                octave = 12 if shift < 0 else -12
                 moved = pitch + shift
-                row[i] = next(pitches[p] for p in (moved, moved - 12, moved + 12) if p in pitches)
+                row[i] = pitches[moved if moved in pitches else moved + octave]
         return table
+
+
+def package(name):
+    """Import a package that only one task requires. Raise DataError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise DataError(f'this task requires {name}: pip install {name}') from None
 
 
 class Genome(Corpus):
@@ -1199,9 +1179,8 @@ class Genome(Corpus):
     endings = ('.fa', '.fasta', '.fna')
     special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
     vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
-    separator = ' '
     first = 0
-    letters = np.full(256, 4, dtype=np.uint8)
+    letters = np.full(256, 4, dtype=np.uint8)   # A C G T N: 0 to 4
     letters[list(b'ACGTacgt')] = [0, 1, 2, 3] * 2
 
     def tokens(self, sequence):
@@ -1212,8 +1191,7 @@ class Genome(Corpus):
         for segment in np.split(code, edges):
             whole = len(segment) // 6 * 6 if (segment < 4).all() else 0
             kmers = segment[:whole].reshape(-1, 6) @ (4 ** np.arange(5, -1, -1))
-            parts.append(kmers + len(self.special))
-            parts.append(segment[whole:].astype(np.int64) + self.special.index('A'))
+            parts += [kmers + len(self.special), segment[whole:] + self.special.index('A')]
         return np.concatenate(parts).astype(np.uint16)
 
     def documents(self, path):
@@ -1246,28 +1224,27 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
 
 @functools.cache
 def make(name, data=''):
-    """Return the task of a name and its options, as in 'parity' or
-    'indirect_indexing:letters=12:shift=2', and, if it reads files, of the path `data`. Raise
-    DataError if there is none."""
+    """Return a new task of a name and its options, as in 'parity' or
+    'indirect_indexing:letters=12:shift=2', and, if it reads files, of the path `data`; again the
+    same one for the same arguments. Raise DataError if there is none."""
     base, *options = name.split(':')
-    near = ''.join(f', did you mean {x!r}?' for x in difflib.get_close_matches(base, TASKS, 1))
-    require(base in TASKS, f'unknown task {base!r}{near or "."} There are: {", ".join(TASKS)}')
-    task = TASKS[base]
+    require(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
+    task = copy.copy(TASKS[base])
     require(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
     require(task.needs or not data, f'{base} reads no files: remove --data={data}')
-    if options or data:
-        takes, given = inspect.signature(type(task)).parameters, {}
-        for option in options:
-            key, _, value = option.partition('=')
-            require(key in takes, f'{base} has no option {option!r}; its options are: '
-                                  f'{", ".join(takes) or "none"} (as in flip_flop:ignore=98)')
-            kind = type(takes[key].default)
-            fits = kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))
-            wants = '0 or 1' if kind is bool else 'an integer'
-            require(value and fits, f'{base}:{key} must be {wants}, not {value!r}')
-            given[key] = value if kind is str else kind(int(value))
+    takes, given = inspect.signature(type(task)).parameters, {}
+    for option in options:
+        key, _, value = option.partition('=')
+        require(key in takes, f'{base} has no option {option!r}; its options are: '
+                              f'{", ".join(takes) or "none"} (as in flip_flop:ignore=98)')
+        kind = type(takes[key].default)
+        fits = kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))
+        wants = '0 or 1' if kind is bool else 'an integer'
+        require(value and fits, f'{base}:{key} must be {wants}, not {value!r}')
+        given[key] = value if kind is str else kind(int(value))
+    if given:
         task = type(task)(**given)
-    task.name, task.data = name, data
+    task.name, task.data = name, data or task.data
     return task
 
 
@@ -1279,19 +1256,19 @@ def example(name, length):
 
 def main(argv):
     """List the tasks, or print examples of one."""
-    if '-h' in argv or '--help' in argv:
-        return print(__doc__)
-    data = ''.join(arg.removeprefix('--data=') for arg in argv if arg.startswith('--data='))
-    name, *rest = [arg for arg in argv if not arg.startswith('--data=')] or ['']
-    require(len(rest) < 2 and all(map(str.isdecimal, rest)) and name[:1] != '-',
-            f'use python tasks.py [NAME [LENGTH] [--data=PATH]], not {" ".join(argv)}')
-    if not name:
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('name', nargs='?')
+    parser.add_argument('length', nargs='?', type=int)
+    parser.add_argument('--data', default='')
+    args = parser.parse_args(argv)
+    if not args.name:
         for name, task in TASKS.items():
             says = ' '.join(type(task).__doc__.partition('>>>')[0].split())
             print(f'{name:18} {re.split(r"(?<!al)[.] ", says + " ")[0]}.')
         return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
-    task = make(name, data)
-    length = int(rest[0]) if rest else 64 if task.corpus else max(5, task.min_length)
+    task = make(args.name, args.data)
+    length = args.length or (64 if task.corpus else max(5, task.min_length))
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     if options := ':'.join(map(str, inspect.signature(type(task)).parameters.values())):
