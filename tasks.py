@@ -16,7 +16,6 @@ import collections
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import itertools
 import json
@@ -129,6 +128,22 @@ def supervise(tokens, start):
     return targets.masked_fill(unasked, -100)
 
 
+def compose(prompt, answer):
+    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Both
+    are lists of tokens, the same in every row or [n, k]; padding moves to the end of its row."""
+    first = next(filter(torch.is_tensor, prompt))[:, :1]    # [n, 1]
+
+    def columns(parts):
+        return torch.cat([part if torch.is_tensor(part) else torch.full_like(first, part)
+                          for part in parts], dim=1)
+
+    tokens = torch.cat([columns(prompt), columns(answer)], dim=1)   # [n, T]
+    padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)
+    start = (columns(prompt) != PAD).sum(dim=1, keepdim=True)       # [n, 1]
+    tokens = tokens.gather(1, padding_last)
+    return tokens, supervise(tokens, start)
+
+
 def iterate(step, x):
     """s [n, L] with s_1 = x_1 and s_t = step(s_(t-1), x_t)."""
     return torch.stack(list(itertools.accumulate(x.unbind(dim=1), step)), dim=1)
@@ -141,7 +156,19 @@ class Iterative(Task):
     """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input,
     states, end of sequence. `length` is L; the states s and EoS are supervised. steps=0, as in
     parity:steps=0, keeps only the last state (A.1: no chain of thought). A subclass defines the
-    symbols, and the states of inputs that are uniform on the symbols."""
+    symbols, and the states of inputs that are uniform on the symbols.
+    >>> examples(5, 'copy', 'parity', 'polynomial', 'product', 'product:own=1', 'reverse', 'count',
+    ...          'mode', 'sort')
+    copy                BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS
+    parity              BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS
+    polynomial          BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS
+    product             BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS
+    product:own=1       BoS 1 4 2 1 4 EoI 1 1 4 4 4 EoS
+    reverse             BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS
+    count               BoS 80 84 EoI 80 81 82 83 84 EoS
+    mode                BoS e j d a d EoI d EoS
+    sort                BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS
+    """
     end = EOS
     symbols = range(2)
 
@@ -152,9 +179,7 @@ class Iterative(Task):
     def problems(self, n, length, draw):
         x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices into symbols
         s = s if self.steps else s[:, -1:]
-        bos, eoi, eos = (torch.full((n, 1), i, device=x.device) for i in (BOS, EOI, EOS))
-        tokens = torch.cat([bos, x + 4, eoi, s + 4, eos], dim=1)  # [n, 1 + L + 1 + m + 1]
-        return tokens, supervise(tokens, x.shape[1] + 2)
+        return compose([BOS, x + 4, EOI], [s + 4, EOS])
 
     def inputs_and_states(self, n, length, draw):
         x = draw.integers(len(self.symbols), n, length)
@@ -162,28 +187,19 @@ class Iterative(Task):
 
 
 class Copy(Iterative):
-    """Binary copy, s_t = x_t (ViPE Table 3).
-    >>> example('copy', 5)
-    'BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS'
-    """
+    """Binary copy, s_t = x_t (ViPE Table 3)."""
     def states(self, x):
         return x
 
 
 class Parity(Iterative):
-    """Running parity, s_1 = x_1, s_t = (s_(t-1) + x_t) mod 2 (ViPE Table 3).
-    >>> example('parity', 5)
-    'BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS'
-    """
+    """Running parity, s_1 = x_1, s_t = (s_(t-1) + x_t) mod 2 (ViPE Table 3)."""
     def states(self, x):
         return x.cumsum(dim=1) % 2
 
 
 class Polynomial(Iterative):
-    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod 5 (ViPE Table 3).
-    >>> example('polynomial', 5)
-    'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
-    """
+    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod 5 (ViPE Table 3)."""
     symbols = range(5)
 
     def states(self, x):
@@ -193,12 +209,7 @@ class Polynomial(Iterative):
 class Product(Iterative):
     """Running product, s_t = s_(t-1) beta_t x_t mod 5, x_t in 1..4, s_0 = 1, beta = 1.
     product:own=1 draws a beta for each position once, so no model can know beta beyond the training
-    lengths. (The toy model of ViPE's section 3, where the numbers are real.)
-    >>> example('product', 5)
-    'BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS'
-    >>> example('product:own=1', 5)
-    'BoS 1 4 2 1 4 EoI 1 1 4 4 4 EoS'
-    """
+    lengths. (The toy model of ViPE's section 3, where the numbers are real.)"""
     max_length = 1000
     symbols = range(1, 5)
 
@@ -214,10 +225,7 @@ class Product(Iterative):
 
 
 class Reverse(Iterative):
-    """The input reversed, s_t = x_(L+1-t), digits 0-9.
-    >>> example('reverse', 5)
-    'BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS'
-    """
+    """The input reversed, s_t = x_(L+1-t), digits 0-9."""
     symbols = range(10)
 
     def states(self, x):
@@ -226,10 +234,7 @@ class Reverse(Iterative):
 
 class Count(Iterative):
     """Count from the first number to the second (Zhou et al. 2023). `length`: numbers counted.
-    The start is uniform, so that short problems contain every number that long problems need.
-    >>> example('count', 4)
-    'BoS 44 47 EoI 44 45 46 47 EoS'
-    """
+    The start is uniform, so that short problems contain every number that long problems need."""
     max_length = 128
     symbols = range(128)
 
@@ -241,10 +246,7 @@ class Count(Iterative):
 
 class Mode(Iterative):
     """The most frequent of the letters a-j, which is always unique (Zhou et al. 2023).
-    Letters are uniform. If several tie, a random one of them replaces one letter of another.
-    >>> example('mode', 7)
-    'BoS e d d a d j h EoI d EoS'
-    """
+    Letters are uniform. If several tie, a random one of them replaces one letter of another."""
     symbols = 'abcdefghij'
 
     def inputs_and_states(self, n, length, draw):
@@ -260,10 +262,7 @@ class Mode(Iterative):
 
 
 class Sort(Iterative):
-    """Numbers 0-99, all different, in ascending order (Zhou et al. 2023).
-    >>> example('sort', 5)
-    'BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS'
-    """
+    """Numbers 0-99, all different, in ascending order (Zhou et al. 2023)."""
     max_length = 100
     symbols = range(100)
 
@@ -277,8 +276,8 @@ class IndirectIndexing(Task):
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
     shift is uniform on the shifts in -15..+15 that stay inside it. Only the last letter is
     supervised.
-    >>> example('indirect_indexing', 20)
-    'MjrbCDsiSNgcktphwTOe, t, -3, g'
+    >>> examples(20, 'indirect_indexing')
+    indirect_indexing   MjrbCDsiSNgcktphwTOe, t, -3, g
     """
     separator = ''
 
@@ -296,14 +295,10 @@ class IndirectIndexing(Task):
         low = (-i).clamp(min=-self.max_shift)
         high = (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
-        size, commas = shift.abs(), torch.full_like(shift, comma)
-        tokens = torch.cat([source, commas, source.gather(1, i), commas,
-                            torch.where(shift < 0, minus, plus), size // 10 + digit,
-                            size % 10 + digit, commas, source.gather(1, i + shift)], dim=1)
-        tens = length + 4       # where the first of two digits is, which a size below 10 lacks
-        short = torch.cat([tokens[:, :tens], pad(tokens[:, tens + 1:], (0, 1), value=PAD)], dim=1)
-        tokens = torch.where(size < 10, short, tokens)  # [n, length + 8]
-        return tokens, supervise(tokens, length + 6 + (size >= 10).long())
+        sign, size = torch.where(shift < 0, minus, plus), shift.abs()
+        tens = torch.where(size < 10, PAD, size // 10 + digit)
+        return compose([source, comma, source.gather(1, i), comma, sign, tens, size % 10 + digit,
+                        comma], [source.gather(1, i + shift)])
 
     def decode(self, row):
         return super().decode(row).replace(',', ', ')
@@ -314,7 +309,12 @@ class IndirectIndexing(Task):
 
 class Classification(Task):
     """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
-    uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class)."""
+    uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class).
+    >>> examples(9, 'distance', 'distance_sum', 'trigger_count')
+    distance            w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1
+    distance_sum        w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1
+    trigger_count       trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3
+    """
     query, first_class, classes, triggers = 1, 2, 32, 0
 
     def __init__(self):
@@ -327,18 +327,13 @@ class Classification(Task):
     def problems(self, n, length, draw):
         words = draw.integers(574 - self.first_word, n, length) + self.first_word
         words, label = self.place(words, draw)      # [n, L], [n, 1]
-        query = torch.full_like(label, self.query)
-        tokens = torch.cat([words, query, label + self.first_class], dim=1)     # [n, L + 2]
-        return tokens, supervise(tokens, length + 1)
+        return compose([words, self.query], [label + self.first_class])
 
 
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
-    span, 128 or, as in distance:span=16, the training length: so training covers every class.
-    >>> example('distance', 9)
-    'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
-    """
+    span, 128 or, as in distance:span=16, the training length: so training covers every class."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -367,19 +362,13 @@ class Distance(Classification):
 
 class DistanceSum(Distance):
     """The sum of two trigger distances (the Toeplitz study, appendix E): triggers 0, 1 and 2, 3.
-    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four positions.
-    >>> example('distance_sum', 9)
-    'w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1'
-    """
+    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four positions."""
     triggers = min_length = 4
 
 
 class TriggerCount(Classification):
     """Task 2: the number of trigger tokens, of 20 kinds (the Toeplitz study, section 4.1).
-    The count is the class, uniform on 0..31, or, with trigger_count:most=16, on 0..16.
-    >>> example('trigger_count', 9)
-    'trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3'
-    """
+    The count is the class, uniform on 0..31, or, with trigger_count:most=16, on 0..16."""
     triggers = 20
 
     def __init__(self, most=31):
@@ -405,49 +394,53 @@ LETTERS = CHARACTERS.index('a') - 1     # the number that encodes a; digits: 0 t
 
 class Characters(Task):
     """prompt=answer. with everything after "=" supervised; by default x=answer(x). for a string x
-    of `length` digits below `symbols`. A subclass defines answer, or write(*inputs) and inputs().
-    write returns a list of parts: texts, or numbers [n, k], where 0 to 9 are digits, LETTERS + i is
-    a letter and -1 is nothing."""
+    of `length` digits below `symbols`. A subclass defines answer, or inputs() and write(*inputs),
+    which returns the prompt and the answer: lists of texts and of numbers [n, k], where 0 to 9 are
+    digits, LETTERS + i is a letter and -1 is nothing.
+    >>> examples(6, 'string_copy', 'copy_repeated', 'string_reverse', 'bucket_sort', 'odds_first',
+    ...          'stack', 'dyn_str_cpy')
+    string_copy         493039=493039.
+    copy_repeated       444444=444444.
+    string_reverse      ^493039=930394.
+    bucket_sort         443034=033444.
+    odds_first          493039=909433.
+    stack               110112=1011200.
+    dyn_str_cpy         047878,4=47878.
+    >>> examples(3, 'addition', 'addition:reversed=1', 'addition_cot', 'multiplication_cot')
+    addition            33+794=827.
+    addition:reversed=1 33+497=728.
+    addition_cot        33+497=3407,3912,0708→728.
+    multiplication_cot  839x773=839x[7*(7+1)(7+0)(3+0)+7*(7+1)(3+0)+3*(3+1)].
+    """
     vocab = CHARACTERS
     end = CHARACTERS.index('.')
     separator = ''
     symbols = 10
 
     def problems(self, n, length, draw):
-        columns = []
-        for part in self.write(*self.inputs(n, length, draw)):
-            if isinstance(part, str):
-                text = torch.tensor([CHARACTERS.index(c) for c in part], device=draw.device)
-                columns.append(text.expand(n, -1))
-            else:
-                columns.append(part + 1)    # number 0 is token 1, and -1 becomes padding
-        tokens = torch.cat(columns, dim=1)  # [n, T], with padding in between
-        padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)
-        tokens = tokens.gather(1, padding_last)
-        equals = (tokens == CHARACTERS.index('=')).long().argmax(dim=1, keepdim=True)   # [n, 1]
-        return tokens, supervise(tokens, equals + 1)
+        prompt_and_answer = []
+        for parts in self.write(*self.inputs(n, length, draw)):
+            tokens = []
+            for part in parts:      # number 0 is token 1, and -1 becomes padding
+                tokens += [part + 1] if torch.is_tensor(part) else map(CHARACTERS.index, part)
+            prompt_and_answer.append(tokens)
+        return compose(*prompt_and_answer)
 
     def inputs(self, n, length, draw):
         return [draw.integers(self.symbols, n, length)]
 
     def write(self, x):
-        return [x, '=', self.answer(x), '.']
+        return [x, '='], [self.answer(x), '.']
 
 
 class StringCopy(Characters):
-    """Copy a string of digits.
-    >>> example('string_copy', 7)
-    '4930397=4930397.'
-    """
+    """Copy a string of digits."""
     def answer(self, x):
         return x
 
 
 class CopyRepeated(StringCopy):
-    """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023).
-    >>> example('copy_repeated', 7)
-    '4444444=4444444.'
-    """
+    """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023)."""
     def inputs(self, n, length, draw):
         x = draw.integers(35, n, 1)
         return [torch.where(x < 10, x, x - 10 + LETTERS).expand(-1, length)]
@@ -455,19 +448,13 @@ class CopyRepeated(StringCopy):
 
 class StringReverse(Characters):
     """Reverse a string of digits. The answer ends with the digit that follows the start symbol,
-    which PRISM's Figure 15 names.
-    >>> example('string_reverse', 7)
-    '^4930397=7930394.'
-    """
+    which PRISM's Figure 15 names."""
     def write(self, x):
-        return ['^', x, '=', x.flip(1), '.']
+        return ['^', x, '='], [x.flip(1), '.']
 
 
 class BucketSort(Characters):
-    """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023).
-    >>> example('bucket_sort', 7)
-    '4430342=0233444.'
-    """
+    """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023)."""
     symbols = 5
 
     def answer(self, x):
@@ -475,10 +462,7 @@ class BucketSort(Characters):
 
 
 class OddsFirst(Characters):
-    """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string.
-    >>> example('odds_first', 6)
-    '493039=909433.'
-    """
+    """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string."""
     def answer(self, x):
         return torch.cat([x[:, 1::2], x[:, ::2]], dim=1)
 
@@ -486,10 +470,7 @@ class OddsFirst(Characters):
 class Stack(Characters):
     """A stack of 0 and 1, bottom first, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
     The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
-    actions; the size of the stack is uniform on 1..length-1.
-    >>> example('stack', 7)
-    '1104223=01120000.'
-    """
+    actions; the size of the stack is uniform on 1..length-1."""
     def inputs(self, n, length, draw):
         size = 1 + draw.integers(max(1, length - 1), n, 1)
         stack = draw.integers(2, n, length)
@@ -511,10 +492,7 @@ class Stack(Characters):
 
 
 class DynStrCpy(Characters):
-    """The suffix of the string that begins at a given digit, which occurs once. `length`: digits.
-    >>> example('dyn_str_cpy', 7)
-    '0278481,4=481.'
-    """
+    """The suffix of the string that begins at a given digit, which occurs once."""
     def inputs(self, n, length, draw):
         d = draw.integers(10, n, 1)
         x = draw.integers(9, n, length)
@@ -523,16 +501,13 @@ class DynStrCpy(Characters):
 
     def write(self, x, d):
         suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)
-        return [x, ',', d, '=', suffix, '.']
+        return [x, ',', d, '='], [suffix, '.']
 
 
 class AdditionCoT(Characters):
     """Add two numbers, both written lowest digit first, with a chain of thought.
     For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
-    digits of the longer number. The other's number is uniform on 1..length; no leading zeros.
-    >>> example('addition_cot', 3)
-    '33+497=3407,3912,0708→728.'
-    """
+    digits of the longer number. The other's number is uniform on 1..length; no leading zeros."""
     def inputs(self, n, length, draw):
         long = number(n, length, draw, length)
         short = number(n, length, draw, 1 + draw.integers(length, n, 1))
@@ -552,33 +527,25 @@ class AdditionCoT(Characters):
 
     def write(self, a, b):
         steps, total = self.add(a, b)
-        return [a, '+', b, '=', *steps, '→', *total, '.']
+        return [a, '+', b, '='], [*steps, '→', *total, '.']
 
 
 class Addition(AdditionCoT):
     """Add two numbers without a chain of thought. `length` as in addition_cot. Option reversed=1:
-    lowest digits first.
-    >>> example('addition', 3)
-    '33+794=827.'
-    >>> example('addition:reversed=1', 3)
-    '33+497=728.'
-    """
+    lowest digits first."""
     def __init__(self, reversed=False):
         self.reversed = reversed
 
     def write(self, a, b):
         numbers = a, b, torch.cat(self.add(a, b)[1], dim=1)
         a, b, total = numbers if self.reversed else (x.flip(1) for x in numbers)
-        return [a, '+', b, '=', total, '.']
+        return [a, '+', b, '='], [total, '.']
 
 
 class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
     For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
-    digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros.
-    >>> example('multiplication_cot', 4)
-    '9x1613=9x[1*(1+1)(6+0)(1+0)(3+0)+6*(6+1)(1+0)(3+0)+1*(1+1)(3+0)+3*(3+1)].'
-    """
+    digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros."""
     def inputs(self, n, length, draw):
         a = number(n, length, draw, 1 + draw.integers(length, n, 1))
         b = number(n, length, draw, length)
@@ -591,7 +558,7 @@ class MultiplicationCoT(Characters):
             terms += ['+', digit, '*(', digit, '+1)']
             for lower in digits_of_b[i + 1:]:
                 terms += ['(', lower, '+0)']
-        return [a, 'x', b, '=', a, 'x[', *terms[1:], '].']
+        return [a, 'x', b, '='], [a, 'x[', *terms[1:], '].']
 
 
 def number(n, length, draw, size):
@@ -609,8 +576,8 @@ def number(n, length, draw, size):
 class FlipFlop(Task):
     """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
     `length`: instructions; only the bits after r are supervised. Option `ignore`: percent of i.
-    >>> example('flip_flop', 5)
-    'w 1 i 0 i 0 r 1 r 1'
+    >>> examples(5, 'flip_flop')
+    flip_flop           w 1 i 0 i 0 r 1 r 1
     """
     vocab = ['<pad>', 'w', 'i', 'r', '0', '1']
     min_length = 2
@@ -637,8 +604,8 @@ class Group(Task):
     product of x_1 to x_t, without a chain of thought. `length`: elements, uniform. Option `name`:
     s2 to s5, permutations; the left factor is applied first. The start symbol lets attention that
     depends on distances alone, which averages equal values, distinguish `x x` from `x`.
-    >>> example('group:name=s3', 5)
-    '^ 102 120 210 012 021'
+    >>> examples(5, 'group:name=s3')
+    group:name=s3       ^ 102 120 210 012 021
     """
     labels = True
 
@@ -662,8 +629,8 @@ class MQAR(Task):
     again, in any order, among noise. Only the values are supervised, and only when they come again.
     `length`: pairs of tokens. Options `keys`: how many; `words`: the size of the vocabulary of
     keys, of values and of noise.
-    >>> example('mqar:keys=2:words=9', 6)
-    'key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8'
+    >>> examples(6, 'mqar:keys=2:words=9')
+    mqar:keys=2:words=9 key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8
     """
     def __init__(self, keys=4, words=64):
         require(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
@@ -793,8 +760,8 @@ def scan_pairs(split='length', part='train'):
 class SCAN(Pairs):
     """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions.
     scan is split by length, 1 to 22 in training and 24 to 48 in the test; scan_simple at random.
-    >>> example('scan', 4)
-    'BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS'
+    >>> examples(4, 'scan')
+    scan                BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS
     """
     def __init__(self, simple=False):
         self.split = 'simple' if simple else 'length'
@@ -812,8 +779,8 @@ class SCAN(Pairs):
 class SCANCoT(SCAN):
     """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: the actions in SCAN.
     twice and thrice are written out, then the actions of every clause, in the order of execution.
-    >>> example('scan_cot', 3)
-    'jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .'
+    >>> examples(3, 'scan_cot')
+    scan_cot            jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .
     """
     marks = ('=', '.')
 
@@ -957,7 +924,7 @@ class Corpus(Task):
         A shorter document is taken whole."""
         documents = self.of_part('train')
         ends = np.cumsum([len(document) for document in documents])
-        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n], counted over all documents
+        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n], over all documents
         chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
         places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
         starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
@@ -1081,7 +1048,9 @@ class GPT2(Tokens):
 
     @functools.cached_property
     def byte_pairs(self):
-        return package('tiktoken').get_encoding('gpt2')
+        with reading('byte pairs', 'after pip install tiktoken'):
+            import tiktoken
+            return tiktoken.get_encoding('gpt2')
 
     def decode(self, row):
         return self.byte_pairs.decode([i - 1 for i in row.tolist() if 1 <= i <= 50257])
@@ -1124,7 +1093,8 @@ class MIDI(Corpus):
 
     @functools.cached_property
     def remi(self):
-        miditok = package('miditok')
+        with reading('MIDI', 'after pip install miditok'):
+            import miditok
         return miditok.REMI(miditok.TokenizerConfig(
             pitch_range=(21, 108), drums_pitch_range=(27, 87), use_chords=True, use_tempos=True,
             num_tempos=32, use_time_signatures=False, one_token_stream_for_programs=True,
@@ -1158,14 +1128,6 @@ class MIDI(Corpus):
         return table
 
 
-def package(name):
-    """Import a package that only one task requires. Raise DataError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DataError(f'this task requires {name}: pip install {name}') from None
-
-
 class Genome(Corpus):
     """FASTA files in 6-mers as the Nucleotide Transformer cuts them; a record is a document.
     6-mers do not overlap, and start at the left of every segment without N. Each letter left over
@@ -1180,19 +1142,13 @@ class Genome(Corpus):
     special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
     vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
     first = 0
-    letters = np.full(256, 4, dtype=np.uint8)   # A C G T N: 0 to 4
-    letters[list(b'ACGTacgt')] = [0, 1, 2, 3] * 2
+    index = {word.encode(): i for i, word in enumerate(vocab)}
 
     def tokens(self, sequence):
         """The tokens of a sequence of bytes."""
-        code = self.letters[np.frombuffer(sequence, dtype=np.uint8)]
-        edges = np.flatnonzero(np.diff(code < 4)) + 1  # of the segments without N
-        parts = []
-        for segment in np.split(code, edges):
-            whole = len(segment) // 6 * 6 if (segment < 4).all() else 0
-            kmers = segment[:whole].reshape(-1, 6) @ (4 ** np.arange(5, -1, -1))
-            parts += [kmers + len(self.special), segment[whole:] + self.special.index('A')]
-        return np.concatenate(parts).astype(np.uint16)
+        sequence = re.sub(b'[^ACGT]', b'N', sequence.upper())
+        words = re.findall(b'[ACGT]{6}|.', sequence)
+        return np.fromiter(map(self.index.get, words), dtype=np.uint16)
 
     def documents(self, path):
         head, *records = (b'\n' + pathlib.Path(path).read_bytes()).split(b'\n>')
@@ -1248,10 +1204,11 @@ def make(name, data=''):
     return task
 
 
-def example(name, length):
-    """The first problem of that task and length from seed 0, as text."""
-    tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
-    return make(name).decode(tokens[0])
+def examples(length, *names):
+    """Print the first problem of each task of that length from seed 0."""
+    for name in names:
+        tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
+        print(f'{name:19}', make(name).decode(tokens[0]))
 
 
 def main(argv):
