@@ -95,11 +95,14 @@ class Task:
 
     def encode(self, text):
         """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
-        words = text.split() if self.separator else list(text)
-        unknown = ' '.join(sorted(set(words) - set(self.vocab[1:])))
+        words, index = self.tokenize(text), {word: i for i, word in enumerate(self.vocab) if i != PAD}
+        unknown = ' '.join(sorted(set(words) - set(index)))
         require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
                              f'with {" ".join(self.vocab[1:33])!r}')
-        return torch.tensor([self.vocab.index(word) for word in words], dtype=torch.int64)
+        return torch.tensor([index[word] for word in words], dtype=torch.int64)
+
+    def tokenize(self, text):
+        return text.split() if self.separator else list(text)
 
 
 class Draw:
@@ -215,8 +218,7 @@ class Product(Iterative):
 
     def __init__(self, own=False, steps=True):
         g = torch.Generator().manual_seed(0)
-        beta = torch.randint(1, 5, (self.max_length,), generator=g)
-        self.beta = beta if own else torch.ones_like(beta)
+        self.beta = torch.randint(1, 5 if own else 2, (self.max_length,), generator=g)
         super().__init__(steps)
 
     def states(self, x):
@@ -389,14 +391,13 @@ class TriggerCount(Classification):
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
-LETTERS = CHARACTERS.index('a') - 1     # the number that encodes a; digits: 0 to 9
 
 
 class Characters(Task):
     """prompt=answer. with everything after "=" supervised; by default x=answer(x). for a string x
     of `length` digits below `symbols`. A subclass defines answer, or inputs() and write(*inputs),
-    which returns the prompt and the answer: lists of texts and of numbers [n, k], where 0 to 9 are
-    digits, LETTERS + i is a letter and -1 is nothing.
+    which returns the prompt and the answer: lists of texts and of numbers [n, k]: digits, or
+    -1 for nothing.
     >>> examples(6, 'string_copy', 'copy_repeated', 'string_reverse', 'bucket_sort', 'odds_first',
     ...          'stack', 'dyn_str_cpy')
     string_copy         493039=493039.
@@ -443,7 +444,8 @@ class CopyRepeated(StringCopy):
     """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023)."""
     def inputs(self, n, length, draw):
         x = draw.integers(35, n, 1)
-        return [torch.where(x < 10, x, x - 10 + LETTERS).expand(-1, length)]
+        letter = CHARACTERS.index('a') - 1      # the number that becomes an a
+        return [torch.where(x < 10, x, x - 10 + letter).expand(-1, length)]
 
 
 class StringReverse(Characters):
@@ -602,8 +604,8 @@ class FlipFlop(Task):
 class Group(Task):
     """State tracking (Merrill et al. 2024): token t is an element x_t of a group, its label the
     product of x_1 to x_t, without a chain of thought. `length`: elements, uniform. Option `name`:
-    s2 to s5, permutations; the left factor is applied first. The start symbol lets attention that
-    depends on distances alone, which averages equal values, distinguish `x x` from `x`.
+    s2 to s5, permutations; the left factor is applied first. Without the start symbol,
+    attention that depends on distances alone could not distinguish `x x` from `x`.
     >>> examples(5, 'group:name=s3')
     group:name=s3       ^ 102 120 210 012 021
     """
@@ -626,9 +628,8 @@ class Group(Task):
 
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023): pairs of key and value, then each pair
-    again, in any order, among noise. Only the values are supervised, and only when they come again.
-    `length`: pairs of tokens. Options `keys`: how many; `words`: the size of the vocabulary of
-    keys, of values and of noise.
+    again, in any order, among noise; the repeated values are supervised. `length`: pairs of tokens.
+    Options `keys`: how many; `words`: the number of different keys, of values and of noise.
     >>> examples(6, 'mqar:keys=2:words=9')
     mqar:keys=2:words=9 key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8
     """
@@ -670,11 +671,10 @@ class Pairs(Task):
     @functools.cached_property
     def rows(self):
         """{(part, length): (tokens, targets)}."""
-        index = {word: i for i, word in enumerate(self.vocab)}
         rows = collections.defaultdict(list)
         for part in PARTS:
             for length, text in self.texts[part]:
-                rows[part, length].append(torch.tensor([index[word] for word in text.split()]))
+                rows[part, length].append(self.encode(text))
         for key, group in rows.items():
             tokens = pad_sequence(group, batch_first=True, padding_value=PAD)       # [n, T]
             mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)               # [n, 1]
@@ -779,8 +779,8 @@ class SCAN(Pairs):
 class SCANCoT(SCAN):
     """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: the actions in SCAN.
     twice and thrice are written out, then the actions of every clause, in the order of execution.
-    >>> examples(3, 'scan_cot')
-    scan_cot            jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .
+    >>> print(SCANCoT().text('jump and look twice', 'I_JUMP I_LOOK I_LOOK'))
+    jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .
     """
     marks = ('=', '.')
 
@@ -828,14 +828,12 @@ class CFQ(Pairs):
 
 @contextlib.contextmanager
 def reading(path, needs):
-    """Turn any error in the block that reads path into a DataError that says what is needed."""
+    """Turn any error in the block that reads path into a DataError that says what is required."""
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:
         reason = ' '.join(f'{type(error).__name__} {error}'.split())
-        raise DataError(f'cannot read {path}: {reason}; it must be {needs}') from None
+        raise DataError(f'cannot read {path}: {reason}; required: {needs}') from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1008,15 +1006,14 @@ class TextCharacters(Corpus):
              'github.com/karpathy/char-rnn')
     own_vocab = True
     separator = ''
+    first = 0
 
     @functools.cached_property
     def vocab(self):
         return ['<pad>', *sorted(set().union(*(read_text(path) for _, path in self.files())))]
 
     def documents(self, path):
-        characters = [ord(character) for character in self.vocab[1:]]
-        codes = np.frombuffer(read_text(path).encode('utf-32-le'), dtype=np.uint32)
-        return [np.searchsorted(characters, codes).astype(np.uint16)]
+        return [self.encode(read_text(path)).numpy().astype(np.uint16)]
 
 
 class Tokens(Corpus):
@@ -1034,7 +1031,7 @@ class Tokens(Corpus):
         if path.lower().endswith('.bin'):
             return [mapped(path, np.uint16)]
         array = np.load(path, mmap_mode='r')
-        require(array.ndim == 1 and array.dtype.kind in 'ui', f'{path} is not a row of integers')
+        require(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
         return [array]
 
 
@@ -1048,7 +1045,7 @@ class GPT2(Tokens):
 
     @functools.cached_property
     def byte_pairs(self):
-        with reading('byte pairs', 'after pip install tiktoken'):
+        with reading('byte pairs', 'pip install tiktoken'):
             import tiktoken
             return tiktoken.get_encoding('gpt2')
 
@@ -1093,7 +1090,7 @@ class MIDI(Corpus):
 
     @functools.cached_property
     def remi(self):
-        with reading('MIDI', 'after pip install miditok'):
+        with reading('MIDI', 'pip install miditok'):
             import miditok
         return miditok.REMI(miditok.TokenizerConfig(
             pitch_range=(21, 108), drums_pitch_range=(27, 87), use_chords=True, use_tempos=True,
@@ -1139,25 +1136,19 @@ class Genome(Corpus):
     needs = ('a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them, as in '
              'huggingface.co/datasets/InstaDeepAI/human_reference_genome')
     endings = ('.fa', '.fasta', '.fna')
-    special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
-    vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
+    vocab = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN',
+             *map(''.join, itertools.product('ACGT', repeat=6))]
     first = 0
-    index = {word.encode(): i for i, word in enumerate(vocab)}
 
-    def tokens(self, sequence):
-        """The tokens of a sequence of bytes."""
-        sequence = re.sub(b'[^ACGT]', b'N', sequence.upper())
-        words = re.findall(b'[ACGT]{6}|.', sequence)
-        return np.fromiter(map(self.index.get, words), dtype=np.uint16)
+    def tokenize(self, text):
+        letters = re.sub('[^ACGT]', 'N', ''.join(text.split()).upper())
+        return re.findall('[ACGT]{6}|.', letters)
 
     def documents(self, path):
-        head, *records = (b'\n' + pathlib.Path(path).read_bytes()).split(b'\n>')
-        require(not head.strip(), f'{path} does not begin with ">"; it must be {self.needs}')
-        lines = [record.partition(b'\n')[2] for record in records]       # without the name
-        return [self.tokens(b''.join(sequence.split())) for sequence in lines]
-
-    def encode(self, text):
-        return torch.from_numpy(self.tokens(text.replace(' ', '').encode()).astype(np.int64))
+        head, *records = ('\n' + read_text(path)).split('\n>')
+        require(not head.strip(), 'it does not begin with ">"')
+        sequences = [record.partition('\n')[2] for record in records]       # without the name
+        return [self.encode(text).numpy().astype(np.uint16) for text in sequences]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1213,8 +1204,8 @@ def examples(length, *names):
 
 def main(argv):
     """List the tasks, or print examples of one."""
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('name', nargs='?')
     parser.add_argument('length', nargs='?', type=int)
     parser.add_argument('--data', default='')
