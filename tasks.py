@@ -95,13 +95,15 @@ class Task:
 
     def encode(self, text):
         """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
-        words, index = self.tokenize(text), {word: i for i, word in enumerate(self.vocab) if i != PAD}
-        unknown = ' '.join(sorted(set(words) - set(index)))
+        words = self.tokenize(text)
+        unknown = ' '.join(sorted(set(words) - set(self.vocab[1:])))
         require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
                              f'with {" ".join(self.vocab[1:33])!r}')
+        index = {word: i for i, word in enumerate(self.vocab)}
         return torch.tensor([index[word] for word in words], dtype=torch.int64)
 
     def tokenize(self, text):
+        """The words of a text that are one token each."""
         return text.split() if self.separator else list(text)
 
 
@@ -484,10 +486,8 @@ class Stack(Characters):
         stack = x.new_zeros(n, length + 1)      # from the bottom, in use up to depth
         depth = x.new_zeros(n, 1)
         for action in x.split(1, dim=1):        # [n, 1]
-            pop = action == 2
-            bit = torch.where(action > 2, action - 3, action)  # 0 and 1 push themselves
-            stack.scatter_(1, depth, torch.where(pop, stack.gather(1, depth), bit))
-            depth = torch.where(pop, depth - 1, depth + 1).clamp(min=0)
+            stack.scatter_(1, depth, action % 3)    # 0 and 3 write 0, 1 and 4 write 1
+            depth = torch.where(action == 2, depth - 1, depth + 1).clamp(min=0)
         i = depth - 1 - torch.arange(length + 1, device=x.device)  # [n, length + 1], top to bottom
         bits = stack.gather(1, i.clamp(min=0))
         return torch.where(i >= 0, bits, torch.where(i == -1, 2, 0))
@@ -856,12 +856,11 @@ class Corpus(Task):
     stride = 1             # contexts begin at multiples of it
 
     def read(self):
-        """[(part or None, document)] of all files."""
-        found = []
+        """Yield (part or None, document) of all files."""
         for part, path in self.files():
             with reading(path, self.needs):
-                found += [(part, document) for document in self.documents(path)]
-        return found
+                documents = self.documents(path)
+            yield from ((part, document) for document in documents)
 
     def files(self):
         """[(part or None, path)] of the file `data`, or of the files in that folder and below that
@@ -1069,14 +1068,12 @@ class JSB(Corpus):
     min_length = 5
 
     def read(self):
-        found = []
         with reading(self.data, self.needs):
             chorales = json.loads(pathlib.Path(self.data).read_bytes())
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
                 for chorale in chorales[name]:
                     pitches = np.array(chorale).reshape(-1, 4)      # [T, 4], -1 is silence
-                    found.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
-        return found
+                    yield part, np.where(pitches < 0, 0, pitches - 20).ravel()
 
 
 class MIDI(Corpus):
