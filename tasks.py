@@ -142,9 +142,10 @@ def compose(prompt, answer):
         return torch.cat([part if torch.is_tensor(part) else torch.full_like(first, part)
                           for part in parts], dim=1)
 
-    tokens = torch.cat([columns(prompt), columns(answer)], dim=1)   # [n, T]
+    prompt, answer = columns(prompt), columns(answer)       # [n, k], [n, T - k]
+    start = (prompt != PAD).sum(dim=1, keepdim=True)        # [n, 1]
+    tokens = torch.cat([prompt, answer], dim=1)             # [n, T]
     padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)
-    start = (columns(prompt) != PAD).sum(dim=1, keepdim=True)       # [n, 1]
     tokens = tokens.gather(1, padding_last)
     return tokens, supervise(tokens, start)
 
@@ -278,8 +279,7 @@ class Sort(Iterative):
 class IndirectIndexing(Task):
     """The letter at a given shift from a given letter (PoPE A.1). `length`: letters in the source.
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
-    shift is uniform on the shifts in -15..+15 that stay inside it. Only the last letter is
-    supervised.
+    shift is uniform on the shifts in -15..+15 that stay inside it; the last letter is supervised.
     >>> examples(20, 'indirect_indexing')
     indirect_indexing   MjrbCDsiSNgcktphwTOe, t, -3, g
     """
@@ -871,9 +871,9 @@ class Corpus(Task):
             for name in sorted(names):
                 if name.lower().endswith(self.endings) and name[0] != '.':
                     path = os.path.join(folder, name)
-                    stem = os.path.splitext(os.path.relpath(path, self.data))[0].lower()
-                    parts = [PART_NAMES[x] for x in stem.split(os.sep) if x in PART_NAMES]
-                    files.append(((parts or [None])[0], path))
+                    words = os.path.splitext(os.path.relpath(path, self.data))[0].lower()
+                    parts = [PART_NAMES[x] for x in words.split(os.sep) if x in PART_NAMES]
+                    files.append((parts[0] if parts else None, path))
         require(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
         return files
 
@@ -1078,9 +1078,8 @@ class JSB(Corpus):
 
 class MIDI(Corpus):
     """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, a .mid file each.
-    In training each context is transposed by -3 to 3 semitones. With PAD, MASK, chords and tempi
-    the vocabulary has 328 tokens, as in PoPE A.1, which does not list them. `length`: tokens in a
-    context."""
+    In training each context is transposed by -3 to 3 semitones. The vocabulary has 328 tokens, as
+    in PoPE A.1, which does not list them. `length`: tokens in a context."""
     needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
     endings = ('.mid', '.midi')
     first = 0
@@ -1168,28 +1167,31 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
 
 @functools.cache
 def make(name, data=''):
-    """Return a new task of a name and its options, as in 'parity' or
-    'indirect_indexing:letters=12:shift=2', and, if it reads files, of the path `data`; again the
-    same one for the same arguments. Raise DataError if there is none."""
+    """Return the task of a name and its options, as in 'parity' or 'distance:span=16', and, if it
+    reads files, of the path `data`. Raise DataError if there is none."""
     base, *options = name.split(':')
     require(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
-    task = copy.copy(TASKS[base])
+    task = copy.copy(TASKS[base])   # the registered ones stay as they are
     require(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
     require(task.needs or not data, f'{base} reads no files: remove --data={data}')
     takes, given = inspect.signature(type(task)).parameters, {}
     for option in options:
         key, _, value = option.partition('=')
-        require(key in takes, f'{base} has no option {option!r}; its options are: '
-                              f'{", ".join(takes) or "none"} (as in flip_flop:ignore=98)')
-        kind = type(takes[key].default)
-        fits = kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))
-        wants = '0 or 1' if kind is bool else 'an integer'
-        require(value and fits, f'{base}:{key} must be {wants}, not {value!r}')
+        kind = type(takes[key].default) if key in takes else None
+        fits = kind is str or value.isdecimal() and (kind is int or kind is bool and value in '01')
+        require(fits, f'{option!r} is not an option of {base}, whose options are: '
+                      f'{options_of(task) or "none"}')
         given[key] = value if kind is str else kind(int(value))
     if given:
         task = type(task)(**given)
     task.name, task.data = name, data or task.data
     return task
+
+
+def options_of(task):
+    """The options of a task with their defaults, as in own=0:steps=1."""
+    options = ':'.join(map(str, inspect.signature(type(task)).parameters.values()))
+    return options.replace('True', '1').replace('False', '0')
 
 
 def examples(length, *names):
@@ -1216,8 +1218,7 @@ def main(argv):
     length = args.length or (64 if task.corpus else max(5, task.min_length))
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
-    if options := ':'.join(map(str, inspect.signature(type(task)).parameters.values())):
-        print('options, with their defaults:', options.replace('True', '1').replace('False', '0'))
+    print('options:', options_of(task) or 'none')
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
         answer = 'all but the first' if task.corpus else task.decode(target[target != -100])

@@ -1594,8 +1594,9 @@ def test_make_returns_new_tasks():
 @pytest.mark.parametrize('name, length, says', [
     ('pairty', 5, "unknown task 'pairty'.*parity.*scan_cot"),
     ('jsb', 5, 'add --data=PATH, Jsb16thSeparated.json'),
-    ('copy:p=7', 5, 'copy has no option .p=7.; its options are: steps'),
-    ('parity:steps=2', 5, 'steps must be 0 or 1'),
+    ('copy:p=7', 5, "'p=7' is not an option of copy, whose options are: steps=1"),
+    ('parity:steps=2', 5, "'steps=2' is not an option"),
+    ('flip_flop:ignore', 5, 'whose options are: ignore=80'),
     ('distance_sum', 3, 'from 4'),
     ('scan', 23, r'\[1, 2, .*, not 23')])
 def test_task_errors(name, length, says):
