@@ -11,9 +11,10 @@ device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 e
 that `labels` its tokens has their labels as targets instead.
 To add a task, write a class and register an instance in TASKS.
 """
+import argparse
 import collections
 import contextlib
-import difflib
+import copy
 import functools
 import inspect
 import itertools
@@ -94,11 +95,16 @@ class Task:
 
     def encode(self, text):
         """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
-        words = text.split() if self.separator else list(text)
+        words = self.tokenize(text)
         unknown = ' '.join(sorted(set(words) - set(self.vocab[1:])))
         require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
                              f'with {" ".join(self.vocab[1:33])!r}')
-        return torch.tensor([self.vocab.index(word) for word in words], dtype=torch.int64)
+        index = {word: i for i, word in enumerate(self.vocab)}
+        return torch.tensor([index[word] for word in words], dtype=torch.int64)
+
+    def tokenize(self, text):
+        """The words of a text that are one token each."""
+        return text.split() if self.separator else list(text)
 
 
 class Draw:
@@ -121,10 +127,32 @@ class Draw:
 
 def supervise(tokens, start):
     """Targets [n, T]: predict every token from index `start` (int or [n, 1]) on, but no padding."""
-    targets = torch.full_like(tokens, -100)
-    targets[:, :-1] = tokens[:, 1:]
+    targets = tokens.roll(-1, dims=1)   # targets[t] = tokens[t + 1]
     t = torch.arange(tokens.shape[1], device=tokens.device)
-    return targets.masked_fill((t + 1 < start) | (targets == PAD), -100)
+    unasked = (t + 1 < start) | (t + 1 == len(t)) | (targets == PAD)
+    return targets.masked_fill(unasked, -100)
+
+
+def compose(prompt, answer):
+    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Both
+    are lists of tokens, the same in every row or [n, k]; padding moves to the end of its row."""
+    first = next(filter(torch.is_tensor, prompt))[:, :1]    # [n, 1]
+
+    def columns(parts):
+        return torch.cat([part if torch.is_tensor(part) else torch.full_like(first, part)
+                          for part in parts], dim=1)
+
+    prompt, answer = columns(prompt), columns(answer)       # [n, k], [n, T - k]
+    start = (prompt != PAD).sum(dim=1, keepdim=True)        # [n, 1]
+    tokens = torch.cat([prompt, answer], dim=1)             # [n, T]
+    padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)
+    tokens = tokens.gather(1, padding_last)
+    return tokens, supervise(tokens, start)
+
+
+def iterate(step, x):
+    """s [n, L] with s_1 = x_1 and s_t = step(s_(t-1), x_t)."""
+    return torch.stack(list(itertools.accumulate(x.unbind(dim=1), step)), dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,7 +162,19 @@ class Iterative(Task):
     """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input,
     states, end of sequence. `length` is L; the states s and EoS are supervised. steps=0, as in
     parity:steps=0, keeps only the last state (A.1: no chain of thought). A subclass defines the
-    symbols, and the states of inputs that are uniform on the symbols."""
+    symbols, and the states of inputs that are uniform on the symbols.
+    >>> examples(5, 'copy', 'parity', 'polynomial', 'product', 'product:own=1', 'reverse', 'count',
+    ...          'mode', 'sort')
+    copy                BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS
+    parity              BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS
+    polynomial          BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS
+    product             BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS
+    product:own=1       BoS 1 4 2 1 4 EoI 1 1 4 4 4 EoS
+    reverse             BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS
+    count               BoS 80 84 EoI 80 81 82 83 84 EoS
+    mode                BoS e j d a d EoI d EoS
+    sort                BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS
+    """
     end = EOS
     symbols = range(2)
 
@@ -145,9 +185,7 @@ class Iterative(Task):
     def problems(self, n, length, draw):
         x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices into symbols
         s = s if self.steps else s[:, -1:]
-        bos, eoi, eos = (torch.full((n, 1), i, device=x.device) for i in (BOS, EOI, EOS))
-        tokens = torch.cat([bos, x + 4, eoi, s + 4, eos], dim=1)
-        return tokens, supervise(tokens, x.shape[1] + 2)
+        return compose([BOS, x + 4, EOI], [s + 4, EOS])
 
     def inputs_and_states(self, n, length, draw):
         x = draw.integers(len(self.symbols), n, length)
@@ -155,67 +193,44 @@ class Iterative(Task):
 
 
 class Copy(Iterative):
-    """Binary copy, s_t = x_t (ViPE Table 3).
-    >>> example('copy', 5)
-    'BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS'
-    """
+    """Binary copy, s_t = x_t (ViPE Table 3)."""
     def states(self, x):
         return x
 
 
 class Parity(Iterative):
-    """Running parity, s_1 = x_1, s_t = (s_(t-1) + x_t) mod 2 (ViPE Table 3).
-    >>> example('parity', 5)
-    'BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS'
-    """
+    """Running parity, s_1 = x_1, s_t = (s_(t-1) + x_t) mod 2 (ViPE Table 3)."""
     def states(self, x):
         return x.cumsum(dim=1) % 2
 
 
 class Polynomial(Iterative):
-    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod 5 (ViPE Table 3).
-    >>> example('polynomial', 5)
-    'BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS'
-    """
+    """Polynomial iteration, s_1 = x_1, s_t = (s_(t-1) x_t + 1) mod 5 (ViPE Table 3)."""
     symbols = range(5)
 
     def states(self, x):
-        s = [x[:, 0]]
-        for t in range(1, x.shape[1]):
-            s.append((s[-1] * x[:, t] + 1) % 5)
-        return torch.stack(s, dim=1)
+        return iterate(lambda s, x_t: (s * x_t + 1) % 5, x)
 
 
 class Product(Iterative):
     """Running product, s_t = s_(t-1) beta_t x_t mod 5, x_t in 1..4, s_0 = 1, beta = 1.
     product:own=1 draws a beta for each position once, so no model can know beta beyond the training
-    lengths. (The toy model of ViPE's section 3, where the numbers are real.)
-    >>> example('product', 5)
-    'BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS'
-    >>> example('product:own=1', 5)
-    'BoS 1 4 2 1 4 EoI 1 1 4 4 4 EoS'
-    """
+    lengths. (The toy model of ViPE's section 3, where the numbers are real.)"""
     max_length = 1000
     symbols = range(1, 5)
 
     def __init__(self, own=False, steps=True):
         g = torch.Generator().manual_seed(0)
-        beta = torch.randint(1, 5, (self.max_length,), generator=g)
-        self.beta = beta if own else torch.ones_like(beta)
+        self.beta = torch.randint(1, 5 if own else 2, (self.max_length,), generator=g)
         super().__init__(steps)
 
     def states(self, x):
-        s = [torch.ones_like(x[:, 0])]
-        for t in range(x.shape[1]):
-            s.append(s[-1] * self.beta[t].item() * (x[:, t] + 1) % 5)
-        return torch.stack(s[1:], dim=1) - 1    # as indices into symbols
+        factors = (x + 1) * self.beta[:x.shape[1]].to(x.device) % 5     # beta_t x_t [n, L]
+        return iterate(lambda s, factor: s * factor % 5, factors) - 1   # as indices into symbols
 
 
 class Reverse(Iterative):
-    """The input reversed, s_t = x_(L+1-t), digits 0-9.
-    >>> example('reverse', 5)
-    'BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS'
-    """
+    """The input reversed, s_t = x_(L+1-t), digits 0-9."""
     symbols = range(10)
 
     def states(self, x):
@@ -224,25 +239,19 @@ class Reverse(Iterative):
 
 class Count(Iterative):
     """Count from the first number to the second (Zhou et al. 2023). `length`: numbers counted.
-    The start is uniform, so that short problems contain every number that long problems need.
-    >>> example('count', 4)
-    'BoS 44 47 EoI 44 45 46 47 EoS'
-    """
+    The start is uniform, so that short problems contain every number that long problems need."""
     max_length = 128
     symbols = range(128)
 
     def inputs_and_states(self, n, length, draw):
         start = draw.integers(self.max_length + 1 - length, n, 1)
-        s = start + torch.arange(length, device=draw.device)
+        s = start + torch.arange(length, device=draw.device)    # [n, L]
         return s[:, [0, -1]], s
 
 
 class Mode(Iterative):
     """The most frequent of the letters a-j, which is always unique (Zhou et al. 2023).
-    Letters are uniform. If several tie, a random one of them replaces one letter of another.
-    >>> example('mode', 7)
-    'BoS e d d a d j h EoI d EoS'
-    """
+    Letters are uniform. If several tie, a random one of them replaces one letter of another."""
     symbols = 'abcdefghij'
 
     def inputs_and_states(self, n, length, draw):
@@ -258,10 +267,7 @@ class Mode(Iterative):
 
 
 class Sort(Iterative):
-    """Numbers 0-99, all different, in ascending order (Zhou et al. 2023).
-    >>> example('sort', 5)
-    'BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS'
-    """
+    """Numbers 0-99, all different, in ascending order (Zhou et al. 2023)."""
     max_length = 100
     symbols = range(100)
 
@@ -273,37 +279,30 @@ class Sort(Iterative):
 class IndirectIndexing(Task):
     """The letter at a given shift from a given letter (PoPE A.1). `length`: letters in the source.
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
-    shift is uniform on the shifts in -15..+15 that stay inside it. Only the last letter is
-    supervised.
-    >>> example('indirect_indexing', 20)
-    'MjrbCDsiSNgcktphwTOe, t, -3, g'
+    shift is uniform on the shifts in -15..+15 that stay inside it; the last letter is supervised.
+    >>> examples(20, 'indirect_indexing')
+    indirect_indexing   MjrbCDsiSNgcktphwTOe, t, -3, g
     """
     separator = ''
 
     def __init__(self, letters=52, shift=15):
-        require(1 <= letters <= 52 and 0 <= shift < 100,
+        require(1 <= letters <= 52 and shift < 100,
                 f'letters must be 1 to 52 and shift 0 to 99, got {letters} and {shift}')
-        self.max_length = letters
-        self.max_shift = shift
+        self.max_length, self.max_shift = letters, shift
         alphabet = string.ascii_uppercase + string.ascii_lowercase
         self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet[:letters]]
 
     def problems(self, n, length, draw):
         comma, plus, minus, digit, letter = 1, 2, 3, 4, 14  # the first of each in the vocabulary
-        source = draw.permutation(n, self.max_length)[:, :length] + letter
-        i = draw.integers(length, n, 1)
+        source = draw.permutation(n, self.max_length)[:, :length] + letter  # [n, length]
+        i = draw.integers(length, n, 1)                                     # [n, 1]
         low = (-i).clamp(min=-self.max_shift)
         high = (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
-        size = shift.abs()
-        sign = torch.where(shift < 0, minus, plus)
-        commas = torch.full_like(shift, comma)
-        target = source.gather(1, i + shift)
-        two_digits = torch.cat([size // 10 + digit, size % 10 + digit, commas, target], dim=1)
-        one_digit = pad(two_digits[:, 1:], (0, 1), value=PAD)
-        end = torch.where(size < 10, one_digit, two_digits)
-        tokens = torch.cat([source, commas, source.gather(1, i), commas, sign, end], dim=1)
-        return tokens, supervise(tokens, length + 6 + (size >= 10).long())
+        sign, size = torch.where(shift < 0, minus, plus), shift.abs()
+        tens = torch.where(size < 10, PAD, size // 10 + digit)
+        return compose([source, comma, source.gather(1, i), comma, sign, tens, size % 10 + digit,
+                        comma], [source.gather(1, i + shift)])
 
     def decode(self, row):
         return super().decode(row).replace(',', ', ')
@@ -314,7 +313,12 @@ class IndirectIndexing(Task):
 
 class Classification(Task):
     """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
-    uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class)."""
+    uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class).
+    >>> examples(9, 'distance', 'distance_sum', 'trigger_count')
+    distance            w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1
+    distance_sum        w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1
+    trigger_count       trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3
+    """
     query, first_class, classes, triggers = 1, 2, 32, 0
 
     def __init__(self):
@@ -326,19 +330,14 @@ class Classification(Task):
 
     def problems(self, n, length, draw):
         words = draw.integers(574 - self.first_word, n, length) + self.first_word
-        words, label = self.place(words, draw)  # [n, L], [n, 1]
-        query = torch.full_like(label, self.query)
-        tokens = torch.cat([words, query, label + self.first_class], dim=1)
-        return tokens, supervise(tokens, length + 1)
+        words, label = self.place(words, draw)      # [n, L], [n, 1]
+        return compose([words, self.query], [label + self.first_class])
 
 
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
-    span, 128 or, as in distance:span=16, the training length: so training covers every class.
-    >>> example('distance', 9)
-    'w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1'
-    """
+    span, 128 or, as in distance:span=16, the training length: so training covers every class."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -354,31 +353,26 @@ class Distance(Classification):
         while clash.any():  # draw a row again while two of its triggers share a position
             d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)
             i = draw.integers(length - d, n, pairs)
-            places = torch.where(clash, torch.stack([i, i + d], dim=2).flatten(1), places)
+            drawn = torch.stack([i, i + d], dim=2).flatten(1)   # [n, pairs, 2] -> [n, triggers]
+            places = torch.where(clash, drawn, places)
             clash = (places.sort(dim=1).values.diff(dim=1) == 0).any(dim=1, keepdim=True)
         flip = draw.integers(2, n, pairs)  # which of a pair comes first
         first = 2 * torch.arange(pairs, device=draw.device)
         order = torch.stack([first + flip, first + 1 - flip], dim=2).flatten(1)
         words.scatter_(1, places, self.first_trigger + order)
-        total = (places[:, 1::2] - places[:, ::2]).sum(dim=1, keepdim=True)
+        total = (places[:, 1::2] - places[:, ::2]).sum(dim=1, keepdim=True)     # [n, 1]
         return words, total * self.classes // (pairs * self.span)
 
 
 class DistanceSum(Distance):
     """The sum of two trigger distances (the Toeplitz study, appendix E): triggers 0, 1 and 2, 3.
-    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four positions.
-    >>> example('distance_sum', 9)
-    'w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1'
-    """
+    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four positions."""
     triggers = min_length = 4
 
 
 class TriggerCount(Classification):
     """Task 2: the number of trigger tokens, of 20 kinds (the Toeplitz study, section 4.1).
-    The count is the class, uniform on 0..31, or, with trigger_count:most=16, on 0..16.
-    >>> example('trigger_count', 9)
-    'trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3'
-    """
+    The count is the class, uniform on 0..31, or, with trigger_count:most=16, on 0..16."""
     triggers = 20
 
     def __init__(self, most=31):
@@ -389,8 +383,8 @@ class TriggerCount(Classification):
     def place(self, words, draw):
         n, length = words.shape
         count = draw.integers(min(length, self.most) + 1, n, 1)
-        chosen = draw.permutation(n, length) < count  # `count` positions of each row
-        trigger = self.first_trigger + draw.integers(20, n, length)
+        chosen = draw.permutation(n, length) < count    # [n, length], `count` positions of each row
+        trigger = self.first_trigger + draw.integers(self.triggers, n, length)
         return torch.where(chosen, trigger, words), count
 
 
@@ -399,98 +393,88 @@ class TriggerCount(Classification):
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
-LETTERS = CHARACTERS.index('a') - 1     # the number that encodes a; digits: 0 to 9
 
 
 class Characters(Task):
-    """prompt=answer. with everything after "=" supervised. A subclass defines write(*inputs), a
-    list of parts: texts, or numbers [n, k], where 0 to 9 are digits, LETTERS + i is a letter and -1
-    is nothing. inputs() are by default one string of digits below `symbols`."""
+    """prompt=answer. with everything after "=" supervised; by default x=answer(x). for a string x
+    of `length` digits below `symbols`. A subclass defines answer, or inputs() and write(*inputs),
+    which returns the prompt and the answer: lists of texts and of numbers [n, k]: digits, or
+    -1 for nothing.
+    >>> examples(6, 'string_copy', 'copy_repeated', 'string_reverse', 'bucket_sort', 'odds_first',
+    ...          'stack', 'dyn_str_cpy')
+    string_copy         493039=493039.
+    copy_repeated       444444=444444.
+    string_reverse      ^493039=930394.
+    bucket_sort         443034=033444.
+    odds_first          493039=909433.
+    stack               110112=1011200.
+    dyn_str_cpy         047878,4=47878.
+    >>> examples(3, 'addition', 'addition:reversed=1', 'addition_cot', 'multiplication_cot')
+    addition            33+794=827.
+    addition:reversed=1 33+497=728.
+    addition_cot        33+497=3407,3912,0708→728.
+    multiplication_cot  839x773=839x[7*(7+1)(7+0)(3+0)+7*(7+1)(3+0)+3*(3+1)].
+    """
     vocab = CHARACTERS
     end = CHARACTERS.index('.')
     separator = ''
     symbols = 10
 
     def problems(self, n, length, draw):
-        columns = []
-        for part in self.write(*self.inputs(n, length, draw)):
-            if isinstance(part, str):
-                text = [CHARACTERS.index(character) for character in part]
-                columns.append(torch.tensor(text, device=draw.device).long().expand(n, -1))
-            else:
-                columns.append(torch.where(part < 0, -1, part + 1))  # number 0 is token 1
-        tokens = torch.cat(columns, dim=1)
-        gaps_last = (tokens < 0).byte().argsort(dim=1, stable=True)
-        tokens = tokens.gather(1, gaps_last).clamp(min=PAD)
-        equals = (tokens == CHARACTERS.index('=')).long().argmax(dim=1, keepdim=True)
-        return tokens, supervise(tokens, equals + 1)
+        prompt_and_answer = []
+        for parts in self.write(*self.inputs(n, length, draw)):
+            tokens = []
+            for part in parts:      # number 0 is token 1, and -1 becomes padding
+                tokens += [part + 1] if torch.is_tensor(part) else map(CHARACTERS.index, part)
+            prompt_and_answer.append(tokens)
+        return compose(*prompt_and_answer)
 
     def inputs(self, n, length, draw):
         return [draw.integers(self.symbols, n, length)]
 
+    def write(self, x):
+        return [x, '='], [self.answer(x), '.']
+
 
 class StringCopy(Characters):
-    """Copy a string of digits. `length` is its length.
-    >>> example('string_copy', 7)
-    '4930397=4930397.'
-    """
-    def write(self, x):
-        return [x, '=', self.answer(x), '.']
-
+    """Copy a string of digits."""
     def answer(self, x):
         return x
 
 
 class CopyRepeated(StringCopy):
-    """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023).
-    >>> example('copy_repeated', 7)
-    '4444444=4444444.'
-    """
+    """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023)."""
     def inputs(self, n, length, draw):
         x = draw.integers(35, n, 1)
-        return [torch.where(x < 10, x, x - 10 + LETTERS).expand(-1, length)]
+        letter = CHARACTERS.index('a') - 1      # the number that becomes an a
+        return [torch.where(x < 10, x, x - 10 + letter).expand(-1, length)]
 
 
-class StringReverse(StringCopy):
-    """Reverse a string of digits. `length` is its length. The answer ends with the digit
-    that follows the start symbol, which PRISM's Figure 15 names.
-    >>> example('string_reverse', 7)
-    '^4930397=7930394.'
-    """
+class StringReverse(Characters):
+    """Reverse a string of digits. The answer ends with the digit that follows the start symbol,
+    which PRISM's Figure 15 names."""
     def write(self, x):
-        return ['^', *super().write(x)]
-
-    def answer(self, x):
-        return x.flip(1)
+        return ['^', x, '='], [x.flip(1), '.']
 
 
-class BucketSort(StringCopy):
-    """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023).
-    >>> example('bucket_sort', 7)
-    '4430342=0233444.'
-    """
+class BucketSort(Characters):
+    """Digits 0 to 4 in ascending order, as in the suite of Delétang et al. (2023)."""
     symbols = 5
 
     def answer(self, x):
         return x.sort(dim=1).values
 
 
-class OddsFirst(StringCopy):
-    """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string.
-    >>> example('odds_first', 6)
-    '493039=909433.'
-    """
+class OddsFirst(Characters):
+    """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string."""
     def answer(self, x):
         return torch.cat([x[:, 1::2], x[:, ::2]], dim=1)
 
 
-class Stack(StringCopy):
+class Stack(Characters):
     """A stack of 0 and 1, bottom first, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
     The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
-    actions; the size of the stack is uniform on 1..length-1.
-    >>> example('stack', 7)
-    '1104223=01120000.'
-    """
+    actions; the size of the stack is uniform on 1..length-1."""
     def inputs(self, n, length, draw):
         size = 1 + draw.integers(max(1, length - 1), n, 1)
         stack = draw.integers(2, n, length)
@@ -499,24 +483,18 @@ class Stack(StringCopy):
 
     def answer(self, x):
         n, length = x.shape
-        stack = x.new_zeros(n, length + 1)
+        stack = x.new_zeros(n, length + 1)      # from the bottom, in use up to depth
         depth = x.new_zeros(n, 1)
-        for t in range(length):
-            action = x[:, t:t + 1]
-            pop = action == 2
-            bit = torch.where(action > 2, action - 3, action)  # 0 and 1 push themselves
-            stack.scatter_(1, depth, torch.where(pop, stack.gather(1, depth), bit))
-            depth = torch.where(pop, depth - 1, depth + 1).clamp(min=0)
+        for action in x.split(1, dim=1):        # [n, 1]
+            stack.scatter_(1, depth, action % 3)    # 0 and 3 write 0, 1 and 4 write 1
+            depth = torch.where(action == 2, depth - 1, depth + 1).clamp(min=0)
         i = depth - 1 - torch.arange(length + 1, device=x.device)  # [n, length + 1], top to bottom
         bits = stack.gather(1, i.clamp(min=0))
         return torch.where(i >= 0, bits, torch.where(i == -1, 2, 0))
 
 
 class DynStrCpy(Characters):
-    """The suffix of the string that begins at a given digit, which occurs once. `length`: digits.
-    >>> example('dyn_str_cpy', 7)
-    '0278481,4=481.'
-    """
+    """The suffix of the string that begins at a given digit, which occurs once."""
     def inputs(self, n, length, draw):
         d = draw.integers(10, n, 1)
         x = draw.integers(9, n, length)
@@ -524,17 +502,14 @@ class DynStrCpy(Characters):
         return x.scatter(1, draw.integers(length, n, 1), d), d
 
     def write(self, x, d):
-        copied = torch.where((x == d).cumsum(dim=1) > 0, x, -1)
-        return [x, ',', d, '=', copied, '.']
+        suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)
+        return [x, ',', d, '='], [suffix, '.']
 
 
 class AdditionCoT(Characters):
     """Add two numbers, both written lowest digit first, with a chain of thought.
     For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
-    digits of the longer number. The other's number is uniform on 1..length; no leading zeros.
-    >>> example('addition_cot', 3)
-    '33+497=3407,3912,0708→728.'
-    """
+    digits of the longer number. The other's number is uniform on 1..length; no leading zeros."""
     def inputs(self, n, length, draw):
         long = number(n, length, draw, length)
         short = number(n, length, draw, 1 + draw.integers(length, n, 1))
@@ -545,55 +520,47 @@ class AdditionCoT(Characters):
         """The steps, column by column, and the digits of the sum, the last of them its carry."""
         carry = torch.zeros_like(a[:, :1])
         steps, total = [], []
-        for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):  # [2, n, 1]
+        for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):     # [2, n, 1]
             s = column.sum(dim=0) + carry
             carry = s // 10
             total.append(s % 10)
             steps += [*column, carry, s % 10, ',']
-        return steps, [*total, torch.where(carry == 1, 1, -1)]
+        return steps[:-1], [*total, torch.where(carry == 1, 1, -1)]
 
     def write(self, a, b):
         steps, total = self.add(a, b)
-        return [a, '+', b, '=', *steps[:-1], '→', *total, '.']
+        return [a, '+', b, '='], [*steps, '→', *total, '.']
 
 
 class Addition(AdditionCoT):
     """Add two numbers without a chain of thought. `length` as in addition_cot. Option reversed=1:
-    lowest digits first.
-    >>> example('addition', 3)
-    '33+794=827.'
-    >>> example('addition:reversed=1', 3)
-    '33+497=728.'
-    """
+    lowest digits first."""
     def __init__(self, reversed=False):
         self.reversed = reversed
 
     def write(self, a, b):
         numbers = a, b, torch.cat(self.add(a, b)[1], dim=1)
         a, b, total = numbers if self.reversed else (x.flip(1) for x in numbers)
-        return [a, '+', b, '=', total, '.']
+        return [a, '+', b, '='], [total, '.']
 
 
 class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
     For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
-    digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros.
-    >>> example('multiplication_cot', 4)
-    '9x1613=9x[1*(1+1)(6+0)(1+0)(3+0)+6*(6+1)(1+0)(3+0)+1*(1+1)(3+0)+3*(3+1)].'
-    """
+    digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros."""
     def inputs(self, n, length, draw):
         a = number(n, length, draw, 1 + draw.integers(length, n, 1))
         b = number(n, length, draw, length)
         return a.flip(1), b.flip(1)
 
     def write(self, a, b):
-        digits_of_b = b.split(1, dim=1)
+        digits_of_b = b.split(1, dim=1)     # [n, 1] each
         terms = []
         for i, digit in enumerate(digits_of_b):
-            terms += ['+' if i else '', digit, '*(', digit, '+1)']
+            terms += ['+', digit, '*(', digit, '+1)']
             for lower in digits_of_b[i + 1:]:
                 terms += ['(', lower, '+0)']
-        return [a, 'x', b, '=', a, 'x[', *terms, '].']
+        return [a, 'x', b, '='], [a, 'x[', *terms[1:], '].']
 
 
 def number(n, length, draw, size):
@@ -611,8 +578,8 @@ def number(n, length, draw, size):
 class FlipFlop(Task):
     """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
     `length`: instructions; only the bits after r are supervised. Option `ignore`: percent of i.
-    >>> example('flip_flop', 5)
-    'w 1 i 0 i 0 r 1 r 1'
+    >>> examples(5, 'flip_flop')
+    flip_flop           w 1 i 0 i 0 r 1 r 1
     """
     vocab = ['<pad>', 'w', 'i', 'r', '0', '1']
     min_length = 2
@@ -637,10 +604,10 @@ class FlipFlop(Task):
 class Group(Task):
     """State tracking (Merrill et al. 2024): token t is an element x_t of a group, its label the
     product of x_1 to x_t, without a chain of thought. `length`: elements, uniform. Option `name`:
-    s2 to s5, permutations; the left factor is applied first. The start symbol lets attention that
-    depends on distances alone, which averages equal values, distinguish `x x` from `x`.
-    >>> example('group:name=s3', 5)
-    '^ 102 120 210 012 021'
+    s2 to s5, permutations; the left factor is applied first. Without the start symbol,
+    attention that depends on distances alone could not distinguish `x x` from `x`.
+    >>> examples(5, 'group:name=s3')
+    group:name=s3       ^ 102 120 210 012 021
     """
     labels = True
 
@@ -654,27 +621,24 @@ class Group(Task):
     def problems(self, n, length, draw):
         x = draw.integers(len(self.table), n, length)
         table = self.table.to(draw.device)
-        products = [x[:, 0]]
-        for t in range(1, length):
-            products.append(table[products[-1], x[:, t]])
-        labels = pad(torch.stack(products, dim=1) + 2, (1, 1), value=-100)
-        return pad(pad(x + 2, (1, 0), value=1), (0, 1)), labels         # padding ends a problem
+        products = iterate(lambda a, b: table[a, b], x)
+        tokens = pad(pad(x + 2, (1, 0), value=1), (0, 1))       # [n, 1 + length + 1], padding last
+        return tokens, pad(products + 2, (1, 1), value=-100)
 
 
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023): pairs of key and value, then each pair
-    again, in any order, among noise. Only the values are supervised, and only when they come again.
-    `length`: pairs of tokens. Options `keys`: how many; `words`: the size of the vocabulary of
-    keys, of values and of noise.
-    >>> example('mqar:keys=2:words=9', 6)
-    'key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8'
+    again, in any order, among noise; the repeated values are supervised. `length`: pairs of tokens.
+    Options `keys`: how many; `words`: the number of different keys, of values and of noise.
+    >>> examples(6, 'mqar:keys=2:words=9')
+    mqar:keys=2:words=9 key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8
     """
     def __init__(self, keys=4, words=64):
         require(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
         self.keys, self.words = keys, words
         self.min_length = 2 * keys
-        self.vocab = ['<pad>', *(f'{kind}{i}' for kind in ('key', 'value', 'noise')
-                                 for i in range(words))]
+        kinds = itertools.product(('key', 'value', 'noise'), range(words))
+        self.vocab = ['<pad>', *(f'{kind}{i}' for kind, i in kinds)]
 
     def problems(self, n, length, draw):
         keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
@@ -682,8 +646,8 @@ class MQAR(Task):
         pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
         slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1
         place = draw.permutation(n, length - self.keys)[:, :self.keys, None].expand(-1, -1, 2)
-        asked = slots.scatter(1, place, pairs).flatten(1)
-        tokens = torch.cat([pairs.flatten(1), asked], dim=1)        # [n, 2 length]
+        asked = slots.scatter(1, place, pairs)                      # [n, length - keys, 2]
+        tokens = torch.cat([pairs, asked], dim=1).flatten(1)        # [n, 2 length]
         value = (tokens > self.words) & (tokens <= 2 * self.words)
         value[:, :2 * self.keys] = False
         return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
@@ -693,37 +657,35 @@ class MQAR(Task):
 # data sets of commands and answers in words
 
 class Pairs(Task):
-    """A fixed data set in parts. A subclass defines texts(part), [(length, text)]. marks[0] ends
-    the command, marks[1] the answer, which is supervised."""
+    """A fixed data set in parts. A subclass defines `texts`, {part: [(length, text)]}. marks[0]
+    ends the command, marks[1] the answer, which is supervised."""
     fixed = True
     end = EOS
     marks = ('EoI', 'EoS')  # tokens EOI and EOS, whatever they are called
 
     @functools.cached_property
     def vocab(self):
-        words = set(' '.join(text for part in PARTS for _, text in self.texts(part)).split())
+        words = set(' '.join(text for part in PARTS for _, text in self.texts[part]).split())
         return ['<pad>', 'BoS', *self.marks, *sorted(words - {'BoS', *self.marks})]
 
     @functools.cached_property
     def rows(self):
-        """{part: {length: (tokens, targets)}}."""
-        index = {word: i for i, word in enumerate(self.vocab)}
-        sets = {part: {} for part in PARTS}
+        """{(part, length): (tokens, targets)}."""
+        rows = collections.defaultdict(list)
         for part in PARTS:
-            rows = collections.defaultdict(list)
-            for length, text in self.texts(part):
-                rows[length].append(torch.tensor([index[word] for word in text.split()]))
-            for length in sorted(rows):
-                tokens = pad_sequence(rows[length], batch_first=True, padding_value=PAD)
-                mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)
-                sets[part][length] = tokens, supervise(tokens, mark + 1)
-        return sets
+            for length, text in self.texts[part]:
+                rows[part, length].append(self.encode(text))
+        for key, group in rows.items():
+            tokens = pad_sequence(group, batch_first=True, padding_value=PAD)       # [n, T]
+            mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)               # [n, 1]
+            rows[key] = tokens, supervise(tokens, mark + 1)
+        return dict(rows)
 
     def find(self, length, *parts):
         """(tokens, targets) of a length in the first of the parts that has it."""
-        found = [self.rows[part][length] for part in parts if length in self.rows[part]]
-        require(found, f'{self.name} has problems of lengths '
-                       f'{sorted(set().union(*self.rows.values()))}, not {length}')
+        found = [self.rows[part, length] for part in parts if (part, length) in self.rows]
+        require(found, f'{self.name} has problems of lengths {sorted({n for _, n in self.rows})}, '
+                       f'not {length}')
         return found[0]
 
     def problems(self, n, length, draw):
@@ -733,7 +695,7 @@ class Pairs(Task):
         return tokens[i].to(draw.device), targets[i].to(draw.device)
 
     def pool(self, n, length, generator):
-        return [x.to(Draw(generator).device) for x in self.rows['train'][length]]
+        return [x.to(Draw(generator).device) for x in self.rows['train', length]]
 
     def held_out(self, split, n, lengths, generator):
         """Validation (split='eval') or test problems; where a length has none, of other parts."""
@@ -747,20 +709,19 @@ class Pairs(Task):
 
     def existing(self, lengths, part):
         parts = [part] if part else PARTS
-        return [n for n in lengths if any(n in self.rows[p] for p in parts)]
+        return [n for n in lengths if any((part, n) in self.rows for part in parts)]
 
     def count(self, lengths):
-        return sum(len(self.rows['train'][n][0]) for n in lengths)
+        return sum(len(self.rows['train', n][0]) for n in lengths)
 
     def width(self, lengths):
-        return max(self.rows[part][n][0].shape[1]
-                   for part in PARTS for n in lengths if n in self.rows[part])
+        return max(tokens.shape[1] for (_, n), (tokens, _) in self.rows.items() if n in lengths)
 
 
 @functools.cache
 def scan():
-    """SCAN's grammar (Lake & Baroni 2018): {clause: actions}, {phrase: its clauses} and
-    {command: actions}. The clauses of 'walk left twice' are ['walk left', 'walk left']."""
+    """SCAN's grammar (Lake & Baroni 2018): {command: (actions, plan, steps)}. plan is the command
+    with twice and thrice written out; steps are its clauses and their actions, as executed."""
     verbs = {'walk': 'I_WALK', 'look': 'I_LOOK', 'run': 'I_RUN', 'jump': 'I_JUMP'}
     clauses = dict(verbs)
     for direction, turn in (('left', 'I_TURN_LEFT'), ('right', 'I_TURN_RIGHT')):
@@ -769,16 +730,19 @@ def scan():
             clauses[f'{verb} {direction}'] = step
             clauses[f'{verb} opposite {direction}'] = f'{turn} {step}'
             clauses[f'{verb} around {direction}'] = ' '.join([step] * 4)
-    phrases, commands = {}, {}
-    for clause in clauses:
+    phrases = {}
+    for clause, actions in clauses.items():
         for n, times in enumerate(('', ' twice', ' thrice'), 1):
-            phrases[clause + times] = [clause] * n
-            commands[clause + times] = ' '.join([clauses[clause]] * n)
-    for x in phrases:
-        for y in phrases:
-            commands[f'{x} and {y}'] = f'{commands[x]} {commands[y]}'
-            commands[f'{x} after {y}'] = f'{commands[y]} {commands[x]}'
-    return clauses, phrases, commands
+            steps = ' '.join([f'{clause} : {actions}'] * n)
+            phrases[clause + times] = ' '.join([actions] * n), ' + '.join([clause] * n), steps
+    commands = dict(phrases)
+    for x, (actions_x, plan_x, steps_x) in phrases.items():
+        for y, (actions_y, plan_y, steps_y) in phrases.items():
+            commands[f'{x} and {y}'] = (
+                f'{actions_x} {actions_y}', f'{plan_x} and {plan_y}', f'{steps_x} {steps_y}')
+            commands[f'{x} after {y}'] = (
+                f'{actions_y} {actions_x}', f'{plan_x} after {plan_y}', f'{steps_y} {steps_x}')
+    return commands
 
 
 def scan_pairs(split='length', part='train'):
@@ -786,26 +750,27 @@ def scan_pairs(split='length', part='train'):
     length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
     the rest (4,182); the published files are another draw."""
     assert split in ('length', 'simple') and part in ('train', 'test'), (split, part)
-    pairs = list(scan()[2].items())
-    train = part == 'train'
+    pairs = [(command, actions) for command, (actions, _, _) in scan().items()]
     if split == 'length':
-        return [pair for pair in pairs if (len(pair[1].split()) <= 22) == train]
+        return [pair for pair in pairs if (len(pair[1].split()) <= 22) == (part == 'train')]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
-    return [pairs[i] for i in (order[:16728] if train else order[16728:])]
+    return [pairs[i] for i in (order[:16728] if part == 'train' else order[16728:])]
 
 
 class SCAN(Pairs):
     """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions.
     scan is split by length, 1 to 22 in training and 24 to 48 in the test; scan_simple at random.
-    >>> example('scan', 4)
-    'BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS'
+    >>> examples(4, 'scan')
+    scan                BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS
     """
     def __init__(self, simple=False):
         self.split = 'simple' if simple else 'length'
 
-    def texts(self, part):
-        pairs = scan_pairs(self.split, part) if part != 'val' else []
-        return [(len(actions.split()), self.text(command, actions)) for command, actions in pairs]
+    @functools.cached_property
+    def texts(self):
+        pairs = {part: scan_pairs(self.split, part) for part in ('train', 'test')} | {'val': []}
+        return {part: [(len(actions.split()), self.text(command, actions))
+                       for command, actions in pairs[part]] for part in PARTS}
 
     def text(self, command, actions):
         return f'BoS {command} EoI {actions} EoS'
@@ -814,19 +779,13 @@ class SCAN(Pairs):
 class SCANCoT(SCAN):
     """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: the actions in SCAN.
     twice and thrice are written out, then the actions of every clause, in the order of execution.
-    >>> example('scan_cot', 3)
-    'jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .'
+    >>> print(SCANCoT().text('jump and look twice', 'I_JUMP I_LOOK I_LOOK'))
+    jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .
     """
     marks = ('=', '.')
 
     def text(self, command, actions):
-        actions_of, clauses_of, _ = scan()
-        conjunction = ' after ' if ' after ' in command else ' and '
-        halves = [clauses_of[phrase] for phrase in command.split(conjunction)]
-        plan = conjunction.join(' + '.join(clauses) for clauses in halves)
-        if conjunction == ' after ':
-            halves.reverse()
-        steps = ' '.join(f'{clause} : {actions_of[clause]}' for half in halves for clause in half)
+        _, plan, steps = scan()[command]
         return f'{command} = {plan} → {steps} .'
 
 
@@ -858,7 +817,7 @@ class CFQ(Pairs):
         return len(query), f'BoS {" ".join(question)} EoI {" ".join(query)} EoS'
 
     @functools.cached_property
-    def parts(self):
+    def texts(self):
         folder = pathlib.Path(self.data)
         with reading(folder, self.needs):
             entries = json.loads((folder / 'dataset.json').read_bytes())
@@ -866,73 +825,81 @@ class CFQ(Pairs):
             numbers = dict(zip(PARTS, (split['trainIdxs'], split['devIdxs'], split['testIdxs'])))
             return {part: [self.text(entries[i]) for i in numbers[part]] for part in PARTS}
 
-    def texts(self, part):
-        return self.parts[part]
-
 
 @contextlib.contextmanager
 def reading(path, needs):
-    """Turn any error in the block that reads path into a DataError that says what is needed."""
+    """Turn any error in the block that reads path into a DataError that says what is required."""
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:
         reason = ' '.join(f'{type(error).__name__} {error}'.split())
-        raise DataError(f'cannot read {path}: {reason}; it must be {needs}') from None
+        raise DataError(f'cannot read {path}: {reason}; required: {needs}') from None
 
 
 # --------------------------------------------------------------------------------------------------
 # corpora: predict the next token in contexts of `length` tokens
 
 PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val', dev='val')
-SHARES = {'train': (0, 0.9), 'val': (0.9, 0.95), 'test': (0.95, 1)}
 
 
 class Corpus(Task):
     """Documents in parts. A subclass defines documents(path), the documents in a file: arrays of
     symbols, mapped from disk where the file is large; token = symbol + first. A part is named by
-    the file or its folder (PART_NAMES). If no name says it, the parts are SHARES: of the documents
-    in an order drawn once, or of each document if there are fewer than 20."""
+    the file or its folder (PART_NAMES). If no name says it, the parts are 90, 5 and 5 %: of the
+    documents in an order drawn once, or of each document if there are fewer than 20."""
     corpus = True
     fixed = True
     min_length = 2
-    separator = ''
     endings = ''           # of the names of the files
+    skip = ()              # folders that are not read
     first = 1              # the token of symbol 0
     stride = 1             # contexts begin at multiples of it
 
     def read(self):
-        """[(part or None, document)] of all files."""
-        found = []
-        for part, path in files_in(self.data, self.needs, self.endings):
+        """Yield (part or None, document) of all files."""
+        for part, path in self.files():
             with reading(path, self.needs):
-                found += [(part, document) for document in self.documents(path)]
-        return found
+                documents = self.documents(path)
+            yield from ((part, document) for document in documents)
+
+    def files(self):
+        """[(part or None, path)] of the file `data`, or of the files in that folder and below that
+        have one of the endings. Hidden files and folders are left out."""
+        files = [(None, self.data)] if os.path.isfile(self.data) else []
+        for folder, folders, names in os.walk(self.data):
+            folders[:] = sorted(x for x in folders if x[0] != '.' and x not in self.skip)
+            for name in sorted(names):
+                if name.lower().endswith(self.endings) and name[0] != '.':
+                    path = os.path.join(folder, name)
+                    words = os.path.splitext(os.path.relpath(path, self.data))[0].lower()
+                    parts = [PART_NAMES[x] for x in words.split(os.sep) if x in PART_NAMES]
+                    files.append((parts[0] if parts else None, path))
+        require(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
+        return files
 
     @functools.cached_property
     def parts(self):
         """{part: [documents]}."""
-        def share(x, part):
-            low, high = SHARES[part]
-            return x[int(low * len(x)):int(high * len(x))]
-
         found = [(part, document) for part, document in self.read() if len(document) > 1]
         require(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
         if any(part for part, _ in found):
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
             return named | dict(val=val or test, test=test or val)
+
+        def cut(x):     # into 90, 5 and 5 %
+            return np.split(x, [int(0.9 * len(x)), int(0.95 * len(x))])
+
         documents = [document for _, document in found]
         if len(documents) < 20:
-            return {part: [share(document, part) for document in documents] for part in PARTS}
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))
-        return {part: [documents[i] for i in share(order, part)] for part in PARTS}
+            return dict(zip(PARTS, zip(*map(cut, documents))))
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).numpy()
+        return {part: [documents[i] for i in numbers] for part, numbers in zip(PARTS, cut(order))}
 
     def of_part(self, part):
         """The documents of a part that have something to predict. Raise DataError if none has."""
         documents = [document for document in self.parts[part] if len(document) > 1]
-        require(documents, f'{self.data or "the corpus"} has nothing for {part}: '
+        require(documents, f'{self.data} has nothing for {part}: '
                            f'name a file or folder in it {part}, or add text')
         return documents
 
@@ -954,7 +921,7 @@ class Corpus(Task):
         A shorter document is taken whole."""
         documents = self.of_part('train')
         ends = np.cumsum([len(document) for document in documents])
-        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()
+        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n], over all documents
         chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
         places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
         starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
@@ -992,22 +959,6 @@ class Corpus(Task):
         return max(lengths)
 
 
-def files_in(data, needs, endings='', skip=()):
-    """[(part or None, path)] of a file, or of the files in a folder and below with one of the
-    endings. Hidden files and folders in `skip` are left out."""
-    files = [(None, data)] if os.path.isfile(data) else []
-    for folder, folders, names in os.walk(data):
-        folders[:] = sorted(name for name in folders if name[0] != '.' and name not in skip)
-        for name in sorted(names):
-            if name.lower().endswith(endings) and name[0] != '.':
-                path = os.path.join(folder, name)
-                words = os.path.splitext(os.path.relpath(path, data))[0].lower().split(os.sep)
-                parts = [PART_NAMES[word] for word in words if word in PART_NAMES]
-                files.append((parts[0] if parts else None, path))
-    require(files, f'{data} does not exist or has no such files; it must be {needs}')
-    return files
-
-
 def mapped(path, dtype):
     """A file as an array. A file of more than a megabyte stays on disk."""
     if os.path.getsize(path) <= 2 ** 20:
@@ -1043,28 +994,25 @@ class StandardLibrary(Text):
     'def f(x):'
     """
     needs = ''
+    data = sysconfig.get_path('stdlib')
+    endings = '.py'
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-
-    def read(self):
-        files = files_in(sysconfig.get_path('stdlib'), '', '.py', self.skip)
-        return [(None, mapped(path, np.uint8)) for _, path in files]
 
 
 class TextCharacters(Corpus):
     """Text files by characters, those that occur in them. `length`: characters in a context."""
-    own_vocab = True
     needs = ('a text file (UTF-8), or a folder of them, as tinyshakespeare of '
              'github.com/karpathy/char-rnn')
+    own_vocab = True
+    separator = ''
+    first = 0
 
     @functools.cached_property
     def vocab(self):
-        texts = [read_text(path) for _, path in files_in(self.data, self.needs)]
-        return ['<pad>', *sorted(set().union(*texts))]
+        return ['<pad>', *sorted(set().union(*(read_text(path) for _, path in self.files())))]
 
     def documents(self, path):
-        characters = [ord(character) for character in self.vocab[1:]]
-        codes = np.frombuffer(read_text(path).encode('utf-32-le'), dtype=np.uint32)
-        return [np.searchsorted(characters, codes).astype(np.uint16)]
+        return [self.encode(read_text(path)).numpy().astype(np.uint16)]
 
 
 class Tokens(Corpus):
@@ -1074,7 +1022,6 @@ class Tokens(Corpus):
     """
     needs = 'a .bin (uint16) or .npy file of tokens, or a folder of them'
     endings = ('.bin', '.npy')
-    separator = ' '
 
     def __init__(self, size=50257):
         self.vocab = ['<pad>', *map(str, range(size))]
@@ -1083,8 +1030,7 @@ class Tokens(Corpus):
         if path.lower().endswith('.bin'):
             return [mapped(path, np.uint16)]
         array = np.load(path, mmap_mode='r')
-        require(getattr(array, 'ndim', 0) == 1 and array.dtype.kind in 'ui',
-                f'{path} is not a row of integers; it must be {self.needs}')
+        require(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
         return [array]
 
 
@@ -1098,11 +1044,9 @@ class GPT2(Tokens):
 
     @functools.cached_property
     def byte_pairs(self):
-        try:
+        with reading('byte pairs', 'pip install tiktoken'):
             import tiktoken
-        except ImportError:
-            raise DataError("GPT-2's byte pairs require tiktoken: pip install tiktoken") from None
-        return tiktoken.get_encoding('gpt2')
+            return tiktoken.get_encoding('gpt2')
 
     def decode(self, row):
         return self.byte_pairs.decode([i - 1 for i in row.tolist() if 1 <= i <= 50257])
@@ -1120,39 +1064,30 @@ class JSB(Corpus):
     """
     needs = 'Jsb16thSeparated.json (github.com/czhuang/JSB-Chorales-dataset)'
     vocab = ['<pad>', '-', *map(str, range(21, 109))]
-    separator = ' '
     stride = 4
     min_length = 5
 
     def read(self):
-        found = []
         with reading(self.data, self.needs):
             chorales = json.loads(pathlib.Path(self.data).read_bytes())
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
-                for pitches in map(np.array, chorales[name]):           # [T, 4]
-                    fits = pitches.shape[1:] == (4,) and np.isin(pitches, [-1, *range(21, 109)])
-                    require(np.all(fits), f'a chorale in {self.data} is not rows of four pitches, '
-                                          'each -1 or 21 to 108')
-                    found.append((part, np.where(pitches < 0, 0, pitches - 20).ravel()))
-        return found
+                for chorale in chorales[name]:
+                    pitches = np.array(chorale).reshape(-1, 4)      # [T, 4], -1 is silence
+                    yield part, np.where(pitches < 0, 0, pitches - 20).ravel()
 
 
 class MIDI(Corpus):
     """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, a .mid file each.
-    In training each context is transposed by -3 to 3 semitones. With PAD, MASK, chords and tempi
-    the vocabulary has 328 tokens, as in PoPE A.1, which does not list them. `length`: tokens in a
-    context."""
+    In training each context is transposed by -3 to 3 semitones. The vocabulary has 328 tokens, as
+    in PoPE A.1, which does not list them. `length`: tokens in a context."""
     needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
     endings = ('.mid', '.midi')
     first = 0
-    separator = ' '
 
     @functools.cached_property
     def remi(self):
-        try:
+        with reading('MIDI', 'pip install miditok'):
             import miditok
-        except ImportError:
-            raise DataError('MIDI files require miditok: pip install miditok') from None
         return miditok.REMI(miditok.TokenizerConfig(
             pitch_range=(21, 108), drums_pitch_range=(27, 87), use_chords=True, use_tempos=True,
             num_tempos=32, use_time_signatures=False, one_token_stream_for_programs=True,
@@ -1160,8 +1095,7 @@ class MIDI(Corpus):
 
     @functools.cached_property
     def vocab(self):
-        names = sorted(self.remi.vocab, key=self.remi.vocab.get)
-        return ['<pad>', *names[1:]]    # miditok: PAD_None
+        return ['<pad>', *sorted(self.remi.vocab, key=self.remi.vocab.get)[1:]]  # not PAD_None
 
     def documents(self, path):
         bos, eos = self.remi['BOS_None'], self.remi['EOS_None']
@@ -1169,8 +1103,8 @@ class MIDI(Corpus):
 
     def problems(self, n, length, draw):
         tokens, _ = super().problems(n, length, draw)
-        shift = draw.integers(7, n, 1)  # of each context, as a row of `transposed`
-        tokens = self.transposed.to(tokens.device)[shift, tokens]
+        shift = draw.integers(7, n, 1)      # of each context, as a row of `transposed`
+        tokens = self.transposed.to(tokens.device)[shift, tokens]       # [n, length]
         return tokens, supervise(tokens, 1)
 
     @functools.cached_property
@@ -1181,8 +1115,9 @@ class MIDI(Corpus):
         pitches = {int(name[6:]): i for i, name in enumerate(self.vocab) if name[:6] == 'Pitch_'}
         for row, shift in zip(table, range(-3, 4)):
             for pitch, i in pitches.items():
+                octave = 12 if shift < 0 else -12
                 moved = pitch + shift
-                row[i] = next(pitches[p] for p in (moved, moved - 12, moved + 12) if p in pitches)
+                row[i] = pitches[moved if moved in pitches else moved + octave]
         return table
 
 
@@ -1197,33 +1132,19 @@ class Genome(Corpus):
     needs = ('a FASTA file (.fa, .fasta, .fna; unpacked), or a folder of them, as in '
              'huggingface.co/datasets/InstaDeepAI/human_reference_genome')
     endings = ('.fa', '.fasta', '.fna')
-    special = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN']
-    vocab = special + [''.join(kmer) for kmer in itertools.product('ACGT', repeat=6)]
-    separator = ' '
+    vocab = ['<pad>', '<unk>', '<mask>', '<cls>', '<eos>', '<bos>', *'ACGTN',
+             *map(''.join, itertools.product('ACGT', repeat=6))]
     first = 0
-    letters = np.full(256, 4, dtype=np.uint8)
-    letters[list(b'ACGTacgt')] = [0, 1, 2, 3] * 2
 
-    def tokens(self, sequence):
-        """The tokens of a sequence of bytes."""
-        code = self.letters[np.frombuffer(sequence, dtype=np.uint8)]
-        edges = np.flatnonzero(np.diff(code < 4)) + 1  # of the segments without N
-        parts = []
-        for segment in np.split(code, edges):
-            whole = len(segment) // 6 * 6 if (segment < 4).all() else 0
-            kmers = segment[:whole].reshape(-1, 6) @ (4 ** np.arange(5, -1, -1))
-            parts.append(kmers + len(self.special))
-            parts.append(segment[whole:].astype(np.int64) + self.special.index('A'))
-        return np.concatenate(parts).astype(np.uint16)
+    def tokenize(self, text):
+        letters = re.sub('[^ACGT]', 'N', ''.join(text.split()).upper())
+        return re.findall('[ACGT]{6}|.', letters)
 
     def documents(self, path):
-        head, *records = (b'\n' + pathlib.Path(path).read_bytes()).split(b'\n>')
-        require(not head.strip(), f'{path} does not begin with ">"; it must be {self.needs}')
-        lines = [record.partition(b'\n')[2] for record in records]       # without the name
-        return [self.tokens(b''.join(sequence.split())) for sequence in lines]
-
-    def encode(self, text):
-        return torch.from_numpy(self.tokens(text.replace(' ', '').encode()).astype(np.int64))
+        head, *records = ('\n' + read_text(path)).split('\n>')
+        require(not head.strip(), 'it does not begin with ">"')
+        sequences = [record.partition('\n')[2] for record in records]       # without the name
+        return [self.encode(text).numpy().astype(np.uint16) for text in sequences]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1246,56 +1167,58 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
 
 @functools.cache
 def make(name, data=''):
-    """Return the task of a name and its options, as in 'parity' or
-    'indirect_indexing:letters=12:shift=2', and, if it reads files, of the path `data`. Raise
-    DataError if there is none."""
+    """Return the task of a name and its options, as in 'parity' or 'distance:span=16', and, if it
+    reads files, of the path `data`. Raise DataError if there is none."""
     base, *options = name.split(':')
-    near = ''.join(f', did you mean {x!r}?' for x in difflib.get_close_matches(base, TASKS, 1))
-    require(base in TASKS, f'unknown task {base!r}{near or "."} There are: {", ".join(TASKS)}')
-    task = TASKS[base]
+    require(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
+    task = copy.copy(TASKS[base])   # the registered ones stay as they are
     require(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
     require(task.needs or not data, f'{base} reads no files: remove --data={data}')
-    if options or data:
-        takes, given = inspect.signature(type(task)).parameters, {}
-        for option in options:
-            key, _, value = option.partition('=')
-            require(key in takes, f'{base} has no option {option!r}; its options are: '
-                                  f'{", ".join(takes) or "none"} (as in flip_flop:ignore=98)')
-            kind = type(takes[key].default)
-            fits = kind is str or value.isdecimal() and (kind is int or value in ('0', '1'))
-            wants = '0 or 1' if kind is bool else 'an integer'
-            require(value and fits, f'{base}:{key} must be {wants}, not {value!r}')
-            given[key] = value if kind is str else kind(int(value))
+    takes, given = inspect.signature(type(task)).parameters, {}
+    for option in options:
+        key, _, value = option.partition('=')
+        kind = type(takes[key].default) if key in takes else None
+        fits = kind is str or value.isdecimal() and (kind is int or kind is bool and value in '01')
+        require(fits, f'{option!r} is not an option of {base}, whose options are: '
+                      f'{options_of(task) or "none"}')
+        given[key] = value if kind is str else kind(int(value))
+    if given:
         task = type(task)(**given)
-    task.name, task.data = name, data
+    task.name, task.data = name, data or task.data
     return task
 
 
-def example(name, length):
-    """The first problem of that task and length from seed 0, as text."""
-    tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
-    return make(name).decode(tokens[0])
+def options_of(task):
+    """The options of a task with their defaults, as in own=0:steps=1."""
+    options = ':'.join(map(str, inspect.signature(type(task)).parameters.values()))
+    return options.replace('True', '1').replace('False', '0')
+
+
+def examples(length, *names):
+    """Print the first problem of each task of that length from seed 0."""
+    for name in names:
+        tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
+        print(f'{name:19}', make(name).decode(tokens[0]))
 
 
 def main(argv):
     """List the tasks, or print examples of one."""
-    if '-h' in argv or '--help' in argv:
-        return print(__doc__)
-    data = ''.join(arg.removeprefix('--data=') for arg in argv if arg.startswith('--data='))
-    name, *rest = [arg for arg in argv if not arg.startswith('--data=')] or ['']
-    require(len(rest) < 2 and all(map(str.isdecimal, rest)) and name[:1] != '-',
-            f'use python tasks.py [NAME [LENGTH] [--data=PATH]], not {" ".join(argv)}')
-    if not name:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('name', nargs='?')
+    parser.add_argument('length', nargs='?', type=int)
+    parser.add_argument('--data', default='')
+    args = parser.parse_args(argv)
+    if not args.name:
         for name, task in TASKS.items():
             says = ' '.join(type(task).__doc__.partition('>>>')[0].split())
             print(f'{name:18} {re.split(r"(?<!al)[.] ", says + " ")[0]}.')
         return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
-    task = make(name, data)
-    length = int(rest[0]) if rest else 64 if task.corpus else max(5, task.min_length)
+    task = make(args.name, args.data)
+    length = args.length or (64 if task.corpus else max(5, task.min_length))
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
-    if options := ':'.join(map(str, inspect.signature(type(task)).parameters.values())):
-        print('options, with their defaults:', options.replace('True', '1').replace('False', '0'))
+    print('options:', options_of(task) or 'none')
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
         answer = 'all but the first' if task.corpus else task.decode(target[target != -100])

@@ -21,7 +21,6 @@ import math
 import os
 import random
 import re
-import resource
 import shlex
 import signal
 import statistics
@@ -1233,67 +1232,73 @@ def test_impossible_shapes_say_what_to_do(kw, says):
 # tasks.py, against oracles; SCAN against its published counts; readers of files
 
 FILE_READERS = [name for name, task in tasks.TASKS.items() if task.corpus or task.needs]
-GENERATED = [name for name in tasks.TASKS if name not in FILE_READERS]
 
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-# oracles
+# Oracles: of a prompt as text they return its length and the correct answer.
 
-def iterative_oracle(name, length, prompt, answer):
-    """BoS x_1..x_L EoI s_1..s_m EoS; of the states, steps=0 asks for the last alone."""
-    name, _, option = name.partition(':')
-    x = prompt[1:-1]
-    assert [prompt[0], prompt[-1], answer[-1]] == ['BoS', 'EoI', 'EoS']
-    assert len(x) == (2 if name == 'count' else length)
-    if name == 'mode':
-        assert answer[:-1] == statistics.multimode(x)
-        return
-    x = [int(word) for word in x]
-    beta = tasks.make('product:own=1').beta.tolist() if option == 'own=1' else [1] * len(x)
-    states = {
-        'copy': x,
-        'reverse': x[::-1],
-        'sort': sorted(set(x)),    # all are different
-        'count': range(x[0], x[-1] + 1),
-        'parity': itertools.accumulate(x, lambda s, x_t: (s + x_t) % 2),
-        'polynomial': itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 5),
-        'product': [math.prod(beta[:t] + x[:t]) % 5 for t in range(1, len(x) + 1)],
-    }[name]
-    assert answer[:-1] == [str(s) for s in states][-1 if option == 'steps=0' else 0:]
-    assert len(answer) == (2 if option == 'steps=0' else length + 1)
+def vipe_oracle(states):
+    """BoS x_1..x_L EoI s_1..s_m EoS: states(x) of the numbers or letters x."""
+    def oracle(prompt):
+        bos, *x, eoi = prompt.split()
+        assert (bos, eoi) == ('BoS', 'EoI')
+        x = [int(word) if word.isdigit() else word for word in x]
+        return len(x), ' '.join(map(str, [*states(x), 'EoS']))
+    return oracle
 
 
-def classification_oracle(name, length, prompt, answer):
-    """x_1..x_L ? class: how many triggers there are, or how far they are apart."""
-    assert prompt[-1] == '?' and len(prompt) == length + 1
-    place = [(word, t) for t, word in enumerate(prompt) if word.startswith('trigger')]
-    if name.startswith('trigger_count'):
-        assert answer == [f'class{len(place)}']
-        return
-    words, place = zip(*sorted(place))
-    assert words == tuple(f'trigger{i}' for i in range(4 if name.startswith('distance_sum') else 2))
-    distances = [abs(i - j) for i, j in zip(place[::2], place[1::2])]
-    span = int(name.partition('span=')[2] or 128)
-    assert max(distances) < span
-    assert answer == [f'class{32 * sum(distances) // (len(distances) * span)}']
+def count(prompt):
+    _, first, last, _ = prompt.split()
+    states = range(int(first), int(last) + 1)
+    return len(states), ' '.join(map(str, [*states, 'EoS']))
 
 
-def indexing_oracle(name, length, prompt, answer):
-    """The letter `shift` positions after a given one: 'abcd,b,+2,d'."""
-    source, letter, shift, _ = ''.join(prompt).split(',')
-    assert len(source) == length == len(set(source)) and source.isalpha()
-    assert re.fullmatch(r'[+-]\d{1,2}', shift) and abs(int(shift)) <= (2 if ':' in name else 15)
-    assert ':' not in name or set(source) <= set('ABCDEFGHIJKL')
+def product(x, beta=(1,) * 1000):
+    return [math.prod([*beta[:t], *x[:t]]) % 5 for t in range(1, len(x) + 1)]
+
+
+def indexing(prompt, letters=string.ascii_letters, most=15):
+    """abcd,b,+2, asks for the letter two positions after the b."""
+    source, letter, shift, _ = prompt.split(',')
+    assert len(source) == len(set(source)) and set(source) <= set(letters)
+    assert re.fullmatch(r'[+-]\d{1,2}', shift) and abs(int(shift)) <= most
     place = source.index(letter) + int(shift)
-    assert place >= 0 and answer == [source[place]]
+    assert place >= 0
+    return len(source), source[place]
 
 
-def stack_answer(x):
-    """The stack from its top down, after bits (pushed) and actions: 2 pops, 3 and 4 push 0 and 1;
-    then 2 marks its bottom."""
+def trigger_count(prompt):
+    *words, _ = prompt.split()
+    return len(words), f'class{sum("trigger" in word for word in words)}'
+
+
+def trigger_distance(triggers, span):
+    """The distances between trigger0 and 1, and 2 and 3, in 32nds of the largest sum."""
+    def oracle(prompt):
+        *words, mark = prompt.split()
+        assert mark == '?'
+        place = [words.index(f'trigger{i}') for i in range(triggers)]
+        assert sum('trigger' in word for word in words) == triggers
+        distances = [abs(i - j) for i, j in zip(place[::2], place[1::2])]
+        assert max(distances) < span
+        return len(words), f'class{32 * sum(distances) // (len(distances) * span)}'
+    return oracle
+
+
+def string_oracle(answer, start=''):
+    """start x=answer(x)."""
+    def oracle(prompt):
+        x = prompt.removeprefix(start).removesuffix('=')
+        assert prompt == start + x + '=' and x.isalnum()
+        return len(x), answer(x) + '.'
+    return oracle
+
+
+def stack(x):
+    """The stack from its top down after bits (pushed) and actions: 2 pops, 3 and 4 push 0 and 1."""
     assert re.fullmatch('[01]+[234]*', x)
     left = ''
     for symbol in x:
@@ -1301,66 +1306,35 @@ def stack_answer(x):
     return (left[::-1] + '2').ljust(len(x) + 1, '0')
 
 
-STRINGS = {
-    'string_copy': lambda x: x,
-    'copy_repeated': lambda x: x[0] * len(x),
-    'string_reverse': lambda x: x[::-1],
-    'odds_first': lambda x: x[1::2] + x[::2],
-    'bucket_sort': lambda x: ''.join(digit * x.count(digit) for digit in '01234'),
-    'stack': stack_answer,
-}
+def dyn_str_cpy(prompt):
+    x, digit = prompt.removesuffix('=').split(',')
+    assert x.count(digit) == 1
+    return len(x), x[x.index(digit):] + '.'
 
 
-def string_oracle(name, length, prompt, answer):
-    """digits=digits."""
-    x = ''.join(prompt).removesuffix('=')
-    if name == 'string_reverse':
-        assert x[0] == '^'
-        x = x[1:]
-    assert len(x) == length
-    assert ''.join(answer) == STRINGS[name](x) + '.'
+def addition(prompt, order=1):
+    a, b = (x[::order] for x in prompt.removesuffix('=').split('+'))
+    assert (a, b) == (str(int(a)), str(int(b)))     # no leading zeros
+    return max(len(a), len(b)), str(int(a) + int(b))[::order] + '.'
 
 
-def dyn_str_cpy_oracle(name, length, prompt, answer):
-    """string,digit=the string from that digit on."""
-    string, digit = ''.join(prompt).removesuffix('=').split(',')
-    assert len(string) == length and string.count(digit) == 1
-    assert ''.join(answer) == string[string.index(digit):] + '.'
-
-
-def addition_oracle(name, length, prompt, answer):
-    """a+b=, lowest digits first; digits of a, b, carry and sum for each place; the sum."""
-    a, b = ''.join(prompt).removesuffix('=').split('+')
-    assert max(len(a), len(b)) == length
-    numbers = int(a[::-1]), int(b[::-1])
-    assert (a, b) == tuple(str(x)[::-1] for x in numbers)  # no zeros in front
+def addition_cot(prompt):
+    """Digits of a, b, carry and sum for each column, lowest first; the sum."""
+    length, total = addition(prompt, -1)
+    a, b = (x.ljust(length, '0') for x in prompt.removesuffix('=').split('+'))
     steps, carry = [], 0
-    for t in range(length):
-        d_a, d_b = (x // 10 ** t % 10 for x in numbers)
-        carry, digit = divmod(d_a + d_b + carry, 10)
+    for d_a, d_b in zip(a, b):
+        carry, digit = divmod(int(d_a) + int(d_b) + carry, 10)
         steps.append(f'{d_a}{d_b}{carry}{digit}')
-    total = str(sum(numbers))[::-1].ljust(length, '0')
-    assert ''.join(answer) == ','.join(steps) + '→' + total + '.'
+    return length, ','.join(steps) + '→' + total
 
 
-def plain_addition_oracle(name, length, prompt, answer):
-    """a+b=c. as everyone writes it, or with the lowest digits first."""
-    order = -1 if 'reversed' in name else 1
-    a, b = (x[::order] for x in ''.join(prompt).removesuffix('=').split('+'))
-    assert max(len(a), len(b)) == length
-    assert ''.join(answer) == str(int(a) + int(b))[::order] + '.'
-
-
-def multiplication_oracle(name, length, prompt, answer):
-    """axb=ax[ and for each digit of b: digit*(digit+1)(lower digit+0)...; as in the paper."""
-    a, b = ''.join(prompt).removesuffix('=').split('x')
-    assert len(b) == length
-    assert (a, b) == (str(int(a)), str(int(b)))  # no zeros in front
-    terms = []
-    for i, digit in enumerate(b):
-        lower = ''.join(f'({d}+0)' for d in b[i + 1:])
-        terms.append(f'{digit}*({digit}+1){lower}')
-    assert ''.join(answer) == f'{a}x[{"+".join(terms)}].'
+def multiplication_cot(prompt):
+    a, b = prompt.removesuffix('=').split('x')
+    assert (a, b) == (str(int(a)), str(int(b)))     # no leading zeros
+    terms = [f'{d}*({d}+1)' + ''.join(f'({lower}+0)' for lower in b[i + 1:])
+             for i, d in enumerate(b)]
+    return len(b), f'{a}x[{"+".join(terms)}].'
 
 
 def scan_actions(words):
@@ -1370,151 +1344,140 @@ def scan_actions(words):
             x = scan_actions(words[:words.index(word)])
             y = scan_actions(words[words.index(word) + 1:])
             return x + y if word == 'and' else y + x
-    if words[-1] == 'twice':
-        return scan_actions(words[:-1]) * 2
-    if words[-1] == 'thrice':
-        return scan_actions(words[:-1]) * 3
+    if words[-1] in ('twice', 'thrice'):
+        return scan_actions(words[:-1]) * (2 if words[-1] == 'twice' else 3)
     verb = [] if words[0] == 'turn' else ['I_' + words[0].upper()]
     turn = ['I_TURN_' + words[-1].upper()]
     if len(words) == 1:
         return verb
     if words[1] == 'opposite':
         return turn * 2 + verb
-    if words[1] == 'around':
-        return (turn + verb) * 4
-    return turn + verb
+    return (turn + verb) * (4 if words[1] == 'around' else 1)
 
 
-def scan_oracle(name, length, prompt, answer):
-    """A command, a mark, its actions; in the chain of thought other words stand between these."""
-    command = [word for word in prompt[:-1] if word != 'BoS']
-    actions = [word for word in answer if word.startswith('I_')]
-    assert actions == scan_actions(command) and len(actions) == length
-    assert name == 'scan_cot' or answer == [*actions, 'EoS']
+def scan(prompt):
+    actions = scan_actions(prompt.split()[1:-1])
+    return len(actions), ' '.join([*actions, 'EoS'])
 
 
-def flip_flop_answers(words):
-    """{place: bit} of the bits after r."""
-    written, answers = None, {}
-    for i in range(0, len(words), 2):
-        if words[i] == 'w':
-            written = words[i + 1]
-        if words[i] == 'r':
-            answers[i + 1] = written
-    assert words[0] == 'w' and words[-2] == 'r'
-    return answers
+def scan_cot(prompt):
+    """The command with twice and thrice written out → clause : actions, as executed."""
+    command = prompt.removesuffix(' =')
+    halves = [[re.sub(' twice| thrice', '', x)] * (1 + ('twice' in x) + 2 * ('thrice' in x))
+              for x in re.split(' and | after ', command)]
+    plan = (' after ' if 'after' in command else ' and ').join(map(' + '.join, halves))
+    steps = [f'{clause} : {" ".join(scan_actions(clause.split()))}'
+             for half in halves[::-1 if 'after' in command else 1] for clause in half]
+    return len(scan_actions(command.split())), f'{plan} → {" ".join(steps)} .'
 
 
-def recall_answers(words):
-    """{place: value} of values whose key and value stood there before."""
-    seen, answers = {}, {}
-    for i in range(0, len(words), 2):
-        if words[i] in seen:
-            answers[i + 1] = seen[words[i]]
-        if words[i].startswith('key'):
-            seen[words[i]] = words[i + 1]
-    return answers
-
-
-@pytest.mark.parametrize('name, answers, length', [
-    ('flip_flop', flip_flop_answers, 40), ('flip_flop:ignore=10', flip_flop_answers, 2),
-    ('mqar', recall_answers, 8), ('mqar:keys=3:words=9', recall_answers, 30)])
-def test_recall_against_an_oracle(name, answers, length):
-    """What is supervised is what a reader would know, and it is right."""
-    task = tasks.make(name)
-    for tokens, targets in zip(*task.sample(300, length, generator(0))):
-        words = [task.vocab[i] for i in tokens]
-        asked = {t + 1: task.vocab[i] for t, i in enumerate(targets) if i != -100}
-        assert asked == answers(words)
-        assert len(words) == 2 * length
-        if name.startswith('mqar'):
-            assert len(asked) == task.keys == len({word for word in words if 'key' in word})
-
-
-def test_flip_flop_ignores_as_often_as_asked():
-    for ignore in (10, 80, 98):
-        task = tasks.make(f'flip_flop:ignore={ignore}')
-        tokens, _ = task.sample(200, 100, generator(0))
-        share = [(tokens[:, 2:-2:2] == i).double().mean() for i in (1, 2, 3)]
-        rest = (1 - ignore / 100) / 2
-        close(share, [rest, ignore / 100, rest], 0.02)
-
-
-@pytest.mark.parametrize('name, size', [('s3', 6), ('s5', 120)])
-def test_group(name, size):
-    """A label applies the permutations of its tokens in order; all elements are drawn."""
-    task = tasks.make(f'group:name={name}')
-    tokens, labels = task.sample(200, 12, generator(0))
-    assert len(task.vocab) == size + 2 == len(tokens.unique()) and (tokens[:, 0] == 1).all()
-    for row, label in zip(tokens[:, 1:-1].tolist(), labels[:, 1:-1].tolist()):
-        places = range(int(name[1]))
-        for i, target in zip(row, label):   # the item at place p goes to place word[p]
-            places = [int(task.vocab[i][place]) for place in places]
-            assert task.vocab[target] == ''.join(map(str, places))
-
-
-# task: its oracle, and the lengths to try; for other tasks 5 and 20, without an oracle
-TEXT_LENGTHS = (1, 2, 7, 23)
-ORACLES = {name: (string_oracle, TEXT_LENGTHS) for name in STRINGS}
-ORACLES |= {name: (iterative_oracle, (1, 5, 48)) for name in (
-    'copy', 'reverse', 'parity', 'parity:steps=0', 'polynomial', 'product', 'product:own=1')}
-ORACLES |= {
-    'sort': (iterative_oracle, (1, 5, 48, 100)),
-    'count': (iterative_oracle, (1, 5, 48, 128)),
-    'mode': (iterative_oracle, (1, 2, 7, 48)),
-    'indirect_indexing': (indexing_oracle, (1, 20, 40, 52)),
-    'indirect_indexing:letters=12:shift=2': (indexing_oracle, (1, 6, 12)),
-    'distance': (classification_oracle, (2, 9, 128, 200)),
-    'distance:span=16': (classification_oracle, (2, 40)),
-    'distance_sum:span=16': (classification_oracle, (4, 40)),
-    'trigger_count': (classification_oracle, (1, 9, 128, 200)),
-    'trigger_count:most=16': (classification_oracle, (1, 40)),
-    'distance_sum': (classification_oracle, (4, 9, 128, 200)),
-    'addition': (plain_addition_oracle, TEXT_LENGTHS),
-    'addition:reversed=1': (plain_addition_oracle, TEXT_LENGTHS),
-    'dyn_str_cpy': (dyn_str_cpy_oracle, TEXT_LENGTHS),
-    'addition_cot': (addition_oracle, TEXT_LENGTHS),
-    'multiplication_cot': (multiplication_oracle, TEXT_LENGTHS),
-    'scan': (scan_oracle, (1, 22, 48)),
-    'scan_simple': (scan_oracle, (2, 5)),
-    'scan_cot': (scan_oracle, (2, 24)),
+TEXT, VIPE = (1, 2, 7, 23), (1, 5, 48)      # lengths to try
+ORACLES = {
+    'copy': (vipe_oracle(lambda x: x), VIPE),
+    'reverse': (vipe_oracle(lambda x: x[::-1]), VIPE),
+    'sort': (vipe_oracle(lambda x: sorted(set(x))), (1, 5, 48, 100)),
+    'count': (count, (1, 5, 48, 128)),
+    'mode': (vipe_oracle(statistics.multimode), (1, 2, 7, 48)),
+    'parity': (vipe_oracle(lambda x: [sum(x[:t + 1]) % 2 for t in range(len(x))]), VIPE),
+    'parity:steps=0': (vipe_oracle(lambda x: [sum(x) % 2]), VIPE),
+    'polynomial': (
+        vipe_oracle(lambda x: itertools.accumulate(x, lambda s, x_t: (s * x_t + 1) % 5)), VIPE),
+    'product': (vipe_oracle(product), VIPE),
+    'product:own=1': (
+        vipe_oracle(lambda x: product(x, tasks.make('product:own=1').beta.tolist())), VIPE),
+    'indirect_indexing': (indexing, (1, 20, 40, 52)),
+    'indirect_indexing:letters=12:shift=2': (partial(indexing, letters='ABCDEFGHIJKL', most=2),
+                                             (1, 6, 12)),
+    'distance': (trigger_distance(2, 128), (2, 9, 128, 200)),
+    'distance:span=16': (trigger_distance(2, 16), (2, 40)),
+    'distance_sum': (trigger_distance(4, 128), (4, 9, 128, 200)),
+    'distance_sum:span=16': (trigger_distance(4, 16), (4, 40)),
+    'trigger_count': (trigger_count, (1, 9, 128, 200)),
+    'trigger_count:most=16': (trigger_count, (1, 40)),
+    'string_copy': (string_oracle(lambda x: x), TEXT),
+    'copy_repeated': (string_oracle(lambda x: x[0] * len(x)), TEXT),
+    'string_reverse': (string_oracle(lambda x: x[::-1], '^'), TEXT),
+    'odds_first': (string_oracle(lambda x: x[1::2] + x[::2]), TEXT),
+    'bucket_sort': (string_oracle(lambda x: ''.join(d * x.count(d) for d in '01234')), TEXT),
+    'stack': (string_oracle(stack), TEXT),
+    'dyn_str_cpy': (dyn_str_cpy, TEXT),
+    'addition': (addition, TEXT),
+    'addition:reversed=1': (partial(addition, order=-1), TEXT),
+    'addition_cot': (addition_cot, TEXT),
+    'multiplication_cot': (multiplication_cot, TEXT),
+    'scan': (scan, (1, 22, 48)),
+    'scan_simple': (scan, (2, 5)),
+    'scan_cot': (scan_cot, (2, 9, 24)),
 }
-CHARACTERS = [name for name in ORACLES if isinstance(tasks.make(name), tasks.Characters)]
 
 
-def all_problems():
-    """(task, length) of each generated task and each length to try."""
-    for name in {**ORACLES, **dict.fromkeys(GENERATED)}:
-        task = tasks.make(name)
-        for length in ORACLES[name][1] if name in ORACLES else (5, 20):
-            yield name, min(max(length, task.min_length), task.max_length)
+# Oracles of tasks that supervise some tokens only: {t: targets[t]} of all words.
+
+def flip_flop(words):
+    written, answers = {}, {}
+    for t in range(0, len(words), 2):
+        if words[t] == 'r':
+            answers[t] = written['w']
+        written[words[t]] = words[t + 1]
+    return answers
 
 
-@pytest.mark.parametrize('name, length', list(all_problems()))
+def mqar(words):
+    seen, answers = {}, {}
+    for t in range(0, len(words), 2):
+        if words[t] in seen:
+            answers[t] = seen[words[t]]
+        if words[t].startswith('key'):
+            seen[words[t]] = words[t + 1]
+    assert len(answers) == len(seen)
+    return answers
+
+
+def group(words):
+    """The item at place p goes to place word[p]."""
+    answers, places = {}, range(len(words[1]))
+    for t, word in enumerate(words[1:], 1):
+        places = [int(word[place]) for place in places]
+        answers[t] = ''.join(map(str, places))
+    return answers
+
+
+PARTIAL = {'flip_flop': (flip_flop, (2, 40)), 'flip_flop:ignore=10': (flip_flop, (2, 40)),
+           'mqar': (mqar, (8, 20)), 'mqar:keys=3:words=9': (mqar, (6, 30)),
+           'group:name=s3': (group, (1, 12)), 'group': (group, (1, 12))}
+
+
+@pytest.mark.parametrize('name, length', [
+    (name, n) for name, (_, lengths) in (ORACLES | PARTIAL).items() for n in lengths])
 def test_every_task(name, length):
-    """tokens, targets [n, T]: padding last; targets are next tokens, or -100, one a row or more.
-    The answer is supervised, to the last token, and it is correct. The seed decides."""
+    """tokens, targets [n, T]: padding is last; targets are next tokens, or -100, at least one a
+    row. What is supervised is correct, by an oracle, and the seed decides all of it."""
     task = tasks.make(name)
-    n = 2000 if 24 < length < 60 and name not in CHARACTERS else 400
+    n = 2000 if task.end == tasks.EOS and length == 48 else 400
     tokens, targets = task.sample(n, length, generator(length))
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.shape == targets.shape and len(tokens) == n
-    assert tokens.min() >= 0 and tokens.max() < len(task.vocab) == len(set(task.vocab))
+    assert len(task.vocab) == len(set(task.vocab))
     padding, supervised = tokens == tasks.PAD, targets != -100
     assert torch.equal(padding, padding.int().cummax(dim=1).values > 0)
-    assert supervised.any(dim=1).all() and not supervised[:, -1].any()
+    assert not (targets == tasks.PAD).any() and not supervised[:, -1].any()
     assert task.labels or torch.equal(targets[supervised], tokens.roll(-1, dims=1)[supervised])
-    assert not (targets == tasks.PAD).any()
-    words = [task.vocab[i] for i in tokens[0].tolist() if i != tasks.PAD]
-    assert task.decode(tokens[0]).replace(' ', '') == ''.join(words)
     assert torch.equal(tokens, task.sample(n, length, generator(length))[0])
     if len(tokens.unique(dim=0)) > 1:
         assert not torch.equal(tokens, task.sample(n, length, generator(length + 1))[0])
-    for row, target in zip(tokens.tolist(), targets.tolist()) if name in ORACLES else ():
-        words = [task.vocab[i] for i in row if i != 0]
-        first = next(t for t, i in enumerate(target) if i != -100)  # the prompt's last token
-        assert -100 not in target[first:len(words) - 1]
-        ORACLES[name][0](name, length, words[:first + 1], words[first + 1:])
+    for row, target in zip(tokens, targets.tolist()):
+        words = [task.vocab[i] for i in row if i != tasks.PAD]
+        assert task.decode(row).replace(', ', ',') == task.separator.join(words)
+        found = {t: task.vocab[i] for t, i in enumerate(target) if i != -100}
+        if name in PARTIAL:
+            assert found == PARTIAL[name][0](words)
+            assert len(words) == (1 + length if task.labels else 2 * length)
+        else:       # the answer is supervised, to the last token
+            first = min(found) + 1
+            assert list(found) == list(range(first - 1, len(words) - 1))
+            prompt, answer = (task.separator.join(x) for x in (words[:first], words[first:]))
+            size, correct = ORACLES[name][0](prompt)
+            assert (size, answer) == (length, correct)
 
 
 def distance(text):
@@ -1531,15 +1494,15 @@ def distance(text):
     ('distance', 128, lambda text: abs(distance(text)), range(1, 128)),
     ('distance:span=16', 40, lambda text: abs(distance(text)), range(1, 16)),
     ('distance', 40, lambda text: distance(text) > 0, range(2)),
-    ('indirect_indexing:letters=12:shift=2', 6, lambda text: text[0], 'ABCDEFGHIJKL'),
     ('trigger_count:most=16', 40, lambda text: text.count('trigger'), range(17)),
     ('trigger_count', 128, lambda text: text.count('trigger'), range(32)),
+    ('indirect_indexing:letters=12:shift=2', 6, lambda text: text[0], 'ABCDEFGHIJKL'),
     ('indirect_indexing', 30, lambda text: text[-1], string.ascii_letters),
     ('mode', 9, lambda text: text.split()[-2], 'abcdefghij'),
     ('count', 9, lambda text: int(text.split()[1]), range(120)),
     ('product', 9, lambda text: text.split()[-2], '1234'),
     ('parity', 9, lambda text: text.split()[-2], '01'),
-])
+    ('group:name=s3', 9, lambda text: text[-3:], ['012', '021', '102', '120', '201', '210'])])
 def test_values_are_uniform(name, length, value, values):
     """Positions, sizes, distances and last states take all values, within six deviations."""
     task, n = tasks.make(name), 6000
@@ -1550,147 +1513,120 @@ def test_values_are_uniform(name, length, value, values):
     assert all(abs(count - mean) < 6 * math.sqrt(mean) for count in counts.values())
 
 
-def test_shifts_are_drawn_from_their_whole_range():
+def test_rates_of_instructions_and_shifts():
+    """ignore=98 ignores 98 % between the ends; shifts reach -15 and 15."""
+    for ignore in (10, 98):
+        tokens, _ = tasks.make(f'flip_flop:ignore={ignore}').sample(200, 100, generator(0))
+        write, skip, read = ((tokens[:, 2:-2:2] == i).double().mean() for i in (1, 2, 3))
+        close([write, skip, read], [(1 - ignore / 100) / 2, ignore / 100, (1 - ignore / 100) / 2],
+              0.02)
     task = tasks.make('indirect_indexing')
-    rows, _ = task.sample(3000, 30, generator(0))
-    shifts = {int(task.decode(row).split(', ')[2]) for row in rows}
-    assert shifts == set(range(-15, 16))
+    texts = [task.decode(row) for row in task.sample(3000, 30, generator(0))[0]]
+    assert {int(text.split(', ')[2]) for text in texts} == set(range(-15, 16))
 
 
 def test_docstrings_show_an_example():
-    """Each class of a generated task has a doctest; all docstrings define `length`, or its base."""
+    """All generated tasks have a doctest; all docstrings define `length`, or their base."""
     assert doctest.testmod(tasks).failed == 0
     for name, task in tasks.TASKS.items():
-        assert '>>> ' in type(task).__doc__ or name in FILE_READERS, name
-        assert '`length`' in ' '.join(base.__doc__ for base in type(task).__mro__[:-1]), name
+        docs = ' '.join(base.__doc__ for base in type(task).__mro__[:-1])
+        names = [x for x, other in tasks.TASKS.items() if type(other) is type(task)]
+        assert '`length`' in docs, name
+        shown = rf"{type(task).__name__}\(|'({'|'.join(names)})\b"
+        assert name in FILE_READERS or re.search(shown, docs), name
+
+
+def test_make_returns_new_tasks():
+    """Options and data of one task leave the others, and the registered one, as they are."""
+    cot, bare = tasks.make('parity'), tasks.make('parity:steps=0')
+    jsb = tasks.make('jsb', 'there')
+    assert (cot.steps, bare.steps, tasks.TASKS['parity'].steps) == (True, False, True)
+    assert (jsb.name, jsb.data, tasks.TASKS['jsb'].data) == ('jsb', 'there', '')
+    assert tasks.make('parity') is cot and bare.name == 'parity:steps=0'
 
 
 @pytest.mark.parametrize('name, length, says', [
-    ('pairty', 5, "unknown task 'pairty', did you mean 'parity'.*scan_cot"),
+    ('pairty', 5, "unknown task 'pairty'.*parity.*scan_cot"),
     ('jsb', 5, 'add --data=PATH, Jsb16thSeparated.json'),
-    ('copy:p=7', 5, 'copy has no option .p=7.; its options are: steps'),
-    ('parity:steps=2', 5, 'steps must be 0 or 1'),
+    ('copy:p=7', 5, "'p=7' is not an option of copy, whose options are: steps=1"),
+    ('parity:steps=2', 5, "'steps=2' is not an option"),
+    ('flip_flop:ignore', 5, 'whose options are: ignore=80'),
     ('distance_sum', 3, 'from 4'),
     ('scan', 23, r'\[1, 2, .*, not 23')])
 def test_task_errors(name, length, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(tasks.DataError, match=says):
         tasks.make(name).sample(2, length)
-
-
-# SCAN
-
-def scan_splits(split):
-    """The published split: (command, actions) for training and for the test."""
-    return tasks.scan_pairs(split, 'train'), tasks.scan_pairs(split, 'test')
-
-
-def test_scan_is_the_published_data_set():
-    """Its size, its actions, and the number of characters in the published tasks.txt."""
-    train, test = scan_splits('length')
-    pairs = train + test
-    assert len(dict(pairs)) == len(pairs) == 20910
-    assert sum(len(f'IN: {command} OUT: {actions}\n') for command, actions in pairs) == 4080388
-    assert all(actions.split() == scan_actions(command.split()) for command, actions in pairs)
-
-
-def test_scan_splits_are_the_published_ones():
-    """Length: up to 22 actions for training, more for the test. Simple: 80 % and 20 % at random."""
-    train, test = scan_splits('length')
-    assert (len(train), len(test)) == (16990, 3920)
-    lengths = [{len(actions.split()) for _, actions in part} for part in (train, test)]
-    assert lengths[0] == set(range(1, 23))
-    assert lengths[1] == {24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48}
-    simple = scan_splits('simple')
-    assert [len(part) for part in simple] == [16728, 4182]
-    assert {*simple[0], *simple[1]} == {*train, *test}
-
-
-def test_scan_cot_spells_out_every_clause():
-    """command = the same with twice and thrice written out → clause : actions, as executed. First
-    PRISM Table 4, with four pairs of actions in every clause."""
-    task, walk = tasks.make('scan_cot'), 'walk around left'
-    assert task.text(f'{walk} thrice and look opposite right', '') == (
-        f'{walk} thrice and look opposite right = {walk} + {walk} + {walk} and look opposite right '
-        f'→ {3 * (walk + " : " + 4 * "I_TURN_LEFT I_WALK ")}'
-        'look opposite right : I_TURN_RIGHT I_TURN_RIGHT I_LOOK .')
-    train, test = scan_splits('length')
-    for command, actions in random.Random(0).sample(train + test, 2000):
-        left, right = task.text(command, actions).split(' = ')
-        written, steps = right.removesuffix(' .').split(' → ')
-        assert left == command and 'twice' not in right and 'thrice' not in right
-        said = re.findall(r'((?:walk|look|run|jump|turn)[a-z ]*) : ((?:I_\w+ ?)+)', steps)
-        for clause, part in said:
-            assert scan_actions(clause.split()) == part.split()
-        assert ' '.join(part.strip() for _, part in said) == actions
-        halves = re.split(' (?:and|after) ', written)[::-1 if ' after ' in written else 1]
-        assert ' + '.join(halves).split(' + ') == [clause for clause, _ in said]
 
 
 # data sets of commands and answers
 
-def config(**kw):
-    return train.make_config(train.read_options(flags(**kw)))
-
-
-def texts(task, sets, lengths):
-    return {task.decode(row) for length in lengths for row in sets[length][0]}
+def test_scan_is_the_published_data_set():
+    """Its size, and the number of characters in the published tasks.txt; split by length, up to 22
+    actions for training, more for the test; or 80 % and 20 % at random."""
+    train, test = (tasks.scan_pairs('length', part) for part in ('train', 'test'))
+    pairs = dict(train + test)
+    assert len(pairs) == 20910
+    assert sum(len(f'IN: {command} OUT: {pairs[command]}\n') for command in pairs) == 4080388
+    assert all(pairs[command].split() == scan_actions(command.split()) for command in pairs)
+    assert (len(train), len(test)) == (16990, 3920)
+    lengths = [{len(actions.split()) for _, actions in part} for part in (train, test)]
+    assert lengths == [set(range(1, 23)), {24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48}]
+    simple = [tasks.scan_pairs('simple', part) for part in ('train', 'test')]
+    assert [len(part) for part in simple] == [16728, 4182]
+    assert dict(simple[0] + simple[1]) == pairs
 
 
 def test_data_sets_train_on_all_and_test_on_the_rest():
-    cfg = config(task='scan', train_lengths='1-30', eval_lengths='1-60', n_test=10 ** 6)
-    assert cfg.train_lengths == list(range(1, 23))
-    assert cfg.eval_lengths == [*range(1, 23), 24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48]
-    task = cfg.the_task
-    batches = train.Batches(cfg, 0, task, 'cpu')
+    cfg = train.make_config(train.read_options(flags(
+        task='scan', train_lengths='1-30', eval_lengths='1-60', n_test=10 ** 6)))
+    assert cfg.train_lengths == list(range(1, 23)) and max(cfg.eval_lengths) == 48
+    task, batches = cfg.the_task, train.Batches(cfg, 0, cfg.the_task, 'cpu')
     batches.next(0)
     trained = {task.decode(row) for row in batches.tokens}
-    assert len(batches.tokens) == len(trained) == 16990
-    held = dict(train.held_out(cfg, 'test', 'cpu'))
-    tested = texts(task, held, [length for length in held if length > 22])
-    assert len(tested) == 3920 and not trained & tested
+    held = train.held_out(cfg, 'test', 'cpu')
+    tested = {task.decode(row) for n, (rows, _) in held if n > 22 for row in rows}
+    assert (len(batches.tokens), len(trained), len(tested)) == (16990, 16990, 3920)
+    assert not trained & tested
 
 
 @pytest.fixture
 def cfq(tmp_path):
     """A folder of 20 questions in CFQ's format, with a random split and the split mcd1."""
-    entries = []
-    for i in range(20):
-        question = f"Did M{i}'s writer , a film editor, write M1"
-        second = ' .\nM1 ns:x ?x1' * (i % 2)
-        query = ('SELECT count(*) WHERE {\n?x0 a ns:film.editor .\n'
-                 f'?x0 ns:people.{"x" * (i % 3)} m.0{i}{second}\n}}')
-        entries.append({'questionPatternModEntities': question, 'sparqlPatternModEntities': query})
-    (tmp_path / 'dataset.json').write_text(json.dumps(entries))
     (tmp_path / 'splits').mkdir()
-    forward, backward = list(range(20)), list(range(20))[::-1]
-    for name, order, a, b in (('random_split', forward, 12, 16), ('mcd1', backward, 4, 8)):
-        split = dict(trainIdxs=order[:a], devIdxs=order[a:b], testIdxs=order[b:])
+    entries = [{'questionPatternModEntities': f"Did M{i}'s writer , a film editor, write M1",
+                'sparqlPatternModEntities': 'SELECT count(*) WHERE {\n?x0 a ns:film.editor .\n?x0 '
+                f'ns:people.x m.0{i}{second}\n}}'}
+               for i, second in enumerate(['', ' .\nM1 ns:x ?x1'] * 10)]
+    (tmp_path / 'dataset.json').write_text(json.dumps(entries))
+    i = list(range(20))
+    for name, parts in (('random_split', (i[:12], i[12:15], i[15:])), ('mcd1', (i[2:], [1], [0]))):
+        split = dict(zip(('trainIdxs', 'devIdxs', 'testIdxs'), parts))
         (tmp_path / f'splits/{name}.json').write_text(json.dumps(split))
     return tmp_path
 
 
 def test_cfq(cfq):
-    task = tasks.make('cfq', str(cfq))
-    text = task.decode(task.rows['train'][15][0][0])
+    """Questions and queries in words; parts are those of the split."""
+    task, mcd = (tasks.make(name, str(cfq)) for name in ('cfq', 'cfq:mcd=1'))
+    text = task.decode(task.rows['train', 15][0][0])
     assert text == ("BoS Did M0 ' s writer , a film editor , write M1 EoI SELECT count ( * ) WHERE "
-                    '{ ?x0 a film.editor . ?x0 people. m_00 } EoS')
-    assert task.existing(range(100), 'train') == [15, 19]
-    assert sum(len(tokens) for tokens, _ in task.rows['test'].values()) == 4
-    assert task.count([15, 19]) == 12
+                    '{ ?x0 a film.editor . ?x0 people.x m_00 } EoS')
+    sizes = {key: len(tokens) for key, (tokens, _) in task.rows.items()}
+    assert sizes == {('train', 15): 6, ('train', 19): 6, ('val', 15): 2, ('val', 19): 1,
+                     ('test', 15): 2, ('test', 19): 3}
+    assert task.count([15, 19]) == 12 and mcd.existing(range(100), 'val') == [19]
     for row, target in zip(*task.sample(5, 19, generator(0))):
         assert task.decode(target[target != -100]) == task.decode(row).split('EoI ')[1]
-    mcd = tasks.make('cfq:mcd=1', str(cfq))
-    assert text in texts(mcd, mcd.rows['test'], mcd.rows['test'])
-    assert mcd.count([15, 19]) == 4
+    assert mcd.decode(mcd.rows['test', 15][0][0]) == text
     with pytest.raises(tasks.DataError, match='mcd2.json.*cfq1.1.tar.gz'):
         tasks.make('cfq:mcd=2', str(cfq)).sample(1, 15)
 
 
 # corpora
 
-def token_file(folder, array, name='train.npy'):
-    folder.mkdir(exist_ok=True)
-    np.save(folder / name, array)
+def token_file(path, array):
+    path.parent.mkdir(exist_ok=True)
+    np.save(path, array)
 
 
 @pytest.mark.parametrize('sizes', [[1000], [7, 350, 2, 99, 100, 101, 199], [40] * 30])
@@ -1699,10 +1635,9 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
     the rest of a document is not dropped."""
     ends = np.cumsum(sizes)
     for i, (end, size) in enumerate(zip(ends, sizes)):
-        token_file(tmp_path / 'test', np.arange(end - size, end, dtype=np.uint16), f'{i:02}.npy')
+        token_file(tmp_path / f'test/{i:02}.npy', np.arange(end - size, end, dtype=np.uint16))
     task = tasks.make('tokens:size=2000', str(tmp_path))
-    lengths = [2, 9, 50, 100]
-    firsts = {0, *ends[:-1].tolist()}
+    lengths, firsts = [2, 9, 50, 100], {0, *ends[:-1].tolist()}
     for length, (tokens, targets) in task.held_out('test', 10 ** 6, lengths, generator).items():
         predicted = sorted((targets[targets != -100] - 1).tolist())
         assert predicted == sorted(set(range(int(ends[-1]))) - firsts), length
@@ -1716,9 +1651,9 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
 
 
 def test_contexts_of_a_corpus_are_uniform_and_within_a_document(tmp_path):
-    token_file(tmp_path / 'train', np.arange(20), 'a.npy')
-    token_file(tmp_path / 'train', np.arange(100, 103), 'b.npy')
-    token_file(tmp_path, np.arange(5), 'val.npy')
+    token_file(tmp_path / 'train/a.npy', np.arange(20))
+    token_file(tmp_path / 'train/b.npy', np.arange(100, 103))
+    token_file(tmp_path / 'val.npy', np.arange(5))
     task = tasks.make('tokens:size=200', str(tmp_path))
     tokens, targets = task.sample(6000, 5, generator(0))
     assert torch.equal(targets[:, :-1], tokens[:, 1:].masked_fill(tokens[:, 1:] == 0, -100))
@@ -1728,53 +1663,98 @@ def test_contexts_of_a_corpus_are_uniform_and_within_a_document(tmp_path):
     starts, counts = tokens[~short][:, 0].unique(return_counts=True)
     assert starts.tolist() == list(range(1, 17)) and counts.min() > 240
     assert (tokens[~short].diff(dim=1) == 1).all()
-    assert np.array_equal(task.parts['test'][0], np.arange(5))  # val replaces a missing test part
 
 
 def test_documents_are_dealt_to_parts(tmp_path):
     """At random; a single one is cut; a folder of a part's name, and no hidden file, is that part,
     and validation replaces a missing test part."""
+    def parts(path):
+        found = tasks.make('text', str(path)).parts
+        return [[bytes(document) for document in found[part]] for part in tasks.PARTS]
+
     for i in range(40):
         (tmp_path / f'{i}.txt').write_text(f'document {i} ' * 3)
-    parts = tasks.make('text', str(tmp_path)).parts
-    assert [len(parts[part]) for part in tasks.PARTS] == [36, 2, 2]
-    assert len({document.tobytes() for part in tasks.PARTS for document in parts[part]}) == 40
-    one = tmp_path / 'one'
+    dealt = parts(tmp_path)
+    assert list(map(len, dealt)) == [36, 2, 2] and len(set(itertools.chain(*dealt))) == 40
+    one, text = tmp_path / 'one', bytes(range(200))
     (one / 'validation').mkdir(parents=True)
-    (one / 'a').write_bytes(bytes(range(200)))
-    parts = tasks.make('text', str(one / 'a')).parts
-    cuts = [range(180), range(180, 190), range(190, 200)]
-    assert [bytes(parts[part][0]) for part in tasks.PARTS] == [bytes(cut) for cut in cuts]
+    (one / 'a').write_bytes(text)
+    assert parts(one / 'a') == [[text[:180]], [text[180:190]], [text[190:]]]
     (one / 'validation/.hidden').write_text('no')
     (one / 'validation/b').write_text('yes')
-    parts = tasks.make('text', f'{one}/').parts
-    found = [[bytes(document) for document in parts[part]] for part in tasks.PARTS]
-    assert found == [[bytes(range(200))], [b'yes'], [b'yes']]
+    assert parts(f'{one}/') == [[text], [b'yes'], [b'yes']]
+    library = [bytes(x) for part in tasks.PARTS for x in tasks.make('stdlib').parts[part]]
+    assert open(json.__file__, 'rb').read() in library
 
 
-def test_text_is_decoded_as_written(tmp_path):
-    text = 'Grüße, ∀x: x≠0 → 𝄞\r\n\tend\n\n'
-    (tmp_path / 'a.txt').write_bytes(text.encode())
-    for name, size in (('text', 257), ('characters', 1 + len(set(text)))):
-        task = tasks.make(name, str(tmp_path / 'a.txt'))
-        document = np.concatenate([task.parts[part][0] for part in tasks.PARTS])
-        assert task.decode(torch.from_numpy(document.astype(int)) + 1) == text
-        assert task.decode(task.encode(text)) == text
-        assert len(task.vocab) == size
-    with pytest.raises(tasks.DataError, match="'q' is not in the vocabulary"):
-        task.encode('q')
-    parts = tasks.make('stdlib').parts
-    source = open(json.__file__, 'rb').read()
-    assert source in [bytes(document) for part in tasks.PARTS for document in parts[part]]
+class REMI(dict):
+    """A stub of miditok's: every file is the same five notes."""
+    def __init__(self, config):
+        names = ['PAD_None', 'BOS_None', 'EOS_None', *(f'Pitch_{p}' for p in range(21, 109))]
+        super().__init__({name: i for i, name in enumerate(names)})
+        self.vocab = self
+
+    def __call__(self, path):
+        return [types.SimpleNamespace(ids=[42, 46, 49, 3, 90])]
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """Packages that readers require: miditok, and tiktoken, which here encodes bytes."""
+    pairs = types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()),
+                                  decode=lambda tokens: bytes(tokens).decode())
+    for name, names in dict(tiktoken=dict(get_encoding={'gpt2': pairs}.get),
+                            miditok=dict(REMI=REMI, TokenizerConfig=dict)).items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**names))
+
+
+@pytest.fixture
+def midi(tmp_path, stubs):
+    for part in tasks.PARTS:
+        (tmp_path / f'{part}.mid').touch()
+    return tmp_path
+
+
+UNICODE = 'Grüße, ∀x: x≠0 → 𝄞\r\n\tend\n\n'
+MIDI = 'BOS_None Pitch_60 Pitch_64 Pitch_67 Pitch_21 Pitch_108 EOS_None'
+
+
+@pytest.mark.parametrize('name, file, content, texts, size', [
+    ('text', 'a.txt', UNICODE.encode(), [UNICODE], 257),
+    ('characters', 'a.txt', UNICODE.encode(), [UNICODE], 1 + len(set(UNICODE))),
+    ('tokens:size=300', 'a.bin', np.array([7, 258, 0], np.uint16).tobytes(), ['7 258 0'], 301),
+    ('openwebtext', 'a.bin', np.array([*b'pairs'], np.uint16).tobytes(), ['pairs'], 50304),
+    ('jsb', 'j.json', b'{"train": [[[-1, 21, 64, 108], [60, 60, 60, 61]], [[99, 50, 40, 30]]], '
+     b'"valid": [], "test": []}', ['- 21 64 108 60 60 60 61', '99 50 40 30'], 90),
+    ('maestro', 'a.mid', b'', [MIDI], 91),
+    ('genome', 'a.fa', b'>chr 1\r\nACGTac\r\ngtNNr\r\n\r\n>chr 2\nTTTTTTTACGTNAAAAAACCCCCCG\n',
+     ['ACGTAC G T N N N', 'TTTTTT T A C G T N AAAAAA CCCCCC G'], 4107)])
+def test_documents_are_decoded_as_written(name, file, content, texts, size, tmp_path, stubs):
+    (tmp_path / file).write_bytes(content)
+    task = tasks.make(name, str(tmp_path / file))
+    assert len(task.vocab) == size == len(set(task.vocab))
+    for (_, document), text in zip(task.read(), texts, strict=True):
+        row, _ = task.lay_out([document], len(document) + 2)    # with padding
+        assert task.decode(row[0]) == text == task.decode(task.encode(text))
+
+
+def test_byte_pairs_and_packages(stubs, monkeypatch):
+    """Unused tokens and padding are not written; a missing package is named."""
+    task = tasks.make('openwebtext', 'FILE')
+    assert task.decode(torch.tensor([1 + ord('a'), 50258, 50303, tasks.PAD])) == 'a'
+    for name, package in (('openwebtext', 'tiktoken'), ('maestro', 'miditok')):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(tasks.DataError, match=f'pip install {package}'):
+            tasks.make(name, 'OTHER').encode('a')
 
 
 @pytest.mark.parametrize('name, content, says', [
     ('text', None, 'does not exist'), ('characters', b'', 'nothing to read'),
-    ('characters', b'\xff\xfe', 'must be UTF-8'),
-    ('tokens', b'123', 'must be a .bin (uint16) or .npy file'),
+    ('characters', b'\xff\xfe', 'required: UTF-8'),
+    ('tokens', b'123', 'required: a .bin (uint16) or .npy file'),
     ('tokens:size=9', 'big.npy', 'the vocabulary of 0 to 8'),
-    ('jsb', b'{"train": 3}', 'must be Jsb16th'),
-    ('jsb', b'{"train": [[[1, 2, 3, 4]]], "valid": [], "test": []}', 'each -1 or 21 to 108'),
+    ('jsb', b'{"train": 3}', 'required: Jsb16th'),
+    ('jsb', b'{"train": [[[1, 2, 3]]], "valid": [], "test": []}', 'required: Jsb16th'),
     ('genome', b'ACGT', 'begin with ">"'), ('cfq', b'', 'dataset.json')])
 def test_data_that_do_not_fit(name, content, says, tmp_path):
     np.save(tmp_path / 'big.npy', np.full(99, 9, dtype=np.uint16))
@@ -1786,160 +1766,75 @@ def test_data_that_do_not_fit(name, content, says, tmp_path):
     assert '\n' not in str(error.value)
 
 
-def test_two_gigabytes_stay_on_disk(tmp_path):
-    with open(tmp_path / 'big.bin', 'wb') as f:
-        f.write(np.arange(1000, dtype=np.uint16).tobytes())
-        f.truncate(2 ** 31)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for name in ('text', 'openwebtext'):
+def test_large_files_stay_on_disk(tmp_path):
+    """Only contexts are read into memory."""
+    np.arange(2 ** 20, dtype=np.uint16).tofile(tmp_path / 'big.bin')
+    for name in ('text', 'tokens:size=65536'):
         task = tasks.make(name, str(tmp_path / 'big.bin'))
-        assert task.sample(8, 1024, generator(0))[0].shape == (8, 1024)
-        held = task.held_out('test', 4, [512, 4096], generator)
-        assert held[512][0].shape == (36, 512)
-    assert task.parts['train'][0][:8].tolist() == list(range(8))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+        assert all(isinstance(task.of_part(part)[0], np.memmap) for part in tasks.PARTS)
+        assert task.held_out('test', 4, [512, 4096], generator)[512][0].shape == (36, 512)
 
 
-def test_jsb_chorales(tmp_path):
-    """Pitches are decoded as written; contexts begin with the first voice and predict all else."""
-    chance = random.Random(0)
-    chorales = {name: [[[chance.choice([-1, *range(21, 109)]) for _ in range(4)]
-                        for _ in range(size)] for size in sizes]
-                for name, sizes in (('train', (5, 30)), ('valid', (9,)), ('test', (1, 12)))}
+def test_jsb_contexts_begin_with_the_first_voice(tmp_path):
+    """Also in the test, which predicts all but the first token of each chorale."""
+    chorales = {part: [[[30, 40, 50, 60 + t] for t in range(size)] for size in sizes]
+                for part, sizes in (('train', (5, 30)), ('valid', (9,)), ('test', (1, 12)))}
     (tmp_path / 'j.json').write_text(json.dumps(chorales))
     task = tasks.make('jsb', str(tmp_path / 'j.json'))
-    assert len(task.vocab) == 90
-    for part, name in zip(tasks.PARTS, chorales):
-        for document, chorale in zip(task.parts[part], chorales[name]):
-            row = task.lay_out([document], len(document) + 3)[0][0]
-            pitches = ['-' if pitch == -1 else str(pitch) for frame in chorale for pitch in frame]
-            assert task.decode(row).split() == pitches
-    frames = {' '.join('-' if pitch == -1 else str(pitch) for pitch in frame)
-              for chorale in chorales['train'] for frame in chorale}
+    assert [len(task.parts[part]) for part in tasks.PARTS] == [2, 1, 2]
     tokens, _ = task.sample(200, 16, generator(0))
-    assert {task.decode(row) for row in tokens.view(-1, 4)} <= frames
-    for _, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
+    assert {task.decode(row)[:9] for row in tokens.view(-1, 4)} == {'30 40 50 '}
+    for tokens, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
         assert (targets != -100).sum() == 4 * (1 + 12) - 2
+        assert (tokens[:, 0] == tokens[0, 0]).all()
 
 
-def test_genomes_are_cut_into_6_mers(tmp_path):
-    chance = random.Random(0)
-    records = [''.join(chance.choice('ACGT' * 20 + 'acgtNNNNrY') for _ in range(size))
-               for size in (2, 5, 6, 7, 600, 1201)]
-    text = ''.join('>chr X\r\n' + '\r\n'.join(re.findall('.{1,60}', record)) + '\r\n\r\n'
-                   for record in records)
-    (tmp_path / 'g.fa').write_bytes(text.encode())
-    task = tasks.make('genome', str(tmp_path / 'g.fa'))
-    assert len(task.vocab) == 4107 == len(set(task.vocab))
-    for (_, document), record in zip(task.read(), records, strict=True):
-        plain = re.sub('[^ACGT]', 'N', record.upper())
-        expected = [piece for segment in re.findall('[ACGT]+|N', plain)
-                    for piece in re.findall('[ACGT]{6}|.', segment)]
-        assert task.decode(task.encode(record)).split() == expected
-        assert task.decode(torch.from_numpy(document.astype(int))).split() == expected
-
-
-@pytest.fixture
-def midi(tmp_path, monkeypatch):
-    """A folder of three files that a stub of miditok reads as the same five notes."""
-    class REMI(dict):
-        def __init__(self, config):
-            names = ['PAD_None', 'BOS_None', 'EOS_None', *(f'Pitch_{p}' for p in range(21, 109))]
-            super().__init__({name: i for i, name in enumerate(names)})
-            self.vocab = self
-
-        def __call__(self, path):
-            return [types.SimpleNamespace(ids=[42, 46, 49, 3, 90])]
-
-    miditok = types.SimpleNamespace(REMI=REMI, TokenizerConfig=dict)
-    monkeypatch.setitem(sys.modules, 'miditok', miditok)
-    for part in tasks.PARTS:
-        (tmp_path / f'{part}.mid').touch()
-    return tmp_path
-
-
-def test_midi_files(midi):
-    """Notes are decoded as written; training transposes them, by an octave at the piano's ends."""
-    task = tasks.make('maestro', str(midi))
-    assert task.vocab[0] == '<pad>'
-    words = task.decode(torch.from_numpy(task.parts['train'][0].astype(int))).split()
-    assert words == 'BOS_None Pitch_60 Pitch_64 Pitch_67 Pitch_21 Pitch_108 EOS_None'.split()
-    shifts = set()
-    for row in task.sample(200, len(words), generator(0))[0]:
-        notes = [int(word[6:]) for word in task.decode(row).split()[1:-1]]
-        shift = notes[0] - 60
+def test_midi_is_transposed_in_training(midi):
+    """By -3 to 3 semitones, and by an octave at the piano's ends."""
+    task, shifts = tasks.make('maestro', str(midi)), set()
+    for row in task.sample(200, 7, generator(0))[0]:
+        first, *rest = [int(word[6:]) for word in task.decode(row).split()[1:-1]]
+        shift = first - 60
         shifts.add(shift)
-        lowest = 21 + shift + 12 * (shift < 0)
-        highest = 108 + shift - 12 * (shift > 0)
-        assert notes == [60 + shift, 64 + shift, 67 + shift, lowest, highest]
+        assert rest == [64 + shift, 67 + shift, 21 + shift + 12 * (shift < 0),
+                        108 + shift - 12 * (shift > 0)]
     assert shifts == set(range(-3, 4))
-
-
-def test_byte_pairs(tmp_path, monkeypatch):
-    """Files of tokens become text by tiktoken (here: by a stub that encodes bytes). A missing
-    package is named; the unused tokens are never written."""
-    text = 'byte pairs, ' * 9
-    symbols = np.array(list(text.encode()), dtype=np.uint16)
-    (tmp_path / 'test.bin').write_bytes(symbols.tobytes())
-    token_file(tmp_path, symbols, 'train.npy')
-    task = tasks.make('openwebtext', str(tmp_path))
-    monkeypatch.setitem(sys.modules, 'tiktoken', None)
-    with pytest.raises(tasks.DataError, match='pip install tiktoken'):
-        task.decode(torch.tensor([1]))
-    pairs = types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()),
-                                  decode=lambda tokens: bytes(tokens).decode())
-    tiktoken = types.SimpleNamespace(get_encoding={'gpt2': pairs}.get)
-    monkeypatch.setitem(sys.modules, 'tiktoken', tiktoken)
-    for part in tasks.PARTS:
-        assert np.array_equal(task.parts[part][0], symbols)
-    assert len(task.vocab) == 50304 == len(set(task.vocab))
-    assert task.decode(task.encode(text)) == text
-    assert task.decode(torch.tensor([1 + ord('a'), 50258, 50303, tasks.PAD])) == 'a'
+    assert task.decode(task.held_out('test', 1, [7], generator)[7][0][0]) == MIDI
 
 
 # runs on them
 
-def test_perplexity_of_a_markov_chain(tmp_path):
-    """Its entropy follows from its transitions: correct to 1 %, at every length of the context."""
+def test_a_sweep_on_a_corpus(tmp_path, capsys):
+    """Its table is of perplexities, which are a Markov chain's entropy at every length, correct to
+    1 %. --eval_only scores a seed again, and refuses another vocabulary; a model writes text."""
     source = np.random.default_rng(0)
     P = source.dirichlet(np.full(6, 0.5), size=6)
-    stationary = np.linalg.matrix_power(P, 200)[0]
-    entropy = -(stationary[:, None] * P * np.log(P)).sum()
+    entropy = -(np.linalg.matrix_power(P, 200)[0][:, None] * P * np.log(P)).sum()
     chain = [0]
     for x in source.random(200000):
         chain.append(min(5, int(np.searchsorted(P[chain[-1]].cumsum(), x))))
-    token_file(tmp_path / 'chain', np.array(chain, dtype=np.uint16), 'all.npy')
-    train.main(flags(task='tokens:size=6', data=tmp_path / 'chain', out_dir=tmp_path, lr=1e-2,
-                     train_lengths=32, eval_lengths='16,32', max_steps=400, eval_interval=400,
-                     n_test=300, batch_size=32))
-    for score in json.loads((tmp_path / 'lengths.json').read_text())['0'].values():
-        assert abs(math.exp(score['loss'] - entropy) - 1) < 0.01
-
-
-def test_a_sweep_on_a_corpus(tmp_path, capsys):
-    """Its table is of perplexities; --eval_only scores a seed again, and refuses text of another
-    vocabulary; README's three lines write text."""
-    lines = [f'def f{i}(x): return {i * 7 % 11} * x\n' for i in range(400)]
-    (tmp_path / 'text').write_text(''.join(lines))
-    train.main(flags(task='characters', data=tmp_path / 'text', out_dir=tmp_path / 'sweep',
-                     n_test=5, train_lengths=16, eval_lengths='16,32,64', pe='nope,alibi',
-                     seeds='0,1'))
+    (tmp_path / 'text').write_text(''.join('abcdef'[x] for x in chain))
+    train.main(flags(task='characters', data=tmp_path / 'text', out_dir=tmp_path / 'sweep', lr=1e-2,
+                     train_lengths=32, eval_lengths='16,32', max_steps=250, eval_interval=250,
+                     n_test=300, batch_size=32, pe='nope,alibi', seeds='0,1'))
     out = capsys.readouterr().out
-    assert re.search(r'perplexity by length, pe\ncontext +16 +32 +64\nnope +\d+\.\d+ +\d', out)
+    assert re.search(r'perplexity by length, pe\ncontext +16 +32\nnope +\d+\.\d+ +\d', out)
     run = tmp_path / 'sweep/pe=alibi'
-    score = json.loads((run / 'lengths.json').read_text())['1']['64']
+    scores = json.loads((run / 'lengths.json').read_text())['1']
+    for score in scores.values():
+        assert abs(math.exp(score['loss'] - entropy) - 1) < 0.01
     again = [f'--out_dir={run}', '--eval_only']
-    train.main([*again, '--eval_lengths=64', '--seeds=1'])
-    assert json.loads((run / 'eval.json').read_text()) == {'1': {'64': score}}
-    assert f'{math.exp(score["loss"]):.3f}' in capsys.readouterr().out
+    train.main([*again, '--eval_lengths=32', '--seeds=1'])
+    assert json.loads((run / 'eval.json').read_text()) == {'1': {'32': scores['32']}}
+    assert f'{math.exp(scores["32"]["loss"]):.3f}' in capsys.readouterr().out
     model, cfg = train.load(run)
-    texts = [cfg.the_task.decode(model.generate(cfg.the_task.encode('def f')[None], 20, t)[0])
+    texts = [cfg.the_task.decode(model.generate(cfg.the_task.encode('face')[None], 20, t)[0])
              for t in (0, 0, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith('def f') and len(text) == 25 for text in texts)
+    assert all(text.startswith('face') and len(text) == 24 for text in texts)
     tasks.make.cache_clear()        # as in a new process
-    (tmp_path / 'text').write_text('fewer letters' * 99)
-    with pytest.raises(train.UserError, match='trained with vocab_size=25, not'):
+    (tmp_path / 'text').write_text('fewer' * 99)
+    with pytest.raises(train.UserError, match='trained with vocab_size=7, not'):
         train.main(again)
 
 
