@@ -1614,6 +1614,9 @@ def test_cfq(cfq):
     sizes = {key: len(tokens) for key, (tokens, _) in task.rows.items()}
     assert sizes == {('train', 15): 6, ('train', 19): 6, ('val', 15): 2, ('val', 19): 1,
                      ('test', 15): 2, ('test', 19): 3}
+    for split, part in (('eval', 'val'), ('test', 'test')):
+        held, _ = task.held_out(split, 9, [15], generator)[15]
+        assert set(map(task.decode, held)) == set(map(task.decode, task.rows[part, 15][0]))
     assert task.count([15, 19]) == 12 and mcd.existing(range(100), 'val') == [19]
     for row, target in zip(*task.sample(5, 19, generator(0))):
         assert task.decode(target[target != -100]) == task.decode(row).split('EoI ')[1]
