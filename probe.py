@@ -1382,6 +1382,39 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     return head_rows(columns), summary | dict(tokens=T), draw
 
 
+def tuples(model, task, cfg, length=0, n=4):
+    """Which pairs of features rotate slowly and dominate the logits? Observation 1.
+
+    The position-generalization paper, section 3.3, Figure 4. length, n: as for axes. Rows: every
+    slow dominating pair: wavelength in tokens; `ratio` of mean |q_r| mean |k_r| to the head's
+    median pair; `rotation` over the training length and mean initial `angle` = arg q_r - arg k_r,
+    in radians; `fixed` = mean |k_r - kbar_r| / |kbar_r|. Summary: median of `fixed`.
+    """
+    found = [[polar(layer.enc, layer.q[0], layer.k[0]) for layer in trace(model, row)]
+             for row in sequences(task, cfg.train_lengths, length, n)]
+    zq, zk = (torch.cat([torch.stack([z[i] for z in layers]) for layers in found], dim=-2)
+              for i in (0, 1))    # (L, H, T, n) of all sequences
+    theta = found[0][0][2]
+    ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)    # (L, H, n)
+    kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)
+    angle, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len
+    fixed = (zk - kbar[..., None, :]).abs().mean(dim=-2) / kbar.abs().clamp(min=1e-12)
+    columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=angle,
+                   fixed=fixed)
+    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1) |
+            {name: number(x[i, h, c]) for name, x in columns.items()}
+            for i, h, c in slow.nonzero().tolist()]
+    rows.sort(key=lambda row: -row['ratio'])
+    summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(),
+                   of_heads=slow[..., 0].numel(), fixed=number(fixed[slow].median()))
+    lines = {'': {'slow dominating pairs': ((np.pi - angle.abs())[slow], turn[slow]),
+                  '_equal': ([0, np.pi], [0, np.pi])}}
+    title = (f'{titled(cfg)}: slow dominating pairs (position generalization, Figure 4). Points '
+             'below the diagonal (grey) rotate by less than their gap: Observation 1.')
+    return rows, summary, curves(title, lines, 'gap between the initial angle and pi (radians)',
+                                 'rotation over the training length (radians)', ls='')
+
+
 def transposition(T, gamma, l_max, source):
     """A permutation [T] that swaps disjoint pairs at most l_max apart, until about gamma T tokens
     have moved. The same source moves more for a larger gamma, and farther for a larger l_max."""
@@ -1708,12 +1741,12 @@ PAPERS = {
     'PoPE': [loss, norms, tuning],
     'Toeplitz study': [ablate, toeplitz, gradients],
     'PRISM': [cursor, kernel],
-    'LLM position generalization': [axes, disentangle, perturb, stretch],
+    'LLM position generalization': [axes, disentangle, tuples, perturb, stretch],
 }
 PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
 # probes that accept a Llama, and their n unless given (None: they have no n)
-LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, perturb: 2,
-         stretch: 2}
+LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, tuples: 1,
+         perturb: 2, stretch: 2}
 
 
 def as_text(rows, summary):

@@ -1205,6 +1205,7 @@ def main(argv):
     """List the tasks, or print examples of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda says: require(False, says)       # one line, as all mistakes
     parser.add_argument('name', nargs='?')
     parser.add_argument('length', nargs='?', type=int)
     parser.add_argument('--data', default='')

