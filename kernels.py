@@ -171,38 +171,60 @@ def require_triton(reference):
 
 
 # --------------------------------------------------------------------------------------------------
-# shared by the operators: rules for autograd and vmap, and the layout in memory
+# operators. Each kernel is called in a custom operator of PyTorch, whose body autograd, vmap and
+# torch.compile do not look into. They are told here what they have to know of it
 
-def no_second_gradient(ctx, grads):
-    """Refuse to differentiate a gradient."""
-    raise NotImplementedError('the kernels have no second-order gradients: use kernel=reference')
+def operator(fake):
+    """Decorator: make an operator of a function that launches kernels. `fake` returns outputs of
+    the same shapes and strides, not computed, which is all that torch.compile has to know."""
+    def register(function):
+        op = torch.library.custom_op(f'nanope::{function.__name__}', function, mutates_args=())
+        op.register_fake(fake)
+        op.register_vmap(fold_seeds(op))
+        return op
+    return register
 
 
 def fold_seeds(op):
-    """The vmap rule of an operator whose tensors begin with the batch, or with groups that divide
+    """The vmap rule of an operator whose tensors begin with the batch B, or with groups that divide
     it: the S seeds are folded into that first axis. An empty output stands for None."""
     def rule(info, in_dims, *args):
         S, folded = info.batch_size, []
-        for x, dim in zip(args, in_dims):
+        for x, dim in zip(args, in_dims):  # dim: the axis of the seeds; None: all seeds share x
             if isinstance(x, Tensor):
                 x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
                 x = x.flatten(0, 1)                             # (S, B, ...) -> (S B, ...)
             folded.append(x)
         out = op(*folded)
         if isinstance(out, Tensor):
-            return out.unflatten(0, (S, -1)), 0
+            return out.unflatten(0, (S, -1)), 0                 # (S B, ...) -> (S, B, ...), axis 0
         out = type(out)(x.unflatten(0, (S, -1)) if len(x) else x.new_empty(S, 0) for x in out)
         return out, type(out)([0] * len(out))
     return rule
 
 
-def register(forward, backward, save, gradient):
-    """Tell autograd and vmap about an operator and the one that computes its gradients."""
-    forward.register_autograd(gradient, setup_context=save)
-    backward.register_autograd(no_second_gradient)
-    for op in (forward, backward):
-        op.register_vmap(fold_seeds(op))
+def differentiate(forward, backward, keep_outputs=True):
+    """Let autograd call the operator backward(*gradients of outputs, *tensors, *numbers), which
+    returns the gradients of forward's tensors. tensors: forward's inputs and outputs, all that is
+    kept in between; numbers: its last arguments. Nothing tells autograd about backward itself, so
+    a second gradient raises RuntimeError."""
+    def save(ctx, inputs, output):
+        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+        ctx.numbers = inputs[len(tensors):]
+        if keep_outputs:
+            tensors += output if isinstance(output, tuple) else [output]
+        ctx.save_for_backward(*tensors)
 
+    def gradients(ctx, *grads):
+        grads = backward(*grads, *ctx.saved_tensors, *ctx.numbers)
+        grads = [x if needed else None for x, needed in zip(grads, ctx.needs_input_grad)]
+        return *grads, *[None] * len(ctx.numbers)
+
+    forward.register_autograd(gradients, setup_context=save)
+
+
+# --------------------------------------------------------------------------------------------------
+# shared by the kernels: the layout in memory, loads and stores of blocks of rows
 
 def power_of_2(n):
     """The smallest power of two >= n that tl.dot accepts."""
@@ -454,7 +476,13 @@ def launch(kernel, inputs, outputs):
                                 M=M, N=N, num_warps=warps, num_stages=stages)
 
 
-@torch.library.custom_op('nanope::attention', mutates_args=())
+def empty_attention(q, k, v, distance):
+    """Uninitialized outputs of attention_forward."""
+    lse = v.new_empty(v.shape[:3], dtype=torch.float32)         # (B, H, T)
+    return new_rows(v), torch.empty_like(lse) if distance else lse.new_empty(0), lse
+
+
+@operator(fake=empty_attention)
 def attention_forward(q: Tensor, k: Tensor, v: Tensor,
                       distance: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, e (empty unless `distance`), and the log-sum-exp of x in units of log 2 [B, H, T]."""
@@ -463,42 +491,19 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor,
     return y, e, lse
 
 
-@attention_forward.register_fake
-def empty_attention(q, k, v, distance):
-    """Uninitialized outputs of attention_forward, which is all that torch.compile has to know."""
-    lse = v.new_empty(v.shape[:3], dtype=torch.float32)
-    return new_rows(v), torch.empty_like(lse) if distance else lse.new_empty(0), lse
-
-
-@torch.library.custom_op('nanope::attention_backward', mutates_args=())
-def attention_backward(dy: Tensor, de: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor,
-                       e: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients of q, k and v."""
-    e, de = (None, None) if de is None else (e, de.float())
-    dy, de, q, k, v, y = (readable(x) for x in (dy, de, q, k, v, y))
+@operator(fake=lambda dy, de, dlse, q, k, v, *rest: [new_rows(x) for x in (q, k, v)])
+def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+                       y: Tensor, e: Tensor, lse: Tensor, distance: bool) -> list[Tensor]:
+    """The gradients of q, k and v. dlse is 0: nobody differentiates lse."""
+    e, de = (e, de.float().contiguous()) if distance else (None, None)     # (B, H, T) or None
+    dy, q, k, v, y = (readable(x) for x in (dy, q, k, v, y))
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
-    launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))
-    launch(keys_kernel, (q, k, v, lse, dy, de, mean), (dk, dv))
+    launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))  # writes mean, ...
+    launch(keys_kernel, (q, k, v, lse, dy, de, mean), (dk, dv))       # ... which this one reads
     return [dq, dk, dv]
 
 
-@attention_backward.register_fake
-def _(dy, de, q, k, v, y, e, lse):
-    return [new_rows(q), new_rows(k), new_rows(v)]
-
-
-def save_attention(ctx, inputs, output):
-    """Keep inputs and outputs for the backward pass, nothing in between."""
-    *qkv, ctx.distance = inputs
-    ctx.save_for_backward(*qkv, *output)
-
-
-def attention_gradient(ctx, dy, de, dlse):
-    """The gradients of attention_forward's inputs; nobody differentiates lse."""
-    return *attention_backward(dy, de if ctx.distance else None, *ctx.saved_tensors), None
-
-
-register(attention_forward, attention_backward, save_attention, attention_gradient)
+differentiate(attention_forward, attention_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -587,27 +592,23 @@ def launch_polar(kernel, x, delta, base, softplus, *others):
             *tensors, *steps, H, T, per_group, D, power_of_2(D), softplus, POLAR_ROWS)
 
 
-@torch.library.custom_op('nanope::polar', mutates_args=())
+@operator(fake=lambda x, delta, base, softplus: new_rows(x, 2 * x.shape[3]))
 def polar(x: Tensor, delta: Tensor | None, base: float, softplus: bool) -> Tensor:
     """polar_reference by the kernels."""
     require_triton('kernels.polar_reference')
     assert delta is None or len(x) % len(delta) == 0
-    y = new_rows(x, 2 * x.shape[3])
+    y = new_rows(x, 2 * x.shape[3])                             # (B, H, T, 2D)
     launch_polar(polar_kernel, x, delta, base, softplus, y)
     return y
 
 
-@polar.register_fake
-def _(x, delta, base, softplus):
-    return new_rows(x, 2 * x.shape[3])
-
-
-@torch.library.custom_op('nanope::polar_backward', mutates_args=())
+@operator(fake=lambda dy, x, delta, base, softplus: [
+    new_rows(x), x.new_empty(0) if delta is None else torch.empty_like(delta)])
 def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
                    softplus: bool) -> list[Tensor]:
     """The gradients of x and delta; an empty tensor for None."""
-    dx, parts = new_rows(x), None
-    if delta is not None:  # a part for each block of rows
+    dx, parts = new_rows(x), None                               # (B, H, T, D)
+    if delta is not None:  # a part for each block of rows: (G, B/G, H, blocks, D)
         (B, H, T, D), G = x.shape, len(delta)
         shape = G, B // G, H, triton.cdiv(T, POLAR_ROWS), D
         parts = x.new_empty(shape, dtype=torch.float32)
@@ -615,24 +616,7 @@ def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
     return [dx, x.new_empty(0) if delta is None else parts.sum(dim=(1, 3)).to(delta.dtype)]
 
 
-@polar_backward.register_fake
-def _(dy, x, delta, base, softplus):
-    return [new_rows(x), x.new_empty(0) if delta is None else torch.empty_like(delta)]
-
-
-def save_polar(ctx, inputs, output):
-    """Keep x and delta for the backward pass."""
-    *tensors, ctx.base, ctx.softplus = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def polar_gradient(ctx, dy):
-    """The gradients of polar's inputs."""
-    dx, ddelta = polar_backward(dy, *ctx.saved_tensors, ctx.base, ctx.softplus)
-    return dx, ddelta if ctx.needs_input_grad[1] else None, None, None
-
-
-register(polar, polar_backward, save_polar, polar_gradient)
+differentiate(polar, polar_backward, keep_outputs=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -768,26 +752,22 @@ def scan_launches(T):
     return launches
 
 
-@torch.library.custom_op('nanope::cursor_scan', mutates_args=())
+@operator(fake=lambda reset, *rest: reset.new_empty(
+    *reset.shape[:2], reset.shape[2] + 1, 2 * reset.shape[2] + 1))
 def scan_forward(reset: Tensor, step: Tensor, gamma: Tensor | None, copy: Tensor | None) -> Tensor:
     """Algorithm 1, gamma [B, C]: the histograms before each token and after all [B, C, T+1, L]."""
     inputs = [x if x is None else x.contiguous() for x in (reset, step, gamma, copy)]
     B, C, T = reset.shape
-    history = reset.new_zeros(B, C, T + 1, 2 * T + 1)
-    history[:, :, 0, T] = 1  # all mass at offset 0
+    history = reset.new_zeros(B, C, T + 1, 2 * T + 1)           # (B, C, T+1, L)
+    history[:, :, 0, T] = 1                                     # all mass at offset 0
     with torch.cuda.device_of(reset):
         for sizes in scan_launches(T):
             scan_kernel[B * C,](*inputs, history, **sizes)
     return history
 
 
-@scan_forward.register_fake
-def _(reset, step, gamma, copy):
-    B, C, T = reset.shape
-    return reset.new_empty(B, C, T + 1, 2 * T + 1)
-
-
-@torch.library.custom_op('nanope::cursor_scan_backward', mutates_args=())
+@operator(fake=lambda dhistory, reset, step, gamma, copy, history: [
+    reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, copy)])
 def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor | None,
                   copy: Tensor | None, history: Tensor) -> list[Tensor]:
     """Gradients of scan_forward's inputs; empty tensors for those that are None."""
@@ -796,30 +776,14 @@ def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor |
     B, C, T = reset.shape
     # zeros: the kernel adds to dgamma, and dcopy is 0 for later tokens
     grads = [x if x is None else x.new_zeros(x.shape) for x in (reset, step, gamma, copy)]
-    exchange = reset.new_zeros(B, C, 3, 2 * T + 1)
+    exchange = reset.new_zeros(B, C, 3, 2 * T + 1)              # (B, C, 3, L)
     with torch.cuda.device_of(reset):
         for sizes in reversed(scan_launches(T)):
             scan_backward_kernel[B * C,](*tensors, *grads, exchange, **sizes)
     return [reset.new_empty(0) if x is None else x for x in grads]
 
 
-@scan_backward.register_fake
-def _(dhistory, reset, step, gamma, copy, history):
-    return [reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, copy)]
-
-
-def save_scan(ctx, inputs, output):
-    """Keep the inputs and the histograms for the backward pass."""
-    ctx.save_for_backward(*inputs, output)
-
-
-def scan_gradient(ctx, dhistory):
-    """Gradients of scan_forward's inputs."""
-    grads = scan_backward(dhistory, *ctx.saved_tensors)
-    return tuple(grad if yes else None for grad, yes in zip(grads, ctx.needs_input_grad))
-
-
-register(scan_forward, scan_backward, save_scan, scan_gradient)
+differentiate(scan_forward, scan_backward)
 
 
 # --------------------------------------------------------------------------------------------------
