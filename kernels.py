@@ -55,11 +55,11 @@ def attention_reference(q, k, v):
 
     q, k [B, H, T, any width], v [B, H, T, D] -> (y [B, H, T, D], e [B, H, T]).
     """
-    t = torch.arange(q.shape[2], device=q.device)
+    t = torch.arange(q.shape[2], device=q.device)               # (T,)
     distance = t[:, None] - t                                   # t - s (T, T)
     x = q @ k.transpose(-2, -1) * v.shape[3] ** -0.5            # (B, H, T, T)
-    p = x.masked_fill(distance < 0, -math.inf).softmax(dim=-1)
-    return p @ v, (p * distance).sum(dim=-1)
+    p = x.masked_fill(distance < 0, -math.inf).softmax(dim=-1)  # (B, H, T, T), 0 where s > t
+    return p @ v, (p * distance).sum(dim=-1)                    # (B, H, T, D), (B, H, T)
 
 
 def attention(q, k, v, distance=False):
@@ -68,9 +68,9 @@ def attention(q, k, v, distance=False):
     reference."""
     require_triton('kernels.attention_reference')
     assert q.dtype == k.dtype == v.dtype != torch.float64, 'the kernels compute in float32'
-    assert q.shape == k.shape and q.shape[:3] == v.shape[:3]
-    assert q.shape[3] <= 256 and v.shape[3] <= 128
-    y, e, _ = attention_forward(q, k, v, distance)
+    assert q.shape == k.shape and q.shape[:3] == v.shape[:3]    # (B, H, T, D), v (B, H, T, D_V)
+    assert q.shape[3] <= 256 and v.shape[3] <= 128  # PoPE's q and k are twice as wide as v
+    y, e, _ = attention_forward(q, k, v, distance)              # (B, H, T, D_V), (B, H, T)
     return y, e if distance else None
 
 
@@ -81,19 +81,19 @@ def polar_reference(x, delta, base, softplus):
     divides B: sequence b has the phases delta[b G // B] (one group for each seed of a run).
     """
     B, _, T, D = x.shape
-    c = torch.arange(D, device=x.device, dtype=torch.float64)
+    c = torch.arange(D, device=x.device, dtype=torch.float64)   # (D,): a frequency for each feature
     angle = torch.arange(T, device=x.device)[:, None] * base ** (-c / D)  # t theta_c (T, D)
     if delta is not None:
-        delta = delta.repeat_interleave(B // len(delta), dim=0)  # (B, H, D)
-        angle = angle + delta[:, :, None]                        # (B, H, T, D)
-    mu = F.softplus(x) if softplus else x
+        delta = delta.repeat_interleave(B // len(delta), dim=0)  # (G, H, D) -> (B, H, D)
+        angle = angle + delta[:, :, None]                       # (B, H, T, D)
+    mu = F.softplus(x) if softplus else x                       # (B, H, T, D) magnitudes
     return torch.cat([mu * angle.cos().to(x.dtype), mu * angle.sin().to(x.dtype)], dim=-1)
 
 
 def pope_attention_reference(q, k, v, delta, base=10000.0):
     """PoPE eq. 3-6, delta [H, D], with mu = softplus and theta_c = base^(-c/D): y [B, H, T, D] of
     logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(D)."""
-    q = polar_reference(q, None, base, softplus=True)           # (B, H, T, 2D)
+    q = polar_reference(q, None, base, softplus=True)  # (B, H, T, 2D): real and imaginary parts
     k = polar_reference(k, delta[None], base, softplus=True)
     return attention_reference(q, k, v)[0]
 
@@ -108,7 +108,7 @@ def pope_attention(q, k, v, delta, base=10000.0):
 def vipe_factors(q, k, u, s):
     """ViPE's factors of q and k: s log(n) [T, 1], n from 1, and 1 + <u, k_i> [B, H, T, 1]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    n = torch.arange(1, q.shape[2] + 1, device=q.device).to(dtype)
+    n = torch.arange(1, q.shape[2] + 1, device=q.device).to(dtype)  # (T,)
     # <u, k> is not written as a matrix product, which autocast would round
     return (s * n.log())[:, None], 1 + (k.to(dtype) * u[:, None].to(dtype)).sum(-1, keepdim=True)
 
@@ -116,13 +116,13 @@ def vipe_factors(q, k, u, s):
 def vipe_attention_reference(q, k, v, u, s=1.0):
     """ViPE eq. 7-9: logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(D), n from 1, for q, k, v
     [B, H, T, D], u [H, D], s a number or a tensor -> (y [B, H, T, D], e [B, H, T])."""
-    row, col = vipe_factors(q, k, u, s)
+    row, col = vipe_factors(q, k, u, s)                         # (T, 1), (B, H, T, 1)
     return attention_reference((q * row).to(v.dtype), (k * col).to(v.dtype), v)
 
 
 def vipe_attention(q, k, v, u, s=1.0):
     """vipe_attention_reference by the kernels: (y, e in float32)."""
-    row, col = vipe_factors(q, k, u, s)
+    row, col = vipe_factors(q, k, u, s)                         # (T, 1), (B, H, T, 1)
     return attention((q * row).to(v.dtype), (k * col).to(v.dtype), v, distance=True)
 
 
@@ -133,11 +133,11 @@ def cursor_scan_reference(reset, step, gamma, table, copy=None):
     [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: jumps to 0..t, last: no jump.
     """
     P, encodings = len(table) // 2, []
-    d = torch.arange(-P, P + 1, device=reset.device)
+    d = torch.arange(-P, P + 1, device=reset.device)  # (2P+1,) the paper's index - mid
     h = (d == 0).to(table.dtype)  # (2P+1,), after the first token (B, C, 2P+1)
     for t in range(reset.shape[2]):
         p_reset = reset[:, :, t, None]                          # (B, C, 1)
-        p_incr, p_decr, p_keep = step[:, :, t, :, None].unbind(dim=2)
+        p_incr, p_decr, p_keep = step[:, :, t, :, None].unbind(dim=2)  # (B, C, 1) each
         h = (1 - p_reset) * h + p_reset * h.sum(dim=-1, keepdim=True) * (d == 0)     # (2)
         h = p_incr * h.roll(1, -1) + p_decr * h.roll(-1, -1) + p_keep * h            # (3)
         if copy is not None:                                                         # (4)
@@ -159,7 +159,7 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     assert P >= T, f'the table must have the offsets -{T}..{T}: cursors reach them'
     gamma = gamma if gamma is None else gamma.expand(B, C)
     inputs = (x if x is None else x.float() for x in (reset, step, gamma, copy))
-    h = scan_forward(*inputs)                                   # (B, C, T+1, 2T+1)
+    h = scan_forward(*inputs)                                   # (B, C, T+1, L), L = 2T + 1
     return (h @ table[P - T:P + T + 1].float())[:, :, 1:]       # Algorithm 2: sum_d h[d] f(d)
 
 
@@ -171,38 +171,60 @@ def require_triton(reference):
 
 
 # --------------------------------------------------------------------------------------------------
-# shared by the operators: rules for autograd and vmap, and the layout in memory
+# operators: autograd, vmap and torch.compile cannot look into a kernel, so every launch is inside a
+# custom operator of PyTorch. This section gives each operator its gradient, vmap rule and shapes
 
-def no_second_gradient(ctx, grads):
-    """Refuse to differentiate a gradient."""
-    raise NotImplementedError('the kernels have no second-order gradients: use kernel=reference')
+def operator(fake):
+    """Decorator: turn a function that launches kernels into an operator. For torch.compile, `fake`
+    returns uninitialized outputs of the same shapes and strides."""
+    def register(function):
+        op = torch.library.custom_op(f'nanope::{function.__name__}', function, mutates_args=())
+        op.register_fake(fake)
+        op.register_vmap(fold_seeds(op))                        # one launch for all seeds
+        return op
+    return register
 
 
 def fold_seeds(op):
-    """The vmap rule of an operator whose tensors begin with the batch, or with groups that divide
+    """The vmap rule of an operator whose tensors begin with the batch B, or with groups that divide
     it: the S seeds are folded into that first axis. An empty output stands for None."""
     def rule(info, in_dims, *args):
         S, folded = info.batch_size, []
-        for x, dim in zip(args, in_dims):
+        for x, dim in zip(args, in_dims):  # dim: the axis of the seeds; None: all seeds share x
             if isinstance(x, Tensor):
                 x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
                 x = x.flatten(0, 1)                             # (S, B, ...) -> (S B, ...)
             folded.append(x)
         out = op(*folded)
         if isinstance(out, Tensor):
-            return out.unflatten(0, (S, -1)), 0
+            return out.unflatten(0, (S, -1)), 0                 # (S B, ...) -> (S, B, ...), axis 0
         out = type(out)(x.unflatten(0, (S, -1)) if len(x) else x.new_empty(S, 0) for x in out)
         return out, type(out)([0] * len(out))
     return rule
 
 
-def register(forward, backward, save, gradient):
-    """Tell autograd and vmap about an operator and the one that computes its gradients."""
-    forward.register_autograd(gradient, setup_context=save)
-    backward.register_autograd(no_second_gradient)
-    for op in (forward, backward):
-        op.register_vmap(fold_seeds(op))
+def differentiate(forward, backward, keep_outputs=True):
+    """Let autograd call the operator backward(*gradients of outputs, *tensors, *numbers), which
+    returns the gradients of forward's tensors. tensors: forward's inputs and outputs, all that is
+    kept in between; numbers: its last arguments. `backward` has no gradient: differentiating twice
+    raises RuntimeError and requires the reference."""
+    def save(ctx, inputs, output):
+        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+        ctx.numbers = inputs[len(tensors):]                     # a float or a bool
+        if keep_outputs:
+            tensors += output if isinstance(output, tuple) else [output]
+        ctx.save_for_backward(*tensors)
 
+    def gradients(ctx, *grads):
+        grads = backward(*grads, *ctx.saved_tensors, *ctx.numbers)  # one for each input tensor
+        grads = [x if needed else None for x, needed in zip(grads, ctx.needs_input_grad)]
+        return *grads, *[None] * len(ctx.numbers)               # numbers have no gradient
+
+    forward.register_autograd(gradients, setup_context=save)
+
+
+# --------------------------------------------------------------------------------------------------
+# shared by the kernels: the layout in memory, loads and stores of blocks of rows
 
 def power_of_2(n):
     """The smallest power of two >= n that tl.dot accepts."""
@@ -214,7 +236,7 @@ def new_rows(x, width=None):
     projection after attention needs no copy. Positions are a multiple of 16 numbers apart: loads
     are wide, and the ptxas of Triton 3.6 compiles some other strides to wrong code."""
     (B, H, T, _), D = x.shape, width or x.shape[3]
-    step = triton.cdiv(H * D, 16) * 16
+    step = triton.cdiv(H * D, 16) * 16  # numbers from a position to the next
     return x.new_empty(B, T, step)[..., :H * D].unflatten(-1, (H, D)).transpose(1, 2)
 
 
@@ -225,7 +247,7 @@ def readable(x):
     if x is None or x.dim() != 4:
         return x if x is None else x.contiguous()
     stride = x.stride(2)
-    required = (x.shape[2] * stride, x.shape[3], stride, 1)
+    required = (x.shape[2] * stride, x.shape[3], stride, 1)  # strides
     laid_out = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), required))
     if laid_out and stride % 16 == 0:
         return x
@@ -235,29 +257,30 @@ def readable(x):
 @jit
 def own_block(T, H, ROWS: tl.constexpr, LAST_FIRST: tl.constexpr):
     """The first row, sequence and head of this program; LAST_FIRST: the longest work first."""
-    blocks = tl.cdiv(T, ROWS)
+    blocks = tl.cdiv(T, ROWS)  # programs for each head of each sequence
     block = tl.program_id(0) % blocks
     if LAST_FIRST:
-        block = blocks - 1 - block
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    return block * ROWS, bh // H, bh % H
+        block = blocks - 1 - block                              # late queries have the most keys
+    bh = (tl.program_id(0) // blocks).to(tl.int64)  # b H + h; offsets can exceed int32
+    return block * ROWS, bh // H, bh % H                        # first row, b, h
 
 
 @jit
 def load_rows(X, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """Rows start..start+ROWS-1 of X [T, D] as [ROWS, BD], zeros outside. BD is D padded to a power
     of two, which Triton's blocks require."""
-    i = tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, BD)[None, :]
-    X += tl.cast(start, tl.int64) * stride
+    i = tl.arange(0, ROWS)[:, None]                             # (ROWS, 1)
+    c = tl.arange(0, BD)[None, :]                               # (1, BD)
+    X += tl.cast(start, tl.int64) * stride                      # start * stride can exceed int32
+    # masked, because row T belongs to the next sequence, and column D to the next head
     return tl.load(X + i * stride + c, mask=(i < T - start) & (c < D), other=0.0)
 
 
 @jit
 def store_rows(X, x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """x [ROWS, BD] to rows start.. of X [T, D]."""
-    i = tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, BD)[None, :]
+    i = tl.arange(0, ROWS)[:, None]                             # (ROWS, 1)
+    c = tl.arange(0, BD)[None, :]                               # (1, BD)
     X += tl.cast(start, tl.int64) * stride
     tl.store(X + i * stride + c, x.to(X.dtype.element_ty), mask=(i < T - start) & (c < D))
 
@@ -279,41 +302,41 @@ def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, sca
                    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """y_t, e_t and lse_t = log2 sum_s 2^x_ts, where x_ts is the logit times log2(e). N divides M.
     q_step, k_step, ...: the stride from a position to the next."""
-    t0, b, h = own_block(T, H, M, True)
-    Q += b * T * q_step + h * D
+    t0, b, h = own_block(T, H, M, True)                         # queries t0..t0+M-1
+    Q += b * T * q_step + h * D                                 # token 0 of sequence b, head h
     K += b * T * k_step + h * D
     V += b * T * v_step + h * D_V
-    t = t0 + tl.arange(0, M)
-    q = load_rows(Q, t0, q_step, T, D, BD, M)                   # (M, BD)
-    y = tl.zeros([M, BD_V], tl.float32)
-    e = tl.zeros([M], tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
-    row_max = tl.full([M], float('-inf'), tl.float32)
+    t = t0 + tl.arange(0, M)                                    # (M,)
+    q = load_rows(Q, t0, q_step, T, D, BD, M)                   # (M, BD), zeros from row T on
+    y = tl.zeros([M, BD_V], tl.float32)  # sum_s 2^(x_ts - row_max) v_s so far
+    e = tl.zeros([M], tl.float32)                               # sum_s 2^(x_ts - row_max) (t - s)
+    row_sum = tl.zeros([M], tl.float32)  # sum_s 2^(x_ts - row_max): FlashAttention's l
+    row_max = tl.full([M], float('-inf'), tl.float32)           # max_s x_ts: FlashAttention's m
     for diagonal in tl.static_range(2):  # first the keys that are visible to all M queries
-        start = t0 if diagonal else 0
-        end = min(t0 + M, T) if diagonal else t0
+        start = t0 if diagonal else 0                           # keys 0..t0-1: nothing is masked
+        end = min(t0 + M, T) if diagonal else t0                # keys t0..t0+M-1: s > t is masked
         for s0 in range(start, end, N):
-            s = s0 + tl.arange(0, N)
+            s = s0 + tl.arange(0, N)                            # (N,)
             k = load_rows(K, s0, k_step, T, D, BD, N)           # (N, BD)
             x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
-            if diagonal:
+            if diagonal:  # hides the keys s >= T as well, which are later than every t < T
                 x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
             # online softmax: a new maximum rescales the sums so far
-            new_max = tl.maximum(row_max, tl.max(x, 1))
-            rescale = tl.exp2(row_max - new_max)
-            p = tl.exp2(x - new_max[:, None])
-            block_sum = tl.sum(p, 1)
+            new_max = tl.maximum(row_max, tl.max(x, 1))  # (M,) finite: key 0 is visible to all
+            rescale = tl.exp2(row_max - new_max)                # (M,) 0 in the first block
+            p = tl.exp2(x - new_max[:, None])                   # (M, N) at most 1
+            block_sum = tl.sum(p, 1)                            # (M,)
             if E is not None:  # t - s = (t - s0) - (s - s0)
                 e = e * rescale + (t - s0) * block_sum - tl.sum(p * tl.arange(0, N)[None, :], 1)
             v = load_rows(V, s0, v_step, T, D_V, BD_V, N)       # (N, BD_V)
-            y = dot(p.to(v.dtype), v, y * rescale[:, None], PRECISION)
+            y = dot(p.to(v.dtype), v, y * rescale[:, None], PRECISION)  # (M, BD_V)
             row_sum = row_sum * rescale + block_sum
             row_max = new_max
     store_rows(Y + b * T * y_step + h * D_V, y / row_sum[:, None], t0, y_step, T, D_V, BD_V, M)
-    rows = (b * H + h) * T + t
-    tl.store(LSE + rows, row_max + tl.log2(row_sum), mask=t < T)
+    rows = (b * H + h) * T + t                                  # (M,) of E and LSE [B, H, T]
+    tl.store(LSE + rows, row_max + tl.log2(row_sum), mask=t < T)  # FlashAttention's L, in log 2
     if E is not None:
-        tl.store(E + rows, e / row_sum, mask=t < T)
+        tl.store(E + rows, e / row_sum, mask=t < T)             # (M,)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -327,38 +350,38 @@ def queries_kernel(Q, K, V, Y, E, LSE, DY, DE, MEAN, DQ,
                    D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
                    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """dq_t, and mean_t for keys_kernel, of a block of M queries; N divides M."""
-    t0, b, h = own_block(T, H, M, True)
+    t0, b, h = own_block(T, H, M, True)                         # queries t0..t0+M-1
     Q += b * T * q_step + h * D
     K += b * T * k_step + h * D
     V += b * T * v_step + h * D_V
-    t = t0 + tl.arange(0, M)
-    rows = (b * H + h) * T + t
+    t = t0 + tl.arange(0, M)                                    # (M,)
+    rows = (b * H + h) * T + t                                  # (M,) of E, LSE, DE, MEAN [B, H, T]
     q = load_rows(Q, t0, q_step, T, D, BD, M)                   # (M, BD)
     y = load_rows(Y + b * T * y_step + h * D_V, t0, y_step, T, D_V, BD_V, M)      # (M, BD_V)
-    dy = load_rows(DY + b * T * dy_step + h * D_V, t0, dy_step, T, D_V, BD_V, M)
-    lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))   # past the end p = 0
-    mean = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)      # (M,)
+    dy = load_rows(DY + b * T * dy_step + h * D_V, t0, dy_step, T, D_V, BD_V, M)  # (M, BD_V)
+    lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))   # (M,) past the end p = 0
+    mean = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)      # (M,) FlashAttention's D
     if DE is not None:
-        de = tl.load(DE + rows, mask=t < T, other=0.0)
+        de = tl.load(DE + rows, mask=t < T, other=0.0)          # (M,)
         mean += de * tl.load(E + rows, mask=t < T, other=0.0)
-    tl.store(MEAN + rows, mean, mask=t < T)
-    dq = tl.zeros([M, BD], tl.float32)
+    tl.store(MEAN + rows, mean, mask=t < T)                     # (M,)
+    dq = tl.zeros([M, BD], tl.float32)                          # sum_s g_ts k_s so far
     for diagonal in tl.static_range(2):  # first the keys that are visible to all M queries
-        start = t0 if diagonal else 0
-        end = min(t0 + M, T) if diagonal else t0
+        start = t0 if diagonal else 0                           # keys 0..t0-1: nothing is masked
+        end = min(t0 + M, T) if diagonal else t0                # keys t0..t0+M-1: s > t is masked
         for s0 in range(start, end, N):
-            s = s0 + tl.arange(0, N)
+            s = s0 + tl.arange(0, N)                            # (N,)
             k = load_rows(K, s0, k_step, T, D, BD, N)           # (N, BD)
             v = load_rows(V, s0, v_step, T, D_V, BD_V, N)       # (N, BD_V)
             x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
-            if diagonal:
+            if diagonal:  # as in forward_kernel
                 x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
-            p = tl.exp2(x - lse[:, None])
-            dp = dot(dy, tl.trans(v), None, PRECISION)          # (M, N)
+            p = tl.exp2(x - lse[:, None])  # (M, N) softmax, without a running maximum
+            dp = dot(dy, tl.trans(v), None, PRECISION)          # (M, N) <dy_t, v_s>
             if DE is not None:
-                dp += de[:, None] * (t[:, None] - s[None, :])
-            g = p * (dp - mean[:, None])
-            dq = dot(g.to(k.dtype), k, dq, PRECISION)
+                dp += de[:, None] * (t[:, None] - s[None, :])   # (M, N)
+            g = p * (dp - mean[:, None])                        # (M, N)
+            dq = dot(g.to(k.dtype), k, dq, PRECISION)           # (M, BD)
     store_rows(DQ + b * T * dq_step + h * D, dq * scale, t0, dq_step, T, D, BD, M)
 
 
@@ -369,35 +392,35 @@ def keys_kernel(Q, K, V, LSE, DY, DE, MEAN, DK, DV,
                 PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """dk_s and dv_s of a block of N keys; M divides N. Blocks are [N keys, M queries], transposed,
     because wgmma requires 64 rows of every product."""
-    s0, b, h = own_block(T, H, N, False)
-    Q += b * T * q_step + h * D
+    s0, b, h = own_block(T, H, N, False)                        # keys s0..s0+N-1
+    Q += b * T * q_step + h * D                                 # token 0 of sequence b, head h
     DY += b * T * dy_step + h * D_V
-    s = s0 + tl.arange(0, N)
+    s = s0 + tl.arange(0, N)                                    # (N,)
     k = load_rows(K + b * T * k_step + h * D, s0, k_step, T, D, BD, N)            # (N, BD)
     v = load_rows(V + b * T * v_step + h * D_V, s0, v_step, T, D_V, BD_V, N)      # (N, BD_V)
-    dk = tl.zeros([N, BD], tl.float32)
-    dv = tl.zeros([N, BD_V], tl.float32)
-    for diagonal in tl.static_range(2):  # first the queries that see all N keys
-        start = s0 if diagonal else s0 + N
-        end = min(s0 + N, T) if diagonal else T
+    dk = tl.zeros([N, BD], tl.float32)                          # sum_t g_ts q_t so far
+    dv = tl.zeros([N, BD_V], tl.float32)                        # sum_t p_ts dy_t so far
+    for diagonal in tl.static_range(2):  # first the queries that attend to all N keys
+        start = s0 if diagonal else s0 + N                      # queries s0+N..T-1 are not masked
+        end = min(s0 + N, T) if diagonal else T  # queries s0..s0+N-1: t < s is masked
         for t0 in range(start, end, M):
-            t = t0 + tl.arange(0, M)
-            rows = (b * H + h) * T + t
+            t = t0 + tl.arange(0, M)                            # (M,)
+            rows = (b * H + h) * T + t                          # (M,) of LSE, MEAN, DE [B, H, T]
             q = load_rows(Q, t0, q_step, T, D, BD, M)           # (M, BD)
             dy = load_rows(DY, t0, dy_step, T, D_V, BD_V, M)    # (M, BD_V)
-            lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))  # past the end p = 0
-            mean = tl.load(MEAN + rows, mask=t < T, other=0.0)
+            lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))  # (M,) past the end p = 0
+            mean = tl.load(MEAN + rows, mask=t < T, other=0.0)  # (M,)
             x = dot(k, tl.trans(q), None, PRECISION) * (scale * LOG2E)  # (N, M)
-            if diagonal:
+            if diagonal:  # later queries attend to all N keys
                 x = tl.where(t[None, :] >= s[:, None], x, float('-inf'))
-            p = tl.exp2(x - lse[None, :])
-            dp = dot(v, tl.trans(dy), None, PRECISION)          # (N, M)
+            p = tl.exp2(x - lse[None, :])                       # (N, M)
+            dp = dot(v, tl.trans(dy), None, PRECISION)          # (N, M) <dy_t, v_s>
             if DE is not None:
-                de = tl.load(DE + rows, mask=t < T, other=0.0)
-                dp += de[None, :] * (t[None, :] - s[:, None])
-            g = p * (dp - mean[None, :])
-            dv = dot(p.to(dy.dtype), dy, dv, PRECISION)
-            dk = dot(g.to(q.dtype), q, dk, PRECISION)
+                de = tl.load(DE + rows, mask=t < T, other=0.0)  # (M,)
+                dp += de[None, :] * (t[None, :] - s[:, None])   # (N, M)
+            g = p * (dp - mean[None, :])                        # (N, M)
+            dv = dot(p.to(dy.dtype), dy, dv, PRECISION)         # (N, BD_V)
+            dk = dot(g.to(q.dtype), q, dk, PRECISION)           # (N, BD)
     store_rows(DK + b * T * dk_step + h * D, dk * scale, s0, dk_step, T, D, BD, N)
     store_rows(DV + b * T * dv_step + h * D_V, dv, s0, dv_step, T, D_V, BD_V, N)
 
@@ -436,14 +459,14 @@ def fits(device):
 def launch(kernel, inputs, outputs):
     """Run a kernel for each block of queries, or of keys, of every head and sequence. inputs begin
     with q, k, v; the kernel's arguments are all tensors, then their strides."""
-    q, _, v, *_ = inputs
+    q, _, v, *_ = inputs                                        # (B, H, T, D), v (B, H, T, D_V)
     (B, H, T, D), D_V = q.shape, v.shape[3]
-    small = D > 128 and shared_memory(q.device) < LARGE
+    small = D > 128 and shared_memory(q.device) < LARGE         # take the last row instead
     M, N, warps, stages = BLOCKS[kernel.__name__][(D > 64) + (D > 128) + small]
-    if q.dtype == torch.float32:  # twice as wide
+    if q.dtype == torch.float32:  # a number takes twice the memory
         M, N, warps, stages = (32, 32, 8, 1) if D <= 64 else (16, 16, 8, 1)
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'
-    M, N = min(M, power_of_2(T)), min(N, power_of_2(T))
+    M, N = min(M, power_of_2(T)), min(N, power_of_2(T))         # a short sequence is one block
     blocks = triton.cdiv(T, N if kernel is keys_kernel else M)
     tensors = [*inputs, *outputs]
     steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
@@ -454,7 +477,13 @@ def launch(kernel, inputs, outputs):
                                 M=M, N=N, num_warps=warps, num_stages=stages)
 
 
-@torch.library.custom_op('nanope::attention', mutates_args=())
+def empty_attention(q, k, v, distance):
+    """Uninitialized outputs of attention_forward."""
+    lse = v.new_empty(v.shape[:3], dtype=torch.float32)         # (B, H, T)
+    return new_rows(v), torch.empty_like(lse) if distance else lse.new_empty(0), lse
+
+
+@operator(fake=empty_attention)
 def attention_forward(q: Tensor, k: Tensor, v: Tensor,
                       distance: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, e (empty unless `distance`), and the log-sum-exp of x in units of log 2 [B, H, T]."""
@@ -463,42 +492,19 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor,
     return y, e, lse
 
 
-@attention_forward.register_fake
-def empty_attention(q, k, v, distance):
-    """Uninitialized outputs of attention_forward, which is all that torch.compile has to know."""
-    lse = v.new_empty(v.shape[:3], dtype=torch.float32)
-    return new_rows(v), torch.empty_like(lse) if distance else lse.new_empty(0), lse
-
-
-@torch.library.custom_op('nanope::attention_backward', mutates_args=())
-def attention_backward(dy: Tensor, de: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor,
-                       e: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients of q, k and v."""
-    e, de = (None, None) if de is None else (e, de.float())
-    dy, de, q, k, v, y = (readable(x) for x in (dy, de, q, k, v, y))
+@operator(fake=lambda dy, de, dlse, q, k, v, *rest: [new_rows(x) for x in (q, k, v)])
+def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+                       y: Tensor, e: Tensor, lse: Tensor, distance: bool) -> list[Tensor]:
+    """The gradients of q, k and v. dlse is 0: nobody differentiates lse."""
+    e, de = (e, de.float().contiguous()) if distance else (None, None)     # (B, H, T) or None
+    dy, q, k, v, y = (readable(x) for x in (dy, q, k, v, y))    # (B, H, T, D or D_V)
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
-    launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))
-    launch(keys_kernel, (q, k, v, lse, dy, de, mean), (dk, dv))
+    launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))  # writes mean, ...
+    launch(keys_kernel, (q, k, v, lse, dy, de, mean), (dk, dv))       # ... which this one reads
     return [dq, dk, dv]
 
 
-@attention_backward.register_fake
-def _(dy, de, q, k, v, y, e, lse):
-    return [new_rows(q), new_rows(k), new_rows(v)]
-
-
-def save_attention(ctx, inputs, output):
-    """Keep inputs and outputs for the backward pass, nothing in between."""
-    *qkv, ctx.distance = inputs
-    ctx.save_for_backward(*qkv, *output)
-
-
-def attention_gradient(ctx, dy, de, dlse):
-    """The gradients of attention_forward's inputs; nobody differentiates lse."""
-    return *attention_backward(dy, de if ctx.distance else None, *ctx.saved_tensors), None
-
-
-register(attention_forward, attention_backward, save_attention, attention_gradient)
+differentiate(attention_forward, attention_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -519,10 +525,10 @@ def magnitude(x, SOFTPLUS: tl.constexpr):
 @jit
 def load_cos_sin(COS_SIN, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
     """cos and sin of t theta + delta [ROWS, BD]; COS_SIN [T, 2D] has cos and sin of t theta."""
-    cos = load_rows(COS_SIN, t0, 2 * D, T, D, BD, ROWS)
-    sin = load_rows(COS_SIN + D, t0, 2 * D, T, D, BD, ROWS)
+    cos = load_rows(COS_SIN, t0, 2 * D, T, D, BD, ROWS)         # (ROWS, BD)
+    sin = load_rows(COS_SIN + D, t0, 2 * D, T, D, BD, ROWS)     # (ROWS, BD)
     if DELTA is not None:  # angles add
-        c = tl.arange(0, BD)
+        c = tl.arange(0, BD)                                    # (BD,)
         delta = tl.load(DELTA + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         cos, sin = (cos * tl.cos(delta) - sin * tl.sin(delta),
                     sin * tl.cos(delta) + cos * tl.sin(delta))
@@ -533,14 +539,14 @@ def load_cos_sin(COS_SIN, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS:
 def polar_kernel(X, DELTA, COS_SIN, Y, x_step, y_step, H, T, per_group,
                  D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
     """y_t = mu(x_t) [cos, sin](t theta + delta); per_group sequences have the same delta."""
-    t0, b, h = own_block(T, H, ROWS, False)
+    t0, b, h = own_block(T, H, ROWS, False)  # rows t0..t0+ROWS-1
     x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
     mu = magnitude(x, SOFTPLUS)                                 # (ROWS, BD)
     DELTA = None if DELTA is None else DELTA + (b // per_group * H + h) * D
-    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)
-    Y += b * T * y_step + h * 2 * D
-    store_rows(Y, mu * cos, t0, y_step, T, D, BD, ROWS)
-    store_rows(Y + D, mu * sin, t0, y_step, T, D, BD, ROWS)
+    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)  # (ROWS, BD)
+    Y += b * T * y_step + h * 2 * D  # token 0; features D.. are the imaginary part
+    store_rows(Y, mu * cos, t0, y_step, T, D, BD, ROWS)         # (ROWS, BD) eq. 7, 8: real part
+    store_rows(Y + D, mu * sin, t0, y_step, T, D, BD, ROWS)     # (ROWS, BD) imaginary part
 
 
 @jit
@@ -554,60 +560,56 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
     DELTA = None if DELTA is None else DELTA + (b // per_group * H + h) * D
     cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)  # (ROWS, BD)
     DY += b * T * dy_step + h * 2 * D
-    dy_cos = load_rows(DY, t0, dy_step, T, D, BD, ROWS).to(tl.float32)
-    dy_sin = load_rows(DY + D, t0, dy_step, T, D, BD, ROWS).to(tl.float32)
-    dx = dy_cos * cos + dy_sin * sin
+    dy_cos = load_rows(DY, t0, dy_step, T, D, BD, ROWS).to(tl.float32)  # (ROWS, BD)
+    dy_sin = load_rows(DY + D, t0, dy_step, T, D, BD, ROWS).to(tl.float32)  # (ROWS, BD)
+    dx = dy_cos * cos + dy_sin * sin                            # (ROWS, BD) dloss/dmu
     if SOFTPLUS:
-        dx *= tl.sigmoid(x)
+        dx *= tl.sigmoid(x)                                     # dmu/dx
     store_rows(DX + b * T * dx_step + h * D, dx, t0, dx_step, T, D, BD, ROWS)
     if DELTA is not None:
         ddelta = tl.sum(magnitude(x, SOFTPLUS) * (dy_sin * cos - dy_cos * sin), 0)  # (BD,)
-        c = tl.arange(0, BD)
-        block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS
-        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)
+        c = tl.arange(0, BD)                                    # (BD,)
+        block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS     # of DDELTA [B, H, blocks, D]
+        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)    # (BD,) rows past T add 0
 
 
 @functools.cache  # without a limit, because a CUDA graph may point at any of these
 def cos_sin_table(T, D, base, device):
     """cos and sin of t theta_c, theta_c = base^(-c/D) [T, 2D], rounded from float64."""
-    c = torch.arange(D, device=device, dtype=torch.float64)
-    angle = torch.arange(T, device=device)[:, None] * base ** (-c / D)
-    return torch.cat([angle.cos(), angle.sin()], dim=1).float()
+    c = torch.arange(D, device=device, dtype=torch.float64)     # (D,)
+    angle = torch.arange(T, device=device)[:, None] * base ** (-c / D)  # (T, D)
+    return torch.cat([angle.cos(), angle.sin()], dim=1).float()  # (T, 2D)
 
 
 def launch_polar(kernel, x, delta, base, softplus, *others):
     """Run one of PoPE's kernels."""
-    x, delta = readable(x), readable(delta)
+    x, delta = readable(x), readable(delta)                     # (B, H, T, D), (G, H, D) or None
     B, H, T, D = x.shape
-    per_group = B if delta is None else B // len(delta)
-    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]
-    steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
+    per_group = B if delta is None else B // len(delta)         # sequences that share phases
+    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]  # others: outputs, dy
+    steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]  # of x, y, dy, dx
     with torch.cuda.device_of(x):
         kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](
             *tensors, *steps, H, T, per_group, D, power_of_2(D), softplus, POLAR_ROWS)
 
 
-@torch.library.custom_op('nanope::polar', mutates_args=())
+@operator(fake=lambda x, delta, base, softplus: new_rows(x, 2 * x.shape[3]))
 def polar(x: Tensor, delta: Tensor | None, base: float, softplus: bool) -> Tensor:
     """polar_reference by the kernels."""
     require_triton('kernels.polar_reference')
     assert delta is None or len(x) % len(delta) == 0
-    y = new_rows(x, 2 * x.shape[3])
+    y = new_rows(x, 2 * x.shape[3])                             # (B, H, T, 2D)
     launch_polar(polar_kernel, x, delta, base, softplus, y)
     return y
 
 
-@polar.register_fake
-def _(x, delta, base, softplus):
-    return new_rows(x, 2 * x.shape[3])
-
-
-@torch.library.custom_op('nanope::polar_backward', mutates_args=())
+@operator(fake=lambda dy, x, delta, base, softplus: [
+    new_rows(x), x.new_empty(0) if delta is None else torch.empty_like(delta)])
 def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
                    softplus: bool) -> list[Tensor]:
     """The gradients of x and delta; an empty tensor for None."""
-    dx, parts = new_rows(x), None
-    if delta is not None:  # a part for each block of rows
+    dx, parts = new_rows(x), None                               # (B, H, T, D)
+    if delta is not None:  # a part for each block of rows: (G, B/G, H, blocks, D)
         (B, H, T, D), G = x.shape, len(delta)
         shape = G, B // G, H, triton.cdiv(T, POLAR_ROWS), D
         parts = x.new_empty(shape, dtype=torch.float32)
@@ -615,24 +617,7 @@ def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
     return [dx, x.new_empty(0) if delta is None else parts.sum(dim=(1, 3)).to(delta.dtype)]
 
 
-@polar_backward.register_fake
-def _(dy, x, delta, base, softplus):
-    return [new_rows(x), x.new_empty(0) if delta is None else torch.empty_like(delta)]
-
-
-def save_polar(ctx, inputs, output):
-    """Keep x and delta for the backward pass."""
-    *tensors, ctx.base, ctx.softplus = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def polar_gradient(ctx, dy):
-    """The gradients of polar's inputs."""
-    dx, ddelta = polar_backward(dy, *ctx.saved_tensors, ctx.base, ctx.softplus)
-    return dx, ddelta if ctx.needs_input_grad[1] else None, None, None
-
-
-register(polar, polar_backward, save_polar, polar_gradient)
+differentiate(polar, polar_backward, keep_outputs=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -667,7 +652,7 @@ def after_reset(h, d, total, p_reset):
 def after_step(h, ROW, d, t, total, RESET, STEP):
     """Algorithm 1 (2), (3): the histogram h, also at ROW, after a reset and a step. Mass arrives at
     offset d from d - 1 by an increment, from d + 1 by a decrement, from d by neither."""
-    p_reset = tl.load(RESET)
+    p_reset = tl.load(RESET)                                    # gates of token t: scalars
     p_incr, p_decr, p_keep = tl.load(STEP), tl.load(STEP + 1), tl.load(STEP + 2)
     lower = after_reset(load_bins(ROW, d - 1, t), d - 1, total, p_reset)
     higher = after_reset(load_bins(ROW, d + 1, t), d + 1, total, p_reset)
@@ -677,40 +662,40 @@ def after_step(h, ROW, d, t, total, RESET, STEP):
 @jit
 def step_gradient(dh, DROW, h, d, t, total, RESET, STEP, DRESET, DSTEP):
     """The gradient of h from dh, also at DROW, that of after_step's result; stores the gates'."""
-    p_reset = tl.load(RESET)
+    p_reset = tl.load(RESET)                                    # gates of token t: scalars
     p_incr, p_decr, p_keep = tl.load(STEP), tl.load(STEP + 1), tl.load(STEP + 2)
-    higher, lower = load_bins(DROW, d + 1, t + 1), load_bins(DROW, d - 1, t + 1)
-    here = after_reset(h, d, total, p_reset)
-    tl.store(DSTEP, tl.sum(here * higher, axis=0))
-    tl.store(DSTEP + 1, tl.sum(here * lower, axis=0))
-    tl.store(DSTEP + 2, tl.sum(here * dh, axis=0))
+    higher, lower = load_bins(DROW, d + 1, t + 1), load_bins(DROW, d - 1, t + 1)  # (BL,) each
+    here = after_reset(h, d, total, p_reset)                    # (BL,)
+    tl.store(DSTEP, tl.sum(here * higher, axis=0))              # dp_incr: d moves to d + 1
+    tl.store(DSTEP + 1, tl.sum(here * lower, axis=0))           # dp_decr: d moves to d - 1
+    tl.store(DSTEP + 2, tl.sum(here * dh, axis=0))              # dp_keep
     dh = p_incr * higher + p_decr * lower + p_keep * dh  # of the histogram after the reset
-    dh_0 = p_incr * tl.load(DROW + 1) + p_decr * tl.load(DROW - 1) + p_keep * tl.load(DROW)
-    tl.store(DRESET, total * dh_0 - tl.sum(h * dh, axis=0))
-    return (1 - p_reset) * dh + p_reset * dh_0
+    dh_0 = p_incr * tl.load(DROW + 1) + p_decr * tl.load(DROW - 1) + p_keep * tl.load(DROW)  # dh[0]
+    tl.store(DRESET, total * dh_0 - tl.sum(h * dh, axis=0))     # dp_reset: from all d to 0
+    return (1 - p_reset) * dh + p_reset * dh_0                  # (BL,)
 
 
 @jit
 def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, BL: tl.constexpr):
     """Algorithm 1 at the tokens first..last-1: fills HISTORY from row first on."""
-    n, L = tl.program_id(0).to(tl.int64), 2 * T + 1
+    n, L = tl.program_id(0).to(tl.int64), 2 * T + 1             # n = b C + c
     d = tl.arange(0, BL) - BL // 2                              # offsets (BL,)
-    HISTORY += n * (T + 1) * L + T
-    gamma = None if GAMMA is None else tl.load(GAMMA + n)
+    HISTORY += n * (T + 1) * L + T  # offset 0, the paper's mid, of row 0
+    gamma = None if GAMMA is None else tl.load(GAMMA + n)       # gamma_c
     h = load_bins(HISTORY + tl.cast(first, tl.int64) * L, d, first)   # (BL,)
     for t in range(first, last):
         row, ROW = n * T + t, HISTORY + tl.cast(t, tl.int64) * L
         total = tl.sum(h, axis=0) if gamma is None else 1.0     # (1)
         h = after_step(h, ROW, d, t, total, RESET + row, STEP + 3 * row)  # (2), (3)
         if COPY is not None:                                    # (4)
-            JUMPS = COPY + row * (T + 1)
+            JUMPS = COPY + row * (T + 1)                        # (T+1,) p_copy of token t
             h = tl.load(JUMPS + T) * h + tl.load(JUMPS + d, mask=(d >= 0) & (d <= t), other=0.0)
         if gamma is not None:                                   # (5): (h + eps)^gamma, normalized
-            x = tl.where(within(d, t + 1), gamma * tl.log(h + EPSILON), float('-inf'))
-            h = tl.exp(x - tl.max(x, axis=0))
+            x = tl.where(within(d, t + 1), gamma * tl.log(h + EPSILON), float('-inf'))  # (BL,)
+            h = tl.exp(x - tl.max(x, axis=0))                   # (BL,)
             h *= 1.0 / tl.sum(h, axis=0)
-        tl.store(ROW + L + d, h, mask=within(d, t + 1))
-        tl.debug_barrier()
+        tl.store(ROW + L + d, h, mask=within(d, t + 1))         # (BL,) to row t + 1
+        tl.debug_barrier()  # the next token reads what other threads stored
 
 
 @jit
@@ -719,40 +704,40 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
     """Gradients of the gates, gamma and the copies at the tokens last-1..first. Threads exchange
     the gradient before (4) in rows 0 and 1 of GRADS by turns; row 2 passes the gradient before
     token `first` to the next launch."""
-    n, L = tl.program_id(0).to(tl.int64), 2 * T + 1
+    n, L = tl.program_id(0).to(tl.int64), 2 * T + 1             # n = b C + c
     d = tl.arange(0, BL) - BL // 2                              # offsets (BL,)
-    HISTORY += n * (T + 1) * L + T
+    HISTORY += n * (T + 1) * L + T  # offset 0 of row 0, as in scan_kernel
     DHISTORY += n * (T + 1) * L + T
-    GRADS += n * 3 * L + T
-    gamma = None if GAMMA is None else tl.load(GAMMA + n)
-    dgamma = tl.zeros([BL], tl.float32)
+    GRADS += n * 3 * L + T                                      # [B, C, 3, L]
+    gamma = None if GAMMA is None else tl.load(GAMMA + n)       # gamma_c
+    dgamma = tl.zeros([BL], tl.float32)                         # (BL,) summed at the end
     dh = load_bins(GRADS + 2 * L, d, last)                      # (BL,)
     for t in range(last - 1, first - 1, -1):
         row, ROW = n * T + t, HISTORY + tl.cast(t, tl.int64) * L
-        DROW = GRADS + t % 2 * L
-        dh += load_bins(DHISTORY + tl.cast(t + 1, tl.int64) * L, d, t + 1)
+        DROW = GRADS + t % 2 * L  # by turns, so one barrier a token is enough
+        dh += load_bins(DHISTORY + tl.cast(t + 1, tl.int64) * L, d, t + 1)  # (BL,)
         # token t once more: h before it, moved after its step, x after its copy
-        h = load_bins(ROW, d, t)
-        total = tl.sum(h, axis=0) if gamma is None else 1.0
-        moved = after_step(h, ROW, d, t, total, RESET + row, STEP + 3 * row)
+        h = load_bins(ROW, d, t)                                # (BL,) h_t
+        total = tl.sum(h, axis=0) if gamma is None else 1.0     # (1)
+        moved = after_step(h, ROW, d, t, total, RESET + row, STEP + 3 * row)  # (BL,)
         x = moved
         if COPY is not None:
             JUMPS, DJUMPS, past = COPY + row * (T + 1), DCOPY + row * (T + 1), (d >= 0) & (d <= t)
             x = tl.load(JUMPS + T) * moved + tl.load(JUMPS + d, mask=past, other=0.0)
         if gamma is not None:                                   # (5): softmax(gamma log(x + eps))
-            y = load_bins(ROW + L, d, t + 1)
+            y = load_bins(ROW + L, d, t + 1)                    # (BL,) h_(t+1)
             dh = y * (dh - tl.sum(y * dh, axis=0))
-            dgamma += dh * tl.log(x + EPSILON)
-            dh = gamma * dh / (x + EPSILON)
+            dgamma += dh * tl.log(x + EPSILON)                  # (BL,)
+            dh = gamma * dh / (x + EPSILON)                     # (BL,) 0 beyond t + 1, as y is
         if COPY is not None:                                    # (4)
-            tl.store(DJUMPS + d, dh, mask=past)
-            tl.store(DJUMPS + T, tl.sum(moved * dh, axis=0))
+            tl.store(DJUMPS + d, dh, mask=past)                 # dp_copy[k] at k = d
+            tl.store(DJUMPS + T, tl.sum(moved * dh, axis=0))    # dp_no-copy
             dh *= tl.load(JUMPS + T)
-        tl.store(DROW + d, dh, mask=within(d, t + 1))
-        tl.debug_barrier()
+        tl.store(DROW + d, dh, mask=within(d, t + 1))           # (BL,)
+        tl.debug_barrier()  # step_gradient reads what other threads stored
         dh = step_gradient(dh, DROW, h, d, t, total, RESET + row, STEP + 3 * row, DRESET + row,
                            DSTEP + 3 * row)
-    tl.store(GRADS + 2 * L + d, dh, mask=within(d, first))
+    tl.store(GRADS + 2 * L + d, dh, mask=within(d, first))      # (BL,) of h before token `first`
     if GAMMA is not None:
         tl.store(DGAMMA + n, tl.load(DGAMMA + n) + tl.sum(dgamma, axis=0))
 
@@ -761,33 +746,29 @@ def scan_launches(T):
     """Sizes and options of each launch, the first tokens first."""
     launches, first, BL = [], 0, 128
     while first < T:
-        last = min(T, BL // 2 - 1)
+        last = min(T, BL // 2 - 1)                              # then mass has reached the last bin
         launches.append(dict(first=first, last=last, T=T, BL=BL, num_stages=1,
                              num_warps=min(16, max(1, BL // 256))))
         first, BL = last, 2 * BL
     return launches
 
 
-@torch.library.custom_op('nanope::cursor_scan', mutates_args=())
+@operator(fake=lambda reset, *rest: reset.new_empty(
+    *reset.shape[:2], reset.shape[2] + 1, 2 * reset.shape[2] + 1))
 def scan_forward(reset: Tensor, step: Tensor, gamma: Tensor | None, copy: Tensor | None) -> Tensor:
     """Algorithm 1, gamma [B, C]: the histograms before each token and after all [B, C, T+1, L]."""
     inputs = [x if x is None else x.contiguous() for x in (reset, step, gamma, copy)]
     B, C, T = reset.shape
-    history = reset.new_zeros(B, C, T + 1, 2 * T + 1)
-    history[:, :, 0, T] = 1  # all mass at offset 0
+    history = reset.new_zeros(B, C, T + 1, 2 * T + 1)           # (B, C, T+1, L)
+    history[:, :, 0, T] = 1                                     # all mass at offset 0
     with torch.cuda.device_of(reset):
         for sizes in scan_launches(T):
             scan_kernel[B * C,](*inputs, history, **sizes)
     return history
 
 
-@scan_forward.register_fake
-def _(reset, step, gamma, copy):
-    B, C, T = reset.shape
-    return reset.new_empty(B, C, T + 1, 2 * T + 1)
-
-
-@torch.library.custom_op('nanope::cursor_scan_backward', mutates_args=())
+@operator(fake=lambda dhistory, reset, step, gamma, copy, history: [
+    reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, copy)])
 def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor | None,
                   copy: Tensor | None, history: Tensor) -> list[Tensor]:
     """Gradients of scan_forward's inputs; empty tensors for those that are None."""
@@ -796,30 +777,14 @@ def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor |
     B, C, T = reset.shape
     # zeros: the kernel adds to dgamma, and dcopy is 0 for later tokens
     grads = [x if x is None else x.new_zeros(x.shape) for x in (reset, step, gamma, copy)]
-    exchange = reset.new_zeros(B, C, 3, 2 * T + 1)
+    exchange = reset.new_zeros(B, C, 3, 2 * T + 1)              # (B, C, 3, L)
     with torch.cuda.device_of(reset):
         for sizes in reversed(scan_launches(T)):
             scan_backward_kernel[B * C,](*tensors, *grads, exchange, **sizes)
     return [reset.new_empty(0) if x is None else x for x in grads]
 
 
-@scan_backward.register_fake
-def _(dhistory, reset, step, gamma, copy, history):
-    return [reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, copy)]
-
-
-def save_scan(ctx, inputs, output):
-    """Keep the inputs and the histograms for the backward pass."""
-    ctx.save_for_backward(*inputs, output)
-
-
-def scan_gradient(ctx, dhistory):
-    """Gradients of scan_forward's inputs."""
-    grads = scan_backward(dhistory, *ctx.saved_tensors)
-    return tuple(grad if yes else None for grad, yes in zip(grads, ctx.needs_input_grad))
-
-
-register(scan_forward, scan_backward, save_scan, scan_gradient)
+differentiate(scan_forward, scan_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -829,12 +794,12 @@ def sample_inputs(name, B, H, T, D, dtype=torch.float32, device='cpu', P=None):
     """Random arguments of a function, all of which require gradients. For cursor_scan, H is the
     number of cursors, D is d_pe, and the table has the offsets -P..P, by default -T..T."""
     if name == 'cursor_scan':
-        copy = torch.randn(B, H, T, T + 1)
+        copy = torch.randn(B, H, T, T + 1)                      # logits
         copy[..., :T] += torch.full((T, T), -math.inf).triu(1)  # jumps to tokens up to t alone
         inputs = [0.3 * torch.rand(B, H, T), torch.randn(B, H, T, 3).mul(2).softmax(dim=-1),
                   1.2 + torch.rand(H), torch.randn(2 * (P or T) + 1, D), copy.softmax(dim=-1)]
     else:
-        inputs = [torch.randn(B, H, T, D).to(dtype) for _ in range(3)]
+        inputs = [torch.randn(B, H, T, D).to(dtype) for _ in range(3)]  # q, k, v
         own = dict(pope_attention=-6 * torch.rand(H, D), vipe_attention=0.3 * torch.randn(H, D))
         inputs += [own[name]] if name in own else []            # delta or u [H, D]
     return [x.to(device).requires_grad_() for x in inputs]
@@ -843,7 +808,7 @@ def sample_inputs(name, B, H, T, D, dtype=torch.float32, device='cpu', P=None):
 def outputs_and_gradients(function, inputs):
     """The outputs, and the gradients of a random weighting of them for every input."""
     ys = function(*inputs)
-    ys = ys if isinstance(ys, tuple) else (ys,)
+    ys = ys if isinstance(ys, tuple) else (ys,)                 # as many as the function returns
     g = torch.Generator().manual_seed(0)
     total = sum((y.double() * torch.randn(y.shape, generator=g).to(y.device)).sum() for y in ys)
     return [y.detach() for y in ys] + list(torch.autograd.grad(total, inputs))
