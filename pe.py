@@ -21,7 +21,7 @@ import copy
 import difflib
 import math
 import sys
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -51,14 +51,15 @@ class SharedConfig:
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
-        check_choices(self)
+        for f in fields(self):
+            value, choices = getattr(self, f.name), get_args(f.type)
+            if get_origin(f.type) is Literal and value not in choices:
+                raise ValueError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
         # widths, bases and counts; where 0 has a meaning it is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
             raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
                              f'{self.nope_every}')
-        if self.rope_base <= 1:
-            raise ValueError(f'rope_base must be above 1, got {self.rope_base}')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         if self.attention == 'mla' and self.n_head % 2:
@@ -69,14 +70,6 @@ class SharedConfig:
         if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
             raise ValueError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
                              f"got {self.rope_heads}; for none use pe='nope'")
-
-
-def check_choices(cfg):
-    """Raise ValueError if a field of a dataclass whose type is Literal has another value."""
-    for f in fields(cfg):
-        value, choices = getattr(cfg, f.name), get_args(f.type)
-        if get_origin(f.type) is Literal and value not in choices:
-            raise ValueError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
 
 
 def check_positive(cfg, *keys):
@@ -130,11 +123,8 @@ class Encoding(nn.Module):
     needs_causal = False      # True: refuses cfg.causal=False
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
-    raw_qk = False            # True: a sum's other parts must leave q and k as they are
     mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
-    drawable = True           # False: left out of the picture of all encodings
-    zero_init = False         # True: has no effect at initialization
     reads_content = False     # True: state() computes positions from the content
     own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
 
@@ -143,12 +133,12 @@ class Encoding(nn.Module):
         if self.needs_causal and not cfg.causal:
             raise ValueError(f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
-        for key in options_of(type(self)):   # a class registered later has its defaults
-            setattr(self, key, getattr(cfg, key, getattr(type(self), key)))
+        for key, (_, default) in options_of(type(self)).items():
+            setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
         # logits are stored
-        self.dense = any(changed(self, hook) for hook in ('adjust', 'weigh', 'mask'))
+        self.dense = changed(self, 'adjust') or changed(self, 'weigh')
         # kernels.attention takes no bias, and q and k at most twice as wide as v
         self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
@@ -202,7 +192,6 @@ class Encoding(nn.Module):
 
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
-        check_positions(pos, len(v), v.shape[2])
         at = self.at(None, None, pos, state, x, q_len=weights.shape[-2])
         return self.out(weights @ self.value(v, at), at)
 
@@ -276,10 +265,10 @@ def kernels(required=True):
 
 
 def options_of(cls):
-    """{option: default} of an encoding's class: its annotated attributes and its bases'."""
-    annotated = [key for base in cls.__mro__[::-1] if issubclass(base, Encoding)
-                 for key in base.__dict__.get('__annotations__', ())]
-    return {key: getattr(cls, key) for key in annotated}
+    """{option: (type, default)} of an encoding's class: its annotated attributes, its bases' too."""
+    bases = [base for base in cls.__mro__[::-1] if issubclass(base, Encoding)]
+    return {key: (kind, getattr(cls, key)) for base in bases
+            for key, kind in base.__annotations__.items()}
 
 
 def changed(encoding, hook):
@@ -300,14 +289,9 @@ def check_shapes(cfg, q, k, v, pos, x=None):
                          f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
     if x is not None and x.shape[:2] != (len(k), T):
         raise ValueError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
-    check_positions(pos, len(k), T)
-
-
-def check_positions(pos, B, T):
-    """Raise ValueError unless pos is [T], or [B, T], of a dtype that holds positions."""
-    if pos.shape not in ((T,), (B, T)):
-        raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or [{B}, {T}] '
-                         f'if rows differ; got {list(pos.shape)}')
+    if pos.shape not in ((T,), (len(k), T)):
+        raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or '
+                         f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
     if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
         raise ValueError(f'{pos.dtype} does not represent positions: use int64 or float32')
 
@@ -370,16 +354,9 @@ def short_conv(x, weight):
     return (x.unfold(-1, n, 1) * weight.flip(1)[:, None]).sum(dim=-1).transpose(1, 2)
 
 
-def heads_first(y):
-    """[.., 1, Tq, T, H] -> [.., H, Tq, T]."""
-    return y.transpose(-4, -1).squeeze(-1)
-
-
 def length_ratio(cfg, pos, total_len):
     """max(1, T / train_len): how much longer the whole sequence is than any trained on."""
-    if total_len is not None and total_len < pos.shape[-1]:
-        raise ValueError(f'total_len={total_len} is less than the {pos.shape[-1]} tokens at hand')
-    return max(1.0, (total_len or pos.shape[-1]) / cfg.train_len)
+    return max(1.0, max(pos.shape[-1], total_len or 0) / cfg.train_len)
 
 
 def check_even(n, name, what):
@@ -397,20 +374,15 @@ def fused_attention(q, k, v, mask, scale):
     if mask is not None:
         mask = mask.to(q.dtype).expand(*mask.shape[:-3], q.shape[1], -1, -1)
         mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
-    width = v.shape[-1]
-    q, k, v = pad_to_one_width(q, k, v)
+    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    if q.is_cuda and q.shape[-1] != width:
+        wide += -wide % 8                       # the fused CUDA kernels require it
+    q, k, v = (z if z.shape[-1] == wide else F.pad(z, (0, wide - z.shape[-1]))
+               for z in (q, k, v))              # zeros change no product and no other feature of y
     if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
         return seeds_attention(q, k, v, mask, scale)[..., :width]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                           scale=scale)[..., :width]
-
-
-def pad_to_one_width(*xs):
-    """Zeros behind the last features: no dot product changes, and no other channel of y."""
-    width = max(x.shape[-1] for x in xs)
-    if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
-        width += -width % 8  # the fused CUDA kernels require it
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 
 @torch.library.custom_op('nanope::seeds_attention', mutates_args=())
@@ -442,7 +414,6 @@ def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
 class NoPE(Encoding):
     """No encoding: logit_ts = <q_t, k_s> / sqrt(d), order by causality only (Haviv et al. 2022)."""
     shift_invariant = True
-    drawable = False
 
 
 class APE(Encoding):
@@ -465,7 +436,6 @@ class ShiftedAPE(APE):
     Positions up to max_shift beyond the training length are trained, large distances never. The
     shifts are a Weyl sequence (multiples of 2^64 over the golden ratio) of the model's own state.
     """
-    drawable = False               # in evaluation it is ape
     max_shift: int = 512           # largest random offset in training
 
     def __init__(self, cfg):
@@ -686,7 +656,6 @@ class T5(Encoding):
     """
     shared = True
     shift_invariant = True
-    zero_init = True
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # distances from here on share the last bucket
 
@@ -704,7 +673,8 @@ class T5(Encoding):
         return torch.where(d < exact, d.long(), far)
 
     def bias(self, at):
-        return heads_first(F.embedding(self.bucket(at.distance), self.table))
+        b = F.embedding(self.bucket(at.distance), self.table)   # (.., 1, Tq, T, H)
+        return b.transpose(-4, -1).squeeze(-1)                  # (.., H, Tq, T)
 
 
 class FIRE(Encoding):
@@ -731,8 +701,9 @@ class FIRE(Encoding):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
         distance = at.distance.to(reach.dtype)
-        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
-        return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
+        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)    # (.., 1, Tq, T)
+        f = self.mlp(x[..., None])                                      # (.., 1, Tq, T, H)
+        return f.transpose(-4, -1).squeeze(-1)                          # (.., H, Tq, T)
 
 
 class Kerple(Encoding):
@@ -756,7 +727,6 @@ class Kerple(Encoding):
 class DAPE(Kerple):
     """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
     f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
-    drawable = False               # like kerple at initialization
     dape_width: int = 32           # hidden width of the MLP
 
     def __init__(self, cfg):
@@ -798,7 +768,6 @@ class CoPE(Encoding):
     """
     shift_invariant = True
     needs_causal = True
-    zero_init = True
     fp32 = True
     cope_positions: int = 64       # number N of position vectors
 
@@ -826,9 +795,7 @@ class PaTH(Encoding):
     """
     shift_invariant = True
     needs_causal = True
-    raw_qk = True
     fp32 = True
-    drawable = False               # equal content says nothing
     path_rank: int = 32            # rank of W_2 W_1
 
     def __init__(self, cfg):
@@ -862,12 +829,9 @@ class StickBreaking(Encoding):
     """
     shift_invariant = True
     needs_causal = True
-    drawable = False  # it is in the softmax
-
-    def mask(self, like):
-        return causal(like, itself=False)
 
     def weigh(self, logits):
+        logits = logits + causal(logits, itself=False)
         taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)  # -inf, 0 at masked keys
         later = left.flip(-1).cumsum(dim=-1).flip(-1) - left  # sum_{j>s} log(1 - sigmoid(z_tj))
         return (taken + later).exp()
@@ -880,7 +844,6 @@ class SSMax(Encoding):
     needs_causal = True
     triton_pays = True
     order = 2
-    drawable = False               # it knows the number of keys, not their order
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -1208,7 +1171,6 @@ class PRISM(Encoding):
     shift_invariant = True
     needs_causal = True
     order = 1
-    drawable = False               # equal content says nothing
     reads_content = True
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
     prism_cursors: int = 2         # query cursors, and key cursors, of each head
@@ -1274,11 +1236,9 @@ def option_fields():
     """(name, type, default) of every option of every encoding, for the fields of PEConfig."""
     found = {}
     for cls in ENCODINGS.values():
-        for base in cls.__mro__[::-1]:
-            for key, kind in base.__dict__.get('__annotations__', {}).items():
-                if issubclass(base, Encoding):
-                    found[key] = key, kind, field(default=getattr(base, key))
-    return list(found.values())
+        for key, option in options_of(cls).items():
+            assert found.setdefault(key, option) == option, f'{key} has two defaults or types'
+    return [(key, kind, default) for key, (kind, default) in found.items()]
 
 
 PEConfig = make_dataclass('PEConfig', option_fields(), bases=(SharedConfig,),
@@ -1314,7 +1274,7 @@ class Sum(Encoding):
         if len(rotating) > 1 and any(isinstance(p, PoPE) for p in rotating):
             self.shift_invariant = self.fusable = False  # polar() is not a rotation
         for p in softmax:
-            self.weigh, self.mask = p.weigh, p.mask
+            self.weigh = p.weigh
 
     def refuse(self, parts, why):
         """Raise ValueError if there are several such parts."""
@@ -1452,7 +1412,7 @@ def build(cfg):
 # --------------------------------------------------------------------------------------------------
 # python pe.py
 
-HOOKS = 'embed state restate penalty qk bias adjust mask weigh value out'.split()
+HOOKS = 'embed state restate penalty qk bias adjust weigh value out'.split()
 
 
 def hooks_of(names):
@@ -1466,7 +1426,7 @@ def print_encodings():
     for name, cls in ENCODINGS.items():
         enc = cls(PEConfig(pe=name, n_head=4))
         equation = ' '.join((cls.__doc__ or 'no docstring').split('\n\n')[0].split())
-        options = [f'{key}={value}' for key, value in options_of(cls).items()]
+        options = [f'{key}={value}' for key, (_, value) in options_of(cls).items()]
         params = [f'{n} {list(p.shape)}' for n, p in enc.named_parameters()]
         print(f'{name}\n    {equation}\n    options: {", ".join(options) or "none"}')
         print(f'    parameters: {", ".join(params) or "none"}')
