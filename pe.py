@@ -265,7 +265,7 @@ def kernels(required=True):
 
 
 def options_of(cls):
-    """{option: (type, default)} of an encoding's class: its annotated attributes, its bases' too."""
+    """{option: (type, default)} of an encoding's class: annotated attributes, its bases' too."""
     bases = [base for base in cls.__mro__[::-1] if issubclass(base, Encoding)]
     return {key: (kind, getattr(cls, key)) for base in bases
             for key, kind in base.__annotations__.items()}
@@ -1253,39 +1253,34 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance', 'zero_init':
+        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance':
             setattr(self, flag, any(getattr(p, flag) for p in parts))
         self.fusable = all(p.fusable for p in parts)
         self.shift_invariant = all(p.shift_invariant for p in parts)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
-        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
         softmax = [p for p in parts if changed(p, 'weigh')]
-        changing = [p for p in parts if changed(p, 'qk') or p.raw_qk]
-        self.refuse([p for p in parts if p.order == 1], 'each appends features to q and k')
-        self.refuse(softmax, 'each replaces the softmax')
-        self.refuse([p for p in parts if p.mean_distance or p in softmax], 'the mean distance '
-                    'requires weights that sum to 1, of one encoding')
-        if any(p.raw_qk for p in changing):
-            self.refuse(changing, 'both change the product of q and k')
-        if any(isinstance(p, PoPE) for p in rotating[:-1]) and isinstance(
-                rotating[-1], (SelectiveRoPE, PoPE)):
-            raise ValueError('pope doubles the width of q and k: write it once, and last, as in '
-                             'selective_rope+pope')
-        if len(rotating) > 1 and any(isinstance(p, PoPE) for p in rotating):
-            self.shift_invariant = self.fusable = False  # polar() is not a rotation
         for p in softmax:
             self.weigh = p.weigh
+        path = [p for p in parts if changed(p, 'qk') or isinstance(p, PaTH)]
+        for group, why in (
+                ([p for p in parts if p.order == 1], 'each appends features to q and k'),
+                (softmax, 'each replaces the softmax'),
+                ([p for p in parts if p.mean_distance or p in softmax],
+                 'the mean distance requires weights that sum to 1, of one encoding'),
+                (path if PaTH in map(type, path) else (), 'both change the product of q and k')):
+            if len(group) > 1:
+                names = ' and '.join(type(p).__name__ for p in group)
+                raise ValueError(f'{names} cannot be added: {why}')
+        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
+        if any(isinstance(p, PoPE) for p in rotating[:-1]):
+            raise ValueError('pope doubles the width of q and k: write it once, and last, as in '
+                             'selective_rope+pope')
+        if len(rotating) > 1 and isinstance(rotating[-1], PoPE):
+            self.shift_invariant = self.fusable = False     # polar() is not a rotation
 
-    def refuse(self, parts, why):
-        """Raise ValueError if there are several such parts."""
-        if len(parts) > 1:
-            names = ' and '.join(type(p).__name__ for p in parts)
-            raise ValueError(f'{names} cannot be added: {why}')
-
-    def each(self, at, key=None):
-        """[(part, the At with that part's state)], sorted by a key of the part."""
-        pairs = [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
-        return sorted(pairs, key=lambda pair: key(pair[0])) if key else pairs
+    def each(self, at):
+        """[(part, the At with that part's state)]."""
+        return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
 
     def embed(self, x, pos):
         for p in self.parts:
@@ -1302,7 +1297,7 @@ class Sum(Encoding):
         return sum(p.penalty() for p in self.parts)
 
     def qk(self, q, k, at):
-        for p, here in self.each(at, key=lambda p: p.order):
+        for p, here in sorted(self.each(at), key=lambda pair: pair[0].order):
             q, k = p.qk(q, k, here)
         return q, k
 
@@ -1335,7 +1330,7 @@ class SomeHeads(Encoding):
         super().__init__(cfg)
         self.parts = nn.ModuleList([first])
         self.k, self.rest, self.out_dim = first.cfg.heads, rest, first.out_dim
-        for flag in 'shift_invariant', 'zero_init', 'fp32', 'dense':
+        for flag in 'shift_invariant', 'fp32', 'dense':
             setattr(self, flag, getattr(first, flag))
         self.embed, self.state = first.embed, first.state
         self.restate, self.penalty = first.restate, first.penalty
@@ -1441,29 +1436,25 @@ def picture(name, T):
     torch.manual_seed(1)
     cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
     enc, pos = build(cfg)[0].eval(), torch.arange(T)
-    for p in enc.parameters() if enc.zero_init else ():
+    for p in enc.parameters() if name in ('t5', 'cope') else ():    # zero-initialized
         nn.init.normal_(p)
-    alone = hooks_of(name) == ['embed']  # only vectors of positions
+    alone = hooks_of(name) == ['embed']                             # only vectors of positions
     x = torch.full((1, T, 32), 0.0 if alone else 1.0)
     state = enc.state(x, pos)
-    heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)  # (1, 2, T, 16)
+    heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)     # (1, 2, T, 16)
     if 'out' not in hooks_of(name):
         return enc.logits(heads, heads, pos, state, x)[0, 0]
-    on = torch.eye(T).expand(1, 2, T, T, T)  # on[..., s, :]: all attention on s
-    # T x (T, out_dim)
+    on = torch.eye(T).expand(1, 2, T, T, T)                         # on[..., s, :]: attention to s
     seen = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
-    channel = 16 if enc.out_dim > 16 else 0  # ViPE's code, if there is one
+    channel = 16 if enc.out_dim > 16 else 0                         # ViPE's code, if there is one
     return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
 
 
 def draw(path, T=48):
-    """Draw the drawable encodings side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print('pe.py: drawing requires matplotlib: pip install matplotlib', file=sys.stderr)
-        sys.exit(2)
-    names = [name for name, cls in ENCODINGS.items() if cls.drawable] + ['ape+rope']
+    """Draw the encodings side by side, except where this content has nothing to show."""
+    from matplotlib.figure import Figure  # pip install matplotlib
+    hidden = 'nope shifted_ape prism dape path stickbreaking ssmax'.split()
+    names = [name for name in ENCODINGS if name not in hidden] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
     axes = fig.subplots(rows, 4)
@@ -1475,16 +1466,12 @@ def draw(path, T=48):
     for ax in axes.flat[len(names):]:
         ax.axis('off')
     fig.savefig(path, dpi=80)
-    print(f'drew {path}')
 
 
 if __name__ == '__main__':
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
-    elif not sys.argv[1:]:
-        print_encodings()
-    elif sys.argv[1].endswith(('.png', '.svg', '.pdf')):
+    elif sys.argv[1:]:
         draw(sys.argv[1])
     else:
-        print(f'pe.py: name a picture.png, .svg or .pdf, got {sys.argv[1]}', file=sys.stderr)
-        sys.exit(2)
+        print_encodings()
