@@ -10,12 +10,11 @@ embed() acts on the token embeddings before layer 1. A class overrides the one o
 needs; its options are annotated class attributes, such as T5's. To add an encoding, write the class
 and register it in ENCODINGS: it can then be trained, tested and probed like the others.
 
-In a model of your own: encodings = build(PEConfig(...)), one for each layer;
-state = encodings[0].state(x, pos) once per sequence; in each layer
-enc.attend(q, k, v, pos, state, x).
+In a model of your own: encodings = build(PEConfig(...)), one for each layer; state =
+encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
-    python pe.py zoo.png         draws them
+    python pe.py zoo.png         draws them; this requires matplotlib
 """
 import copy
 import difflib
@@ -187,8 +186,8 @@ class Encoding(nn.Module):
         """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at masked keys."""
         if self.cfg.causal:
             return causal(like)
-        seen = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
-        return F.pad(seen[:, 1:], (0, 1), value=-math.inf)
+        visible = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
+        return F.pad(visible[:, 1:], (0, 1), value=-math.inf)       # all but the last key
 
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
@@ -237,9 +236,8 @@ class Encoding(nn.Module):
             return False
         half = q.dtype in (torch.bfloat16, torch.float16)
         large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
-        if self.cfg.kernel == 'triton' or not large:
-            return self.cfg.kernel == 'triton'
-        return kernels(required=False) is not None and kernels().fits(q.device)
+        return self.cfg.kernel == 'triton' or (
+            large and kernels(required=False) is not None and kernels().fits(q.device))
 
     def attend_by_kernel(self, q, k, v, at):
         """attend() by kernels.attention, in memory that grows with T."""
@@ -307,9 +305,6 @@ def positions(cfg, tokens, training, total_len=None):
     if cfg.positions == 'index':
         return torch.arange(T, device=tokens.device)
     total = max(T, total_len or 0)
-    if total > cfg.positions_max:
-        raise ValueError(f'{total} tokens require positions_max={total} or more, got '
-                         f'{cfg.positions_max}')
     if training:
         drawn = torch.rand(cfg.positions_max, device=tokens.device).argsort()[:total]
     else:
@@ -433,8 +428,7 @@ class ShiftedAPE(APE):
     """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m),
     m ~ U{0..max_shift} per sequence in training, 0 in evaluation.
 
-    Positions up to max_shift beyond the training length are trained, large distances never. The
-    shifts are a Weyl sequence (multiples of 2^64 over the golden ratio) of the model's own state.
+    The shifts are a Weyl sequence: multiples of 2^64 over the golden ratio, from a random start.
     """
     max_shift: int = 512           # largest random offset in training
 
@@ -446,9 +440,9 @@ class ShiftedAPE(APE):
     def embed(self, x, pos):
         if self.training:
             count = self.used + torch.arange(x.shape[0], device=x.device)
-            m = self.start + count * -7046029254386353131  # wraps around
+            m = self.start + count * -7046029254386353131   # (B,), modulo 2^64
             self.used += x.shape[0]
-            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]  # (B, T)
+            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]    # (B, T)
         return super().embed(x, pos)
 
 
@@ -580,7 +574,7 @@ class PoPE(Encoding):
     """
     shift_invariant = True
     triton_pays = True
-    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}
+    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by Trainer.update in train.py
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
     # a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
     pope_frequencies: Literal['all', 'half'] = 'all'
@@ -600,9 +594,9 @@ class PoPE(Encoding):
         else:
             self.delta = nn.Parameter(delta)
 
-    def theta(self, like):  # (D,), as frequencies() gives it: never in half precision
+    def theta(self, like):                      # (D,)
         d, base = self.cfg.head_dim, self.cfg.rope_base
-        if self.pope_frequencies == 'half':       # theta_c = base^(-2 floor(c/2)/d)
+        if self.pope_frequencies == 'half':     # theta_c = base^(-2 floor(c/2)/d)
             return frequencies(d // 2, base, like).repeat_interleave(2)
         return frequencies(d, base, like)
 
@@ -631,7 +625,7 @@ class ALiBi(Encoding):
     slopes m_h = 2^(-8h/H), h = 1..H.
 
     Where H is no power of two: the slopes of the power of two below it, then the first, third, ..
-    of the next power. No parameters. A single head has the slope 1/256: nearly NoPE.
+    of the next power. A single head has the slope 1/256: nearly NoPE.
     """
     shift_invariant = True
 
@@ -651,8 +645,7 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
-    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). (T5 itself has no 1/sqrt(d), and in its
-    encoder a table for later keys as well; here causal=False takes |t - s|.)
+    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d).
     """
     shared = True
     shift_invariant = True
@@ -682,7 +675,7 @@ class FIRE(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))).
 
     f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are
-    learned, in each layer. The bias also depends on t, so it is passed as a mask [H, T, T].
+    learned, in each layer.
     """
     needs_causal = True
     fire_width: int = 32           # hidden width of the MLP
@@ -708,8 +701,7 @@ class FIRE(Encoding):
 
 class Kerple(Encoding):
     """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
-    a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least
-    0.01, as in the paper."""
+    a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least 0.01."""
     shift_invariant = True
     needs_causal = True
 
@@ -885,11 +877,12 @@ class ViPE(Encoding):
     n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says. The code p_(n-i) is
     linear in the distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
     alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim +
-    d_p wide. Not prefix-consistent: give the model `total_len`.
+    d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
+    value(), then PyTorch's fused attention, then out().
     """
     fp32 = True
     triton_pays = True
-    needs_causal = True            # log n and the code count the keys before t
+    needs_causal = True                         # log n and the code count the keys before t
     order = 2
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
@@ -945,7 +938,7 @@ class ViPE(Encoding):
 
 # --------------------------------------------------------------------------------------------------
 # PRISM: positions that the content decides. A cursor is a distribution over offsets, a histogram;
-# a query meets a key where the histograms of their cursors overlap
+# a query matches a key where the histograms of their cursors overlap
 
 EPS = 1e-8  # added to histograms before they are sharpened
 
@@ -960,9 +953,9 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
     """
     t = h.shape[-1] // 2
     p_incr, p_decr, p_keep = p_step
-    total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass
+    total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass (B, C, 1)
     h = (1 - p_reset) * h + F.pad(p_reset * total, (t, t))      # (2) a reset leads to offset 0
-    wide = F.pad(h, (2, 2))                                     # (2), (3) then one step
+    wide = F.pad(h, (2, 2))                                     # (3) then one step (B, C, 2t+5)
     h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
     if p_copy is not None:                                      # (4) what jumps does not step
         h = p_copy[..., -1:] * h + F.pad(p_copy[..., :-1], (t + 1, 1))
@@ -978,28 +971,27 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None: no sharpening;
     table [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: entry k is the jump to offset k, the
     last "no copy"; jumps to k > t are not made and their mass is lost. All in float32 or float64.
-    All mass starts at offset 0. `chunk` tokens are superposed at once, which changes only the time
-    and the memory.
+    `chunk` tokens are superposed at once, which changes only the time and the memory.
     """
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
-    assert len(table) == 2 * P + 1, 'the table must be [2P+1, d_pe]'
-    assert P >= T, f'{T} tokens require a table of the offsets -{T}..{T}'
-    h = table.new_ones(B, C, 1)
+    assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], of -{T}..{T} or more'
+    h = table.new_ones(B, C, 1)                                 # all mass starts at offset 0
     histograms, encodings = [], []
-    gamma = None if gamma is None else gamma[:, None]                   # (C, 1)
+    gamma = None if gamma is None else gamma[:, None]           # (C, 1)
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
-    for t, (p_reset, p_step) in enumerate(gates):                       # (B, C, 1), (B, C, 3, 1)
+    for t, (p_reset, p_step) in enumerate(gates):               # (B, C, 1), (B, C, 3, 1)
         p_copy = None
-        if copy is not None:
+        if copy is not None:                                    # jumps to 0..t, and none
             p_copy = torch.cat([copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
-        h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)  # (B, C, 2t+3)
+        h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)    # (B, C, 2t+3)
         histograms.append(h)
-        if len(histograms) == chunk or t == T - 1:                      # Algorithm 2: one product
+        if len(histograms) == chunk or t == T - 1:              # Algorithm 2: one product
             padded = [F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in histograms]
-            encodings.append(torch.stack(padded, dim=2) @ table[P - t - 1:P + t + 2])
+            f = table[P - t - 1:P + t + 2]                      # (2t+3, d_pe)
+            encodings.append(torch.stack(padded, dim=2) @ f)    # (B, C, chunk, d_pe)
             histograms = []
-    return torch.cat(encodings, dim=2)
+    return torch.cat(encodings, dim=2)                          # (B, C, T, d_pe)
 
 
 def algorithm_3(e, pos, cfg):
@@ -1009,10 +1001,9 @@ def algorithm_3(e, pos, cfg):
     if cfg.prism_absolute:
         here = sinusoids(pos.unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
         e = torch.cat([e, here.expand(*e.shape[:5], 1, d_pe)], dim=-2)
-    if cfg.prism_norm == 'scale':
-        # |f|^2 = d_pe / 2, so sqrt(d_pe) is the norm over the branches if all are one-hot
-        return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5
-    if cfg.prism_norm == 'unit':
+    if cfg.prism_norm == 'scale':   # by sqrt(d_pe) / norm over the branches, were all one-hot:
+        return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5             # |f|^2 = d_pe / 2
+    if cfg.prism_norm == 'unit':                                        # each token's by its own
         return e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
     return e
 
@@ -1023,13 +1014,13 @@ class Gates(nn.Module):
     def __init__(self, cfg, n):
         super().__init__()
         self.cfg, self.n, hidden = cfg, n, cfg.prism_hidden
-        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)
-        self.W_h = nn.Linear(hidden, 3 * hidden)
-        self.W = nn.Linear(hidden, 4 * n)
+        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)           # r, z, n of the input
+        self.W_h = nn.Linear(hidden, 3 * hidden)                # and of the state
+        self.W = nn.Linear(hidden, 4 * n)                       # reset, incr, decr, keep
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
             self.W.weight.mul_(0.3)
-            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0                 # resets are rare initially
+            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0         # resets are rare initially
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
@@ -1037,7 +1028,7 @@ class Gates(nn.Module):
 
     def W_recurrent(self):
         """W_h; with prism_recurrent='norm' of Frobenius norm s sqrt(hidden) (footnote 8*)."""
-        W = self.W_h.weight
+        W = self.W_h.weight                                     # (3 hidden, hidden)
         if self.cfg.prism_recurrent == 'norm':
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
         return W
@@ -1053,23 +1044,23 @@ class Gates(nn.Module):
     def gru(self, x):
         """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014; nn.GRU has no vmap rule)."""
         W_h = self.W_recurrent()
-        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)
+        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)      # (B, hidden)
         states = []
-        for from_x in self.W_x(x).unbind(dim=1):                        # (B, 3 hidden)
-            r_x, z_x, n_x = from_x.chunk(3, dim=-1)
+        for from_x in self.W_x(x).unbind(dim=1):                # (B, 3 hidden)
+            r_x, z_x, n_x = from_x.chunk(3, dim=-1)             # (B, hidden) each
             r_u, z_u, n_u = F.linear(u, W_h, self.W_h.bias).chunk(3, dim=-1)
-            z = torch.sigmoid(z_x + z_u)                                # update gate
-            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)
+            z = torch.sigmoid(z_x + z_u)                        # update gate
+            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)      # r: reset gate of the GRU
             u = (1 - z) * new + z * u
             states.append(u)
-        return torch.stack(states, dim=1)
+        return torch.stack(states, dim=1)                       # (B, T, hidden)
 
     def forward(self, x):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
         x = 0.5 * F.layer_norm(x, x.shape[-1:])
         u = self.gru(x)
-        # (4, B, n, T): on a CPU softmax along the first axis is several times as fast
-        w = self.W(u).unflatten(-1, (self.n, 4)).permute(3, 0, 2, 1)
+        w = self.W(u).unflatten(-1, (self.n, 4))                # (B, T, n, 4)
+        w = w.permute(3, 0, 2, 1)                               # (4, B, n, T): a faster softmax
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
@@ -1085,14 +1076,14 @@ class CopyBranch(nn.Module):
         self.W_q = nn.Linear(width, n * cfg.head_dim)
         self.W_k = nn.Linear(width, n * cfg.head_dim)
         self.W_stay = nn.Linear(width, n)
-        nn.init.constant_(self.W_stay.bias, 3.0)                        # jumps are rare initially
+        nn.init.constant_(self.W_stay.bias, 3.0)                # jumps are rare initially
 
     def forward(self, x):
         """[B, T, width] -> p_copy [B, n, T, T + 1]."""
-        q, k = (W(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, n, T, D)
+        q, k = (W(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)     # (B, n, T, D)
                 for W in (self.W_q, self.W_k))
-        logits = q @ k.transpose(-2, -1) * self.head_dim ** -0.5
-        stay = self.W_stay(x).transpose(1, 2)[..., None]                # (B, n, T, 1)
+        logits = q @ k.transpose(-2, -1) * self.head_dim ** -0.5            # (B, n, T, T)
+        stay = self.W_stay(x).transpose(1, 2)[..., None]                    # (B, n, T, 1)
         return torch.cat([logits + causal(logits), stay], dim=-1).softmax(dim=-1)
 
 
@@ -1104,7 +1095,7 @@ class Cursors(nn.Module):
         self.cfg, self.layers = cfg, layers
         self.count = layers * cfg.heads * cfg.prism_cursors             # C
         self.gates = Gates(cfg, 2 * self.count)
-        if cfg.prism_sharpen:                                   # gamma = 1 + softplus(g), from 2
+        if cfg.prism_sharpen:                               # gamma = 1 + softplus(g), 2 initially
             self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))
         if cfg.prism_copy != 'none':
             self.copy = CopyBranch(cfg, len(range(0, self.count, 5)))
@@ -1121,25 +1112,25 @@ class Cursors(nn.Module):
             c = torch.arange(2 * self.count, device=x.device)[:, None] - self.count
             fixed = (c >= 0) & (c % 5 == 0)                             # (2C, 1)
             t = torch.arange(x.shape[1], device=x.device)
-            count = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)  # (T, 3)
+            count = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)      # (T, 3)
             reset = reset.masked_fill(fixed, 0.0)
             step = torch.where(fixed[..., None], count, step)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
         """Superpositions [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
-        on_gpu = x.is_cuda and x.dtype != torch.float64
         by_kernel = self.cfg.kernel == 'triton' or (
-            self.cfg.kernel == 'auto' and on_gpu and kernels(required=False) is not None)
-        scan = kernels().cursor_scan if by_kernel else cursor_scan
+            self.cfg.kernel == 'auto' and x.is_cuda and x.dtype != torch.float64
+            and kernels(required=False) is not None)
+        algorithms_1_2 = kernels().cursor_scan if by_kernel else cursor_scan
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.actions(x))
-        gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
-        e = scan(reset, step, gamma, table)
+        gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None          # (2C,)
+        e = algorithms_1_2(reset, step, gamma, table)                   # (B, 2C, T, d_pe)
         if copy is None:
             return e
         some = slice(0, self.count, 5)                                  # the copying cursors again
-        gamma = None if gamma is None else gamma[some]
-        jumping = scan(reset[:, some], step[:, some], gamma, table, copy)
+        gamma = None if gamma is None else gamma[some]                  # (C',)
+        jumping = algorithms_1_2(reset[:, some], step[:, some], gamma, table, copy)
         return e.slice_scatter(jumping, 1, 0, self.count, 5)
 
     def forward(self, x, pos):
@@ -1147,14 +1138,14 @@ class Cursors(nn.Module):
         branch is a cursor or the absolute position."""
         cfg, d_pe, (B, T, _) = self.cfg, self.cfg.prism_d_pe, x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
-        offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)
+        offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)             # (2T+1,)
         with torch.autocast(x.device.type, enabled=False):
             if cfg.prism_superpose:
                 e = self.scan(x, sinusoids(offsets, d_pe, cfg.rope_base, x))
             else:                                                       # A.3: f of the mean offset
                 e = sinusoids(self.scan(x, offsets[:, None])[..., 0], d_pe, cfg.rope_base, x)
         e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe)
-        e = e.permute(1, 2, 0, 3, 5, 4, 6)  # (2, layers, B, H, T, cursors, d_pe)
+        e = e.permute(1, 2, 0, 3, 5, 4, 6)              # (2, layers, B, H, T, cursors, d_pe)
         return algorithm_3(e, pos, cfg).flatten(-2).to(x.dtype)
 
 
@@ -1163,10 +1154,8 @@ class PRISM(Encoding):
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors).
-    A head has C = prism_cursors of them for queries and as many for keys, one more of each with
-    prism_absolute. mu in [0, 1] is learned for each head, alpha for each head and cursor. No
-    position is added to the content. Before layer 1 a GRU runs, and a scan of T sequential updates.
-    The factor 4 is for prism_norm='none' only.
+    A head has C = prism_cursors of them for queries and as many for keys. mu in [0, 1] is learned
+    for each head, alpha for each head and cursor. The factor 4 is for prism_norm='none' only.
     """
     shift_invariant = True
     needs_causal = True
@@ -1191,17 +1180,17 @@ class PRISM(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
-        starts = [number - 1 for number in cfg.prism_layers]
+        starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
         if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= cfg.n_layer:
             raise ValueError('prism_layers must be layers in order, from 1 to n_layer='
                              f'{cfg.n_layer}, the first of them 1; got {cfg.prism_layers}')
-        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}  # 6.4
-        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)  # since its PRISM layer
+        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
+        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
-            self.cursors = Cursors(cfg, end - cfg.layer)
+            self.cursors = Cursors(cfg, end - cfg.layer)    # for the layers before the next one's
 
     def state(self, x, pos, total_len=None):
         if x is None:
@@ -1217,12 +1206,12 @@ class PRISM(Encoding):
 
     def qk(self, q, k, at):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
-        g_q = g_q[..., k.shape[2] - q.shape[2]:, :]
-        mu = torch.sigmoid(self.m)
+        g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
+        mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
         factor = 4 if self.cfg.prism_norm == 'none' else 1
-        factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5  # attention divides by sqrt(d)
+        factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5    # qk is / sqrt(d)
         weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
-        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)
+        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)  # (H, 1, branches d_pe)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
 
