@@ -136,8 +136,7 @@ class Encoding(nn.Module):
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        # logits are stored
-        self.dense = changed(self, 'adjust') or changed(self, 'weigh')
+        self.dense = changed(self, 'adjust') or changed(self, 'weigh')      # logits are stored
         # kernels.attention takes no bias, and q and k at most twice as wide as v
         self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
@@ -201,8 +200,7 @@ class Encoding(nn.Module):
         pos: of k and v; state: what state() returned, computed if it depends on the length alone;
         x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
         ValueError if shapes do not fit. The kernels require consecutive integer positions and give
-        NaN for other integers: set kernel='reference' for these. Fractions and [B, T] never take a
-        kernel.
+        NaN for other integers, except with kernel='reference'.
         """
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
@@ -324,7 +322,7 @@ def causal(like, itself=True):
 
 def frequencies(n, base, like):
     """theta_c = base^(-c/n), c = 0..n-1 [n]; never in half precision, where angles are noise."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(like.dtype, torch.float32)
     return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
 
 
@@ -521,18 +519,15 @@ class YaRN(RoPE):
     def state(self, x, pos, total_len=None):
         return length_ratio(self.cfg, pos, total_len)
 
-    def feature(self, turns, d):
-        """The number c, a fraction, of the feature with so many turns over train_len."""
-        ratio = self.cfg.train_len / (2 * math.pi * turns)
-        return d * math.log(ratio) / (2 * math.log(self.cfg.rope_base))
-
-    def scaled_frequencies(self, s, q):
-        d, cfg = q.shape[-1], self.cfg
-        low = max(math.floor(self.feature(self.yarn_beta_fast, d)), 0)
-        high = min(math.ceil(self.feature(self.yarn_beta_slow, d)), d - 1)
-        theta = frequencies(d // 2, cfg.rope_base, q)
+    def scaled_frequencies(self, s, q):             # -> (D/2,)
+        d, base, ends = q.shape[-1], self.cfg.rope_base, []
+        for turns in self.yarn_beta_fast, self.yarn_beta_slow:      # the c with so many turns
+            ratio = self.cfg.train_len / (2 * math.pi * turns)
+            ends.append(d * math.log(ratio) / (2 * math.log(base)))
+        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), d - 1)
+        theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
-        w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)
+        w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
         return (1 - w) * theta + w * theta / s
 
     def qk(self, q, k, at):
@@ -1324,24 +1319,24 @@ class SomeHeads(Encoding):
         self.embed, self.state = first.embed, first.state
         self.restate, self.penalty = first.restate, first.penalty
 
-    def join(self, first, rest):  # [B, k, Tq, wide], [B, H - k, Tq, D]
+    def join(self, first, rest):    # [B, k, Tq, wide], [B, H - k, Tq, D] -> [B, H, Tq, wide]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)
 
+    def both(self, hook, tensors, *given):
+        return self.join(getattr(self.parts[0], hook)(*(z[:, :self.k] for z in tensors), *given),
+                         getattr(self.rest, hook)(*(z[:, self.k:] for z in tensors), *given))
+
     def attend(self, q, k, v, pos, state=None, x=None):
-        first = self.parts[0].attend(*(z[:, :self.k] for z in (q, k, v)), pos, state, x)
-        return self.join(first, self.rest.attend(*(z[:, self.k:] for z in (q, k, v)), pos))
+        return self.both('attend', (q, k, v), pos, state, x)
 
     def logits(self, q, k, pos, state=None, x=None):
-        first = self.parts[0].logits(q[:, :self.k], k[:, :self.k], pos, state, x)
-        return self.join(first, self.rest.logits(q[:, self.k:], k[:, self.k:], pos))
+        return self.both('logits', (q, k), pos, state, x)
 
     def weigh(self, logits):
-        first, rest = logits[:, :self.k], logits[:, self.k:]
-        return self.join(self.parts[0].weigh(first), rest.softmax(dim=-1))
+        return self.both('weigh', (logits,))
 
     def mix(self, weights, v, pos, state=None, x=None):
-        first = self.parts[0].mix(weights[:, :self.k], v[:, :self.k], pos, state, x)
-        return self.join(first, weights[:, self.k:] @ v[:, self.k:])
+        return self.both('mix', (weights, v), pos, state, x)
 
 
 def check_names(cfg, names):
