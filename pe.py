@@ -459,17 +459,12 @@ class Learned(Encoding):
         return x + F.embedding(row, self.table).to(x.dtype)
 
 
-class Random(Encoding):
+class Random(Learned):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
     P fixed, entries N(0, 1/2), which gives it the norm of a sinusoid (both ours)."""
-    shared = True
-    max_len: int = 1024            # rows of the table; later positions: last row
-
     def __init__(self, cfg):
-        super().__init__(cfg)
+        Encoding.__init__(self, cfg)                # without the learned table
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
-
-    embed = Learned.embed
 
 
 # --------------------------------------------------------------------------------------------------
@@ -963,10 +958,9 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms: the superpositions
     e_t = sum_d h_t[d] f(d) [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
-    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None: no sharpening;
-    table [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: entry k is the jump to offset k, the
-    last "no copy"; jumps to k > t are not made and their mass is lost. All in float32 or float64.
-    `chunk` tokens are superposed at once, which changes only the time and the memory.
+    reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: as in algorithm_1, for each
+    token; jumps to k > t are not made and their mass is lost. table [2P+1, d_pe] = f(-P..P),
+    P >= T. All in float32 or float64. `chunk` tokens at once: a matter of time and memory only.
     """
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
@@ -1107,9 +1101,9 @@ class Cursors(nn.Module):
             c = torch.arange(2 * self.count, device=x.device)[:, None] - self.count
             fixed = (c >= 0) & (c % 5 == 0)                             # (2C, 1)
             t = torch.arange(x.shape[1], device=x.device)
-            count = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)      # (T, 3)
+            counting = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)   # (T, 3)
             reset = reset.masked_fill(fixed, 0.0)
-            step = torch.where(fixed[..., None], count, step)
+            step = torch.where(fixed[..., None], counting, step)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
@@ -1441,14 +1435,11 @@ def draw(path, T=48):
     names = [name for name in ENCODINGS if name not in hidden] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
-    axes = fig.subplots(rows, 4)
-    for ax, name in zip(axes.flat, names):
-        m = picture(name, T)
+    for i, name in enumerate(names, 1):
+        m, ax = picture(name, T), fig.add_subplot(rows, 4, i)
         ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
         ax.set_title(name + (' (value)' if 'out' in hooks_of(name) else ' (logit)'), fontsize=11)
         ax.set(xlabel='key position s', ylabel='query position t')
-    for ax in axes.flat[len(names):]:
-        ax.axis('off')
     fig.savefig(path, dpi=80)
 
 
