@@ -288,8 +288,6 @@ def check_shapes(cfg, q, k, v, pos, x=None):
     if pos.shape not in ((T,), (len(k), T)):
         raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or '
                          f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
-    if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
-        raise ValueError(f'{pos.dtype} does not represent positions: use int64 or float32')
 
 
 def positions(cfg, tokens, training, total_len=None):
@@ -595,8 +593,8 @@ class PoPE(Encoding):
             q = kernels().polar(q, None, self.cfg.rope_base, self.pope_softplus)
             k = kernels().polar(k, self.delta[None], self.cfg.rope_base, self.pope_softplus)
             return q, k  # (B, H, T, 2D)
-        phase_q = at.t[..., None] * self.theta(q)  # (1, Tq, D)
-        phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]  # (H, T, D)
+        phase_q = at.t[..., None] * self.theta(q)                           # (1, Tq, D)
+        phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]     # (H, T, D)
         return polar(q, phase_q, self.pope_softplus), polar(k, phase_k, self.pope_softplus)
 
 
@@ -608,7 +606,7 @@ def polar(x, phase, positive=True):
 
 
 # --------------------------------------------------------------------------------------------------
-# an additive bias on the logits
+# logits and weights: an additive bias, other logits, another softmax
 
 class ALiBi(Encoding):
     """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
@@ -648,12 +646,11 @@ class T5(Encoding):
             raise ValueError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
-    def bucket(self, d):  # distances [..] -> [..]
-        n, exact = self.t5_buckets, self.t5_buckets // 2
-        log = torch.log(d.clamp(min=1) / exact)  # 0 at exact
-        log = log / math.log(self.t5_max_distance / exact)  # 1 at t5_max_distance
-        far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)
-        return torch.where(d < exact, d.long(), far)
+    def bucket(self, d):                            # distances [..] -> [..]
+        n, e = self.t5_buckets, self.t5_buckets // 2
+        log = torch.log(d.clamp(min=1) / e) / math.log(self.t5_max_distance / e)    # 0..1: e..max
+        far = (e + (log * (n - e)).long()).clamp(max=n - 1)
+        return torch.where(d < e, d.long(), far)
 
     def bias(self, at):
         b = F.embedding(self.bucket(at.distance), self.table)   # (.., 1, Tq, T, H)
@@ -738,9 +735,6 @@ class FoX(Encoding):
         return c[..., :, None] - c[..., None, :]
 
 
-# --------------------------------------------------------------------------------------------------
-# logits of logits, and another softmax
-
 class CoPE(Encoding):
     """Contextual positions (Golovneva et al. 2024): logit_ts = S_ts + <q_t, e[p_ts]>,
     p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d).
@@ -758,10 +752,10 @@ class CoPE(Encoding):
         self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))
 
     def adjust(self, logits, at):
-        gates = torch.sigmoid(logits + self.mask(logits))  # 0 at later tokens
-        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))      # not in bfloat16
-        p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)  # (B, H, Tq, T)
-        each = (at.q @ self.e.T).to(p.dtype)  # (B, H, Tq, N)
+        gates = torch.sigmoid(logits + self.mask(logits))                       # 0 at later tokens
+        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))       # not in bfloat16
+        p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)   # (B, H, Tq, T)
+        each = (at.q @ self.e.T).to(p.dtype)                                    # (B, H, Tq, N)
         low, high = p.floor().long(), p.ceil().long()
         between = torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
         return logits + between.to(logits.dtype)
@@ -789,17 +783,16 @@ class PaTH(Encoding):
         self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
 
     def adjust(self, logits, at):
-        q, k = at.q, at.k
         w = short_conv(self.W(at.x), self.conv).unflatten(-1, (self.cfg.heads, -1))
-        w = F.normalize(w, dim=-1).transpose(1, 2)  # (B, H, T, D)
+        w = F.normalize(w, dim=-1).transpose(1, 2)                              # (B, H, T, D)
         beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
         Tq, T = logits.shape[-2:]
-        qw = (q @ w.transpose(-2, -1)).tril(T - Tq)  # (B, H, Tq, T)
-        wk = (w @ k.transpose(-2, -1)).tril(-1)  # (B, H, T, T)
-        ww = beta * (w @ w.transpose(-2, -1)).tril(-1)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        paths = torch.linalg.solve_triangular(ww.to(wide), (beta * wk).to(wide), upper=False,
-                                              unitriangular=True).to(q.dtype)  # (B, H, T, T)
+        qw = (at.q @ w.transpose(-2, -1)).tril(T - Tq)                          # (B, H, Tq, T)
+        wk = beta * (w @ at.k.transpose(-2, -1)).tril(-1)                       # (B, H, T, T)
+        ww = beta * (w @ w.transpose(-2, -1)).tril(-1)                          # (B, H, T, T)
+        wide = torch.promote_types(w.dtype, torch.float32)
+        paths = torch.linalg.solve_triangular(ww.to(wide), wk.to(wide), upper=False,
+                                              unitriangular=True).to(w.dtype)   # (B, H, T, T)
         return logits - qw @ paths * self.scale
 
 
@@ -902,8 +895,8 @@ class ViPE(Encoding):
 
     def factors(self, at):
         """row_n = s log(n) [.., Tq, 1] and col_i = 1 + <u, k_i> [.., T, 1], of the raw k."""
-        k = at.k.float() if at.kernel else at.k
-        n = (at.t + 1).to(k.dtype)[..., None]  # (1, Tq, 1)
+        k = at.k.float() if at.kernel else at.k                     # (B, H, T, D)
+        n = (at.t + 1).to(k.dtype)[..., None]                       # (1, Tq, 1)
         row = at.state * (n.log() if self.vipe_logn else torch.ones_like(n))
         col = 1 + k @ self.u[..., None] if self.vipe_u else torch.ones_like(k[..., :1])
         return row, col
@@ -915,15 +908,15 @@ class ViPE(Encoding):
     def value(self, v, at):
         if not self.vipe_value or at.kernel:  # kernels.attention gives E_alpha[n - i] by itself
             return v
-        i = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)
-        return torch.cat([v, i], dim=-1)  # (B, H, T, D + 1)
+        i = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)    # (B, H, T, 1)
+        return torch.cat([v, i], dim=-1)                            # (B, H, T, D + 1)
 
     def out(self, y, at):
         if not self.vipe_value:
             return y
-        distance = y[..., -1:] if at.kernel else at.t.to(y.dtype)[..., None] - y[..., -1:]
-        code = distance / at.state * self.W_p + self.b_p  # (B, H, Tq, d_p)
-        return torch.cat([y[..., :-1], code], dim=-1)
+        E = y[..., -1:] if at.kernel else at.t.to(y.dtype)[..., None] - y[..., -1:]  # E_alpha[n-i]
+        code = E / at.state * self.W_p + self.b_p                   # (B, H, Tq, d_p)
+        return torch.cat([y[..., :-1], code], dim=-1)               # (B, H, Tq, D + d_p)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1170,9 +1163,9 @@ class PRISM(Encoding):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
-        if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= cfg.n_layer:
-            raise ValueError('prism_layers must be layers in order, from 1 to n_layer='
-                             f'{cfg.n_layer}, the first of them 1; got {cfg.prism_layers}')
+        if not starts or min(starts) != 0 or max(starts) >= cfg.n_layer:
+            raise ValueError(f'prism_layers must be 1 and others up to n_layer={cfg.n_layer}, got '
+                             f'{cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
