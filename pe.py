@@ -422,10 +422,7 @@ class APE(Encoding):
 
 class ShiftedAPE(APE):
     """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m),
-    m ~ U{0..max_shift} per sequence in training, 0 in evaluation.
-
-    The shifts are a Weyl sequence: multiples of 2^64 over the golden ratio, from a random start.
-    """
+    m ~ U{0..max_shift} per sequence in training, 0 in evaluation."""
     max_shift: int = 512           # largest random offset in training
 
     def __init__(self, cfg):
@@ -435,8 +432,8 @@ class ShiftedAPE(APE):
 
     def embed(self, x, pos):
         if self.training:
-            count = self.used + torch.arange(x.shape[0], device=x.device)
-            m = self.start + count * -7046029254386353131   # (B,), modulo 2^64
+            count = self.used + torch.arange(x.shape[0], device=x.device)       # (B,)
+            m = self.start + count * -7046029254386353131   # steps of 2^64 / golden ratio: uniform
             self.used += x.shape[0]
             pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]    # (B, T)
         return super().embed(x, pos)
@@ -470,12 +467,10 @@ class Random(Learned):
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
-    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even.
-
-    rope_fraction = p: theta_c = 0 except for the first ceil(p d/2) of them (Barbero et al. 2024).
-    """
+    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
     shift_invariant = True
-    rope_fraction: float = 1.0     # rotate only the fastest fraction p of the frequencies
+    # p: rotate only the ceil(p d/2) fastest of the d/2 frequencies (Barbero et al. 2024)
+    rope_fraction: float = 1.0
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -502,9 +497,8 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len), so training is plain RoPE. The ramp w_c (NTK-by-parts) is linear:
-    0 for features with more than beta_fast turns over train_len, 1 below beta_slow turns, as in the
-    authors' code. Not prefix-consistent: give the model `total_len`.
+    s = max(1, T / train_len). The ramp w_c is linear in c: 0 for more than beta_fast turns over
+    train_len, 1 below beta_slow, as in the authors' code. Not prefix-consistent: give `total_len`.
     """
     yarn_beta_fast: float = 32.0   # keep features with more rotations than this over train_len
     yarn_beta_slow: float = 1.0    # interpolate fully features with fewer rotations than this
@@ -532,10 +526,7 @@ class YaRN(RoPE):
 
 class SelectiveRoPE(RoPE):
     """Selective RoPE (Movahedi et al. 2025): logit_ts = q_t^T R_(phi_s - phi_t) k_s / sqrt(d),
-    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head.
-
-    x: the input of the attention layer; conv: over the last 4 tokens, each feature alone.
-    """
+    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head."""
     needs_causal = True
     path_rank: int = 32            # rank of W_2 W_1
 
@@ -544,7 +535,7 @@ class SelectiveRoPE(RoPE):
         width = cfg.heads * cfg.head_dim // 2
         self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
                                nn.Linear(self.path_rank, width, bias=False))
-        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))
+        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))     # of 4 tokens
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
@@ -560,8 +551,7 @@ class PoPE(Encoding):
     d frequencies where RoPE has d/2. delta [H, D] is learned and clamped to [-2 pi, 0] after every
     optimizer step. In Cartesian form (eq. 7-10), by polar(), q' and k' are 2D wide.
     """
-    shift_invariant = True
-    triton_pays = True
+    shift_invariant = triton_pays = True
     own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by Trainer.update in train.py
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
     # a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
@@ -635,8 +625,7 @@ class T5(Encoding):
     With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
     e + floor((n - e) log(d/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d).
     """
-    shared = True
-    shift_invariant = True
+    shared = shift_invariant = True
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # distances from here on share the last bucket
 
@@ -659,11 +648,7 @@ class T5(Encoding):
 
 class FIRE(Encoding):
     """Functional interpolation (Li et al. 2023), psi(x) = log(c x + 1):
-    logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))).
-
-    f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are
-    learned, in each layer.
-    """
+    logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))), f an MLP; c, L learned."""
     needs_causal = True
     fire_width: int = 32           # hidden width of the MLP
 
@@ -689,8 +674,7 @@ class FIRE(Encoding):
 class Kerple(Encoding):
     """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
     a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least 0.01."""
-    shift_invariant = True
-    needs_causal = True
+    shift_invariant = needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -737,19 +721,13 @@ class FoX(Encoding):
 
 class CoPE(Encoding):
     """Contextual positions (Golovneva et al. 2024): logit_ts = S_ts + <q_t, e[p_ts]>,
-    p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d).
-
-    e [N, D], N = cope_positions, starts at 0 and serves all heads of the layer; between whole
-    numbers e is interpolated.
-    """
-    shift_invariant = True
-    needs_causal = True
-    fp32 = True
+    p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d), e interpolated."""
+    shift_invariant = needs_causal = fp32 = True
     cope_positions: int = 64       # number N of position vectors
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))
+        self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))   # of all heads
 
     def adjust(self, logits, at):
         gates = torch.sigmoid(logits + self.mask(logits))                       # 0 at later tokens
@@ -769,9 +747,7 @@ class PaTH(Encoding):
     beta = 2 sigmoid(W_beta x). The product unrolls into paths s < j_1 < ... < j_m <= t (its UT
     transform): logits = QK^T - tril(QW^T) (1 + beta strict(WW^T))^-1 beta strict(WK^T).
     """
-    shift_invariant = True
-    needs_causal = True
-    fp32 = True
+    shift_invariant = needs_causal = fp32 = True
     path_rank: int = 32            # rank of W_2 W_1
 
     def __init__(self, cfg):
@@ -798,26 +774,21 @@ class PaTH(Encoding):
 
 class StickBreaking(Encoding):
     """Stick-breaking attention (Tan et al. 2024): alpha_ts = sigmoid(z_ts) prod_{s<j<t} (1 -
-    sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first.
-
-    A token does not attend to itself. The weights sum to at most 1: the first token's y is 0.
-    """
-    shift_invariant = True
-    needs_causal = True
+    sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first,
+    and no token attends to itself. The weights sum to at most 1: the first token's y is 0."""
+    shift_invariant = needs_causal = True
 
     def weigh(self, logits):
         logits = logits + causal(logits, itself=False)
-        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)  # -inf, 0 at masked keys
-        later = left.flip(-1).cumsum(dim=-1).flip(-1) - left  # sum_{j>s} log(1 - sigmoid(z_tj))
+        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)   # -inf, 0 at masked keys
+        later = left.flip(-1).cumsum(dim=-1).flip(-1) - left    # sum_{j>s} log(1 - sigmoid(z_tj))
         return (taken + later).exp()
 
 
 class SSMax(Encoding):
     """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n the number
     of visible keys, whatever their positions; s_h, from 0.43, is learned per head and layer."""
-    shift_invariant = True
-    needs_causal = True
-    triton_pays = True
+    shift_invariant = needs_causal = triton_pays = True
     order = 2
 
     def __init__(self, cfg):
@@ -863,9 +834,7 @@ class ViPE(Encoding):
     d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
     value(), then PyTorch's fused attention, then out().
     """
-    fp32 = True
-    triton_pays = True
-    needs_causal = True                         # log n and the code count the keys before t
+    fp32 = triton_pays = needs_causal = True    # log n and the code count the keys before t
     order = 2
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
@@ -1139,10 +1108,8 @@ class PRISM(Encoding):
     A head has C = prism_cursors of them for queries and as many for keys. mu in [0, 1] is learned
     for each head, alpha for each head and cursor. The factor 4 is for prism_norm='none' only.
     """
-    shift_invariant = True
-    needs_causal = True
+    shift_invariant = needs_causal = reads_content = True
     order = 1
-    reads_content = True
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
     prism_cursors: int = 2         # query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # width of the sinusoids that a cursor superposes
