@@ -1060,12 +1060,11 @@ class Cursors(nn.Module):
         if self.cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
             # so a jump to token k meets the key of the token after it
-            c = torch.arange(2 * self.count, device=x.device)[:, None] - self.count
-            fixed = (c >= 0) & (c % 5 == 0)                             # (2C, 1)
-            t = torch.arange(x.shape[1], device=x.device)
-            counting = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)   # (T, 3)
-            reset = reset.masked_fill(fixed, 0.0)
-            step = torch.where(fixed[..., None], counting, step)
+            t, fixed = torch.arange(x.shape[1], device=x.device), (1, self.count, None, 5)
+            counting = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)         # (T, 3)
+            counting = counting.expand_as(step[:, self.count::5])                   # (B, C', T, 3)
+            reset = reset.slice_scatter(torch.zeros_like(counting[..., 0]), *fixed)
+            step = step.slice_scatter(counting, *fixed)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
@@ -1169,6 +1168,7 @@ ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
              'selective_rope': SelectiveRoPE, 'kerple': Kerple, 'dape': DAPE, 'fox': FoX,
              'cope': CoPE, 'path': PaTH, 'stickbreaking': StickBreaking, 'ssmax': SSMax}
+
 
 def option_fields():
     """(name, type, default) of every option of every encoding, for the fields of PEConfig."""
@@ -1376,8 +1376,7 @@ def picture(name, T):
     enc, pos = build(cfg)[0].eval(), torch.arange(T)
     for p in enc.parameters() if name in ('t5', 'cope') else ():    # zero-initialized
         nn.init.normal_(p)
-    alone = hooks_of(name) == ['embed']                             # only vectors of positions
-    x = torch.full((1, T, 32), 0.0 if alone else 1.0)
+    x = torch.full((1, T, 32), float(hooks_of(name) != ['embed']))  # 0: vectors of positions alone
     state = enc.state(x, pos)
     heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)     # (1, 2, T, 16)
     if 'out' not in hooks_of(name):
