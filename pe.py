@@ -218,12 +218,10 @@ class Encoding(nn.Module):
         v = self.value(v, at)
         q, k = self.qk(q, k, at)
         bias = self.bias(at)
-        if bias is None and (q.shape[2] < k.shape[2] or not self.cfg.causal):
-            bias = q.new_zeros(1, q.shape[2], k.shape[2])
-        mask = None                             # fused attention is causal without one
-        if bias is not None:
-            mask = bias[..., -q.shape[2]:, :]
-            mask = mask + self.mask(mask)       # (.., 1 or H, Tq, T)
+        mask, Tq, T = None, q.shape[2], k.shape[2]      # fused attention is causal without a mask
+        if bias is not None or Tq < T or not self.cfg.causal:
+            bias = q.new_zeros(1, Tq, T) if bias is None else bias[..., -Tq:, :]
+            mask = bias + self.mask(bias)               # (.., 1 or H, Tq, T)
         return self.out(fused_attention(q, k, v, mask, self.scale), at)
 
     def takes_kernel(self, q, k, pos):
@@ -1199,13 +1197,14 @@ class Sum(Encoding):
         softmax = [p for p in parts if changed(p, 'weigh')]
         for p in softmax:
             self.weigh = p.weigh
-        path = [p for p in parts if changed(p, 'qk') or isinstance(p, PaTH)]
+        changing = [p for p in parts if changed(p, 'qk') or isinstance(p, PaTH)]
         for group, why in (
                 ([p for p in parts if p.order == 1], 'each appends features to q and k'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
                  'the mean distance requires weights that sum to 1, of one encoding'),
-                (path if PaTH in map(type, path) else (), 'both change the product of q and k')):
+                (changing if PaTH in map(type, parts) else (),
+                 'both change the product of q and k')):
             if len(group) > 1:
                 names = ' and '.join(type(p).__name__ for p in group)
                 raise ValueError(f'{names} cannot be added: {why}')
@@ -1382,16 +1381,16 @@ def picture(name, T):
     if 'out' not in hooks_of(name):
         return enc.logits(heads, heads, pos, state, x)[0, 0]
     on = torch.eye(T).expand(1, 2, T, T, T)                         # on[..., s, :]: attention to s
-    seen = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
+    values = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
     channel = 16 if enc.out_dim > 16 else 0                         # ViPE's code, if there is one
-    return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
+    return torch.stack(values, dim=1)[..., channel] + causal(torch.zeros(T, T))
 
 
 def draw(path, T=48):
     """Draw the encodings side by side, except where this content has nothing to show."""
     from matplotlib.figure import Figure  # pip install matplotlib
-    hidden = 'nope shifted_ape prism dape path stickbreaking ssmax'.split()
-    names = [name for name in ENCODINGS if name not in hidden] + ['ape+rope']
+    left_out = 'nope shifted_ape prism dape path stickbreaking ssmax'.split()
+    names = [name for name in ENCODINGS if name not in left_out] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
     for i, name in enumerate(names, 1):
