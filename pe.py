@@ -1275,7 +1275,7 @@ class SomeHeads(Encoding):
     def join(self, first, rest):    # [B, k, Tq, wide], [B, H - k, Tq, D] -> [B, H, Tq, wide]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)
 
-    def both(self, hook, tensors, *given):
+    def both(self, hook, tensors, *given):      # each encoding's, on its heads of the tensors
         return self.join(getattr(self.parts[0], hook)(*(z[:, :self.k] for z in tensors), *given),
                          getattr(self.rest, hook)(*(z[:, self.k:] for z in tensors), *given))
 
