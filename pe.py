@@ -343,11 +343,6 @@ def short_conv(x, weight):
     return (x.unfold(-1, n, 1) * weight.flip(1)[:, None]).sum(dim=-1).transpose(1, 2)
 
 
-def length_ratio(cfg, pos, total_len):
-    """max(1, T / train_len): how much longer the whole sequence is than any trained on."""
-    return max(1.0, max(pos.shape[-1], total_len or 0) / cfg.train_len)
-
-
 def check_even(n, name, what):
     """ValueError if n is odd."""
     if n % 2:
@@ -502,7 +497,7 @@ class YaRN(RoPE):
     yarn_beta_slow: float = 1.0    # interpolate fully features with fewer rotations than this
 
     def state(self, x, pos, total_len=None):
-        return length_ratio(self.cfg, pos, total_len)
+        return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
     def scaled_frequencies(self, s, q):             # -> (D/2,)
         d, base, ends = q.shape[-1], self.cfg.rope_base, []
@@ -855,7 +850,7 @@ class ViPE(Encoding):
             self.out_dim = cfg.head_dim + d_p
 
     def state(self, x, pos, total_len=None):  # s
-        s = length_ratio(self.cfg, pos, total_len)
+        s = max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
         if s > 1 and self.vipe_s == 'global':
             return max(1.0, self.cfg.eval_len / self.cfg.train_len)
         return 1.0 if self.vipe_s == 'one' else s
