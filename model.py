@@ -1,9 +1,8 @@
 """One pre-norm decoder Transformer that knows no encoding by name: pe.py supplies the attention.
 
 Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules
-that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], which
-exist only while a hook is on that tap; tap_head_out [B, H, T, out_dim] before the output
-projection; tap_resid [B, T, C] after the embedding and after each block.
+that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed
+only while hooked; tap_head_out [B, H, T, out_dim]; tap_resid [B, T, C] before and after each block.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +27,7 @@ class ModelConfig(encodings.PEConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        encodings.check_positive(self, 'vocab_size', 'embedding_std')
+        encodings.check_positive(self, 'vocab_size', 'embedding_std')       # pe checks the rest
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), got {self.dropout}')
 
@@ -40,30 +39,30 @@ class Attention(nn.Module):
     """Multi-head attention: y = W_O [enc.attend(q, k, v) for each head]."""
     def __init__(self, cfg, enc):
         super().__init__()
-        self.heads = cfg.heads
-        self.pe = enc
+        self.heads = cfg.heads      # H
+        self.pe = enc               # pe.Encoding: everything that depends on positions
         self.make_projections(cfg)
-        self.proj = nn.Linear(cfg.heads * enc.out_dim, cfg.d_model, bias=False)
+        self.proj = nn.Linear(cfg.heads * enc.out_dim, cfg.d_model, bias=False)     # W_O
         self.tap_q, self.tap_k = nn.Identity(), nn.Identity()
         self.tap_logits, self.tap_head_out = nn.Identity(), nn.Identity()
 
     def make_projections(self, cfg):
-        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
+        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)      # W_Q, W_K, W_V
 
     def project(self, x):
-        return self.qkv(x).chunk(3, dim=-1)  # 3 x (B, T, C)
+        return self.qkv(x).chunk(3, dim=-1)                                 # 3 x (B, T, C)
 
-    def forward(self, x, pos, state):
+    def forward(self, x, pos, state):       # (B, T, C), [T] or [B, T], what pe.state() returned
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
-        q, k = self.tap_q(q), self.tap_k(k)  # (B, H, T, D)
-        if self.tap_logits._forward_hooks:  # a probe has a hook there
-            weights = self.pe.weigh(self.tap_logits(self.pe.logits(q, k, pos, state, x)))
-            y = self.pe.mix(weights, v, pos, state, x)
+        q, k = self.tap_q(q), self.tap_k(k)                     # (B, H, T, D), as v
+        if self.tap_logits._forward_hooks:                      # a probe reads or replaces logits
+            logits = self.tap_logits(self.pe.logits(q, k, pos, state, x))   # (B, H, T, T)
+            y = self.pe.mix(self.pe.weigh(logits), v, pos, state, x)
         else:
-            y = self.pe.attend(q, k, v, pos, state, x)
-        y = self.tap_head_out(y)  # (B, H, T, out_dim)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+            y = self.pe.attend(q, k, v, pos, state, x)          # the same, mostly without logits
+        y = self.tap_head_out(y)                                # (B, H, T, out_dim)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # heads side by side -> (B, T, C)
 
 
 class LatentAttention(Attention):
@@ -73,13 +72,13 @@ class LatentAttention(Attention):
     Each half of a head has its own up-projection; R is RoPE, on the second (pe.LatentRoPE).
     """
     def make_projections(self, cfg):
-        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)            # W_UQ over W_QR
         d_compress = cfg.d_compress or cfg.d_model // 2
-        self.compress = nn.Linear(cfg.d_model, d_compress, bias=False)
-        self.kv = nn.Linear(d_compress, 2 * cfg.d_model, bias=False)
+        self.compress = nn.Linear(cfg.d_model, d_compress, bias=False)      # W_D
+        self.kv = nn.Linear(d_compress, 2 * cfg.d_model, bias=False)        # W_UK over W_KR, W_UV
 
     def project(self, x):
-        k, v = self.kv(self.compress(x)).chunk(2, dim=-1)
+        k, v = self.kv(self.compress(x)).chunk(2, dim=-1)       # c (B, T, d_compress) -> (B, T, C)
         return self.q(x), k, v
 
 
@@ -96,9 +95,9 @@ class Block(nn.Module):
         self.tap_resid = nn.Identity()
 
     def forward(self, x, pos, state):
-        x = x + self.drop(self.attn(self.norm_1(x), pos, state))
-        x = x + self.drop(self.mlp(self.norm_2(x)))
-        return self.tap_resid(x)
+        x = x + self.drop(self.attn(self.norm_1(x), pos, state))    # tokens exchange information
+        x = x + self.drop(self.mlp(self.norm_2(x)))                 # each token alone
+        return self.tap_resid(x)                                    # (B, T, C)
 
 
 class Transformer(nn.Module):
@@ -107,14 +106,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        layers = encodings.build(cfg)  # an encoding for each
+        layers = encodings.build(cfg)                           # an encoding for each layer
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
         self.blocks = nn.ModuleList(Block(cfg, enc) for enc in layers)
         self.norm = NORMS[cfg.norm](cfg.d_model)
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
-            self.head.weight = self.embedding.weight
+            self.head.weight = self.embedding.weight            # one parameter, two uses
         self.init_weights()
 
     def init_weights(self):
@@ -122,12 +121,12 @@ class Transformer(nn.Module):
         N(0, 1 / (2 n_layer fan_in)); the embedding N(0, embedding_std^2); biases 0."""
         for name, p in self.named_parameters():
             if '.pe.' in name:
-                continue
-            if name == 'embedding.weight':
+                continue                                        # encodings initialize themselves
+            if name == 'embedding.weight':                      # the tied head's, too
                 nn.init.normal_(p, std=self.cfg.embedding_std)
             elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
-                fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)
+                fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)     # they add up
                 nn.init.normal_(p, std=fan_in ** -0.5)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -140,22 +139,22 @@ class Transformer(nn.Module):
         sequence (ViPE, YaRN). pos: other positions than cfg.positions says, [T] or [B, T].
         """
         if pos is None:
-            pos = encodings.positions(self.cfg, tokens, self.training, total_len)
-        x = self.embedding(tokens)  # (B, T, C)
-        enc = self.blocks[0].attn.pe  # its embed and state serve all layers
-        state = enc.state(x, pos, total_len)
-        x = self.tap_resid(self.drop(enc.embed(x, pos)))
+            pos = encodings.positions(self.cfg, tokens, self.training, total_len)   # (T,)
+        x = self.embedding(tokens)                              # (B, T, C)
+        enc = self.blocks[0].attn.pe                            # its embed and state serve all
+        state = enc.state(x, pos, total_len)                    # ViPE's s, PRISM's cursors, ...
+        x = self.tap_resid(self.drop(enc.embed(x, pos)))        # ape, learned, ... add p_t here
         for i, block in enumerate(self.blocks):
             if i > 0:
-                state = block.attn.pe.restate(x, pos, state)
-            x = block(x, pos, state)
-        logits = self.head(self.norm(x))  # (B, T, V)
+                state = block.attn.pe.restate(x, pos, state)    # PRISM: new cursors, from here on
+            x = block(x, pos, state)                            # (B, T, C)
+        logits = self.head(self.norm(x))                        # (B, T, V)
         if targets is None:
             return logits, None
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))      # not in bfloat16
         loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.training:
-            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks)
+            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks)     # PRISM 6.3
         return logits, loss
 
     @torch.no_grad()
@@ -165,17 +164,16 @@ class Transformer(nn.Module):
         if not self.cfg.causal:
             raise ValueError('causal=False hides the last token from all others: no next one')
         total_len = tokens.shape[1] + n
-        done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
-        for _ in range(n):
-            logits = self(tokens, total_len=total_len)[0][:, -1].float()  # (B, V)
-            logits[:, 0] = -torch.inf  # padding is not a token
+        done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)  # rows at end
+        for _ in range(n):                                      # without a cache: as in training
+            logits = self(tokens, total_len=total_len)[0][:, -1].float()    # (B, V)
+            logits[:, 0] = -torch.inf                           # padding is not a token
             if temperature:
-                new = torch.multinomial((logits / temperature).softmax(dim=-1), 1)
+                new = torch.multinomial((logits / temperature).softmax(dim=-1), 1)  # (B, 1)
             else:
-                new = logits.argmax(dim=-1, keepdim=True)
-            tokens = torch.cat([tokens, new.masked_fill(done, 0)], dim=1)
-            if end is not None:
-                done = done | (new == end)
+                new = logits.argmax(dim=-1, keepdim=True)       # (B, 1)
+            tokens = torch.cat([tokens, new.masked_fill(done, 0)], dim=1)   # (B, T + 1)
+            done = done | (new == end)                          # never, if end is None
             if done.all():
                 break
         return tokens
@@ -183,21 +181,20 @@ class Transformer(nn.Module):
     def optim_groups(self, lr, weight_decay):
         """Groups for the optimizer: matrices decay; vectors, the embedding and the encodings'
         parameters do not. A parameter that an encoding names in `own` has a group with these
-        settings, such as PRISM's alpha; a `clamp` among them is for the training loop."""
-        encoding, own = set(), {}
+        settings; a `clamp` among them is for the training loop."""
+        own = {}                                                # {id(p): (group, settings)}
         for enc in self.modules():
             if isinstance(enc, encodings.Encoding):
-                encoding |= {id(p) for p in enc.parameters()}
-                own |= {id(getattr(enc, name)): (name, settings) for name, settings in
-                        enc.own.items()}
+                for name, settings in enc.own.items():          # PRISM's alpha, PoPE's delta
+                    own[id(getattr(enc, name))] = name, settings
         groups = {name: dict(params=[], name=name, lr=lr, weight_decay=0.0)
                   for name in ('decay', 'no_decay', 'encoding')}
         groups['decay']['weight_decay'] = weight_decay
-        for name, p in self.named_parameters():
+        for name, p in self.named_parameters():                 # a tied or shared one comes once
             group = 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'
-            if id(p) in encoding:
+            if '.pe.' in name:
                 group, settings = own.get(id(p), ('encoding', {}))
-                groups.setdefault(group, dict(params=[], name=group, lr=lr, weight_decay=0.0)
-                                  | settings)
+                new = dict(params=[], name=group, lr=lr, weight_decay=0.0) | settings
+                groups.setdefault(group, new)
             groups[group]['params'].append(p)
         return [group for group in groups.values() if group['params']]

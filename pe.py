@@ -10,18 +10,17 @@ embed() acts on the token embeddings before layer 1. A class overrides the one o
 needs; its options are annotated class attributes, such as T5's. To add an encoding, write the class
 and register it in ENCODINGS: it can then be trained, tested and probed like the others.
 
-In a model of your own: encodings = build(PEConfig(...)), one for each layer;
-state = encodings[0].state(x, pos) once per sequence; in each layer
-enc.attend(q, k, v, pos, state, x).
+In a model of your own: encodings = build(PEConfig(...)), one for each layer; state =
+encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
-    python pe.py zoo.png         draws them
+    python pe.py zoo.png         draws them; this requires matplotlib
 """
 import copy
 import difflib
 import math
 import sys
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -51,14 +50,15 @@ class SharedConfig:
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
-        check_choices(self)
+        for f in fields(self):
+            value, choices = getattr(self, f.name), get_args(f.type)
+            if get_origin(f.type) is Literal and value not in choices:
+                raise ValueError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
         # widths, bases and counts; where 0 has a meaning it is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
             raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
                              f'{self.nope_every}')
-        if self.rope_base <= 1:
-            raise ValueError(f'rope_base must be above 1, got {self.rope_base}')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         if self.attention == 'mla' and self.n_head % 2:
@@ -69,14 +69,6 @@ class SharedConfig:
         if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
             raise ValueError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
                              f"got {self.rope_heads}; for none use pe='nope'")
-
-
-def check_choices(cfg):
-    """Raise ValueError if a field of a dataclass whose type is Literal has another value."""
-    for f in fields(cfg):
-        value, choices = getattr(cfg, f.name), get_args(f.type)
-        if get_origin(f.type) is Literal and value not in choices:
-            raise ValueError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
 
 
 def check_positive(cfg, *keys):
@@ -130,11 +122,8 @@ class Encoding(nn.Module):
     needs_causal = False      # True: refuses cfg.causal=False
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
-    raw_qk = False            # True: a sum's other parts must leave q and k as they are
     mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
-    drawable = True           # False: left out of the picture of all encodings
-    zero_init = False         # True: has no effect at initialization
     reads_content = False     # True: state() computes positions from the content
     own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
 
@@ -143,12 +132,11 @@ class Encoding(nn.Module):
         if self.needs_causal and not cfg.causal:
             raise ValueError(f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
-        for key in options_of(type(self)):   # a class registered later has its defaults
-            setattr(self, key, getattr(cfg, key, getattr(type(self), key)))
+        for key, (_, default) in options_of(type(self)).items():
+            setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        # logits are stored
-        self.dense = any(changed(self, hook) for hook in ('adjust', 'weigh', 'mask'))
+        self.dense = changed(self, 'adjust') or changed(self, 'weigh')      # logits are stored
         # kernels.attention takes no bias, and q and k at most twice as wide as v
         self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
@@ -197,12 +185,11 @@ class Encoding(nn.Module):
         """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at masked keys."""
         if self.cfg.causal:
             return causal(like)
-        seen = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
-        return F.pad(seen[:, 1:], (0, 1), value=-math.inf)
+        visible = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
+        return F.pad(visible[:, 1:], (0, 1), value=-math.inf)       # all but the last key
 
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
-        check_positions(pos, len(v), v.shape[2])
         at = self.at(None, None, pos, state, x, q_len=weights.shape[-2])
         return self.out(weights @ self.value(v, at), at)
 
@@ -213,8 +200,7 @@ class Encoding(nn.Module):
         pos: of k and v; state: what state() returned, computed if it depends on the length alone;
         x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
         ValueError if shapes do not fit. The kernels require consecutive integer positions and give
-        NaN for other integers: set kernel='reference' for these. Fractions and [B, T] never take a
-        kernel.
+        NaN for other integers, except with kernel='reference'.
         """
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
@@ -232,12 +218,10 @@ class Encoding(nn.Module):
         v = self.value(v, at)
         q, k = self.qk(q, k, at)
         bias = self.bias(at)
-        if bias is None and (q.shape[2] < k.shape[2] or not self.cfg.causal):
-            bias = q.new_zeros(1, q.shape[2], k.shape[2])
-        mask = None                             # fused attention is causal without one
-        if bias is not None:
-            mask = bias[..., -q.shape[2]:, :]
-            mask = mask + self.mask(mask)       # (.., 1 or H, Tq, T)
+        mask, Tq, T = None, q.shape[2], k.shape[2]      # fused attention is causal without a mask
+        if bias is not None or Tq < T or not self.cfg.causal:
+            bias = q.new_zeros(1, Tq, T) if bias is None else bias[..., -Tq:, :]
+            mask = bias + self.mask(bias)               # (.., 1 or H, Tq, T)
         return self.out(fused_attention(q, k, v, mask, self.scale), at)
 
     def takes_kernel(self, q, k, pos):
@@ -248,9 +232,8 @@ class Encoding(nn.Module):
             return False
         half = q.dtype in (torch.bfloat16, torch.float16)
         large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
-        if self.cfg.kernel == 'triton' or not large:
-            return self.cfg.kernel == 'triton'
-        return kernels(required=False) is not None and kernels().fits(q.device)
+        return self.cfg.kernel == 'triton' or (
+            large and kernels(required=False) is not None and kernels().fits(q.device))
 
     def attend_by_kernel(self, q, k, v, at):
         """attend() by kernels.attention, in memory that grows with T."""
@@ -276,10 +259,10 @@ def kernels(required=True):
 
 
 def options_of(cls):
-    """{option: default} of an encoding's class: its annotated attributes and its bases'."""
-    annotated = [key for base in cls.__mro__[::-1] if issubclass(base, Encoding)
-                 for key in base.__dict__.get('__annotations__', ())]
-    return {key: getattr(cls, key) for key in annotated}
+    """{option: (type, default)} of an encoding's class: annotated attributes, its bases' too."""
+    bases = [base for base in cls.__mro__[::-1] if issubclass(base, Encoding)]
+    return {key: (kind, getattr(cls, key)) for base in bases
+            for key, kind in base.__annotations__.items()}
 
 
 def changed(encoding, hook):
@@ -300,16 +283,9 @@ def check_shapes(cfg, q, k, v, pos, x=None):
                          f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
     if x is not None and x.shape[:2] != (len(k), T):
         raise ValueError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
-    check_positions(pos, len(k), T)
-
-
-def check_positions(pos, B, T):
-    """Raise ValueError unless pos is [T], or [B, T], of a dtype that holds positions."""
-    if pos.shape not in ((T,), (B, T)):
-        raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or [{B}, {T}] '
-                         f'if rows differ; got {list(pos.shape)}')
-    if pos.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
-        raise ValueError(f'{pos.dtype} does not represent positions: use int64 or float32')
+    if pos.shape not in ((T,), (len(k), T)):
+        raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or '
+                         f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
 
 
 def positions(cfg, tokens, training, total_len=None):
@@ -323,9 +299,6 @@ def positions(cfg, tokens, training, total_len=None):
     if cfg.positions == 'index':
         return torch.arange(T, device=tokens.device)
     total = max(T, total_len or 0)
-    if total > cfg.positions_max:
-        raise ValueError(f'{total} tokens require positions_max={total} or more, got '
-                         f'{cfg.positions_max}')
     if training:
         drawn = torch.rand(cfg.positions_max, device=tokens.device).argsort()[:total]
     else:
@@ -345,7 +318,7 @@ def causal(like, itself=True):
 
 def frequencies(n, base, like):
     """theta_c = base^(-c/n), c = 0..n-1 [n]; never in half precision, where angles are noise."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(like.dtype, torch.float32)
     return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
 
 
@@ -370,18 +343,6 @@ def short_conv(x, weight):
     return (x.unfold(-1, n, 1) * weight.flip(1)[:, None]).sum(dim=-1).transpose(1, 2)
 
 
-def heads_first(y):
-    """[.., 1, Tq, T, H] -> [.., H, Tq, T]."""
-    return y.transpose(-4, -1).squeeze(-1)
-
-
-def length_ratio(cfg, pos, total_len):
-    """max(1, T / train_len): how much longer the whole sequence is than any trained on."""
-    if total_len is not None and total_len < pos.shape[-1]:
-        raise ValueError(f'total_len={total_len} is less than the {pos.shape[-1]} tokens at hand')
-    return max(1.0, (total_len or pos.shape[-1]) / cfg.train_len)
-
-
 def check_even(n, name, what):
     """ValueError if n is odd."""
     if n % 2:
@@ -397,20 +358,15 @@ def fused_attention(q, k, v, mask, scale):
     if mask is not None:
         mask = mask.to(q.dtype).expand(*mask.shape[:-3], q.shape[1], -1, -1)
         mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
-    width = v.shape[-1]
-    q, k, v = pad_to_one_width(q, k, v)
+    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    if q.is_cuda and q.shape[-1] != width:
+        wide += -wide % 8                       # the fused CUDA kernels require it
+    q, k, v = (z if z.shape[-1] == wide else F.pad(z, (0, wide - z.shape[-1]))
+               for z in (q, k, v))              # zeros change no product and no other feature of y
     if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
         return seeds_attention(q, k, v, mask, scale)[..., :width]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                           scale=scale)[..., :width]
-
-
-def pad_to_one_width(*xs):
-    """Zeros behind the last features: no dot product changes, and no other channel of y."""
-    width = max(x.shape[-1] for x in xs)
-    if xs[0].is_cuda and any(x.shape[-1] < width for x in xs):
-        width += -width % 8  # the fused CUDA kernels require it
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in xs]
 
 
 @torch.library.custom_op('nanope::seeds_attention', mutates_args=())
@@ -442,7 +398,6 @@ def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
 class NoPE(Encoding):
     """No encoding: logit_ts = <q_t, k_s> / sqrt(d), order by causality only (Haviv et al. 2022)."""
     shift_invariant = True
-    drawable = False
 
 
 class APE(Encoding):
@@ -460,12 +415,7 @@ class APE(Encoding):
 
 class ShiftedAPE(APE):
     """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m),
-    m ~ U{0..max_shift} per sequence in training, 0 in evaluation.
-
-    Positions up to max_shift beyond the training length are trained, large distances never. The
-    shifts are a Weyl sequence (multiples of 2^64 over the golden ratio) of the model's own state.
-    """
-    drawable = False               # in evaluation it is ape
+    m ~ U{0..max_shift} per sequence in training, 0 in evaluation."""
     max_shift: int = 512           # largest random offset in training
 
     def __init__(self, cfg):
@@ -475,10 +425,10 @@ class ShiftedAPE(APE):
 
     def embed(self, x, pos):
         if self.training:
-            count = self.used + torch.arange(x.shape[0], device=x.device)
-            m = self.start + count * -7046029254386353131  # wraps around
+            count = self.used + torch.arange(x.shape[0], device=x.device)       # (B,)
+            m = self.start + count * -7046029254386353131   # steps of 2^64 / golden ratio: uniform
             self.used += x.shape[0]
-            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]  # (B, T)
+            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]    # (B, T)
         return super().embed(x, pos)
 
 
@@ -497,17 +447,12 @@ class Learned(Encoding):
         return x + F.embedding(row, self.table).to(x.dtype)
 
 
-class Random(Encoding):
+class Random(Learned):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
     P fixed, entries N(0, 1/2), which gives it the norm of a sinusoid (both ours)."""
-    shared = True
-    max_len: int = 1024            # rows of the table; later positions: last row
-
     def __init__(self, cfg):
-        super().__init__(cfg)
+        Encoding.__init__(self, cfg)                # without the learned table
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
-
-    embed = Learned.embed
 
 
 # --------------------------------------------------------------------------------------------------
@@ -515,12 +460,10 @@ class Random(Encoding):
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
-    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even.
-
-    rope_fraction = p: theta_c = 0 except for the first ceil(p d/2) of them (Barbero et al. 2024).
-    """
+    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
     shift_invariant = True
-    rope_fraction: float = 1.0     # rotate only the fastest fraction p of the frequencies
+    # p: rotate only the ceil(p d/2) fastest of the d/2 frequencies (Barbero et al. 2024)
+    rope_fraction: float = 1.0
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -547,28 +490,24 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len), so training is plain RoPE. The ramp w_c (NTK-by-parts) is linear:
-    0 for features with more than beta_fast turns over train_len, 1 below beta_slow turns, as in the
-    authors' code. Not prefix-consistent: give the model `total_len`.
+    s = max(1, T / train_len). The ramp w_c is linear in c: 0 for more than beta_fast turns over
+    train_len, 1 below beta_slow, as in the authors' code. Not prefix-consistent: give `total_len`.
     """
     yarn_beta_fast: float = 32.0   # keep features with more rotations than this over train_len
     yarn_beta_slow: float = 1.0    # interpolate fully features with fewer rotations than this
 
     def state(self, x, pos, total_len=None):
-        return length_ratio(self.cfg, pos, total_len)
+        return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
-    def feature(self, turns, d):
-        """The number c, a fraction, of the feature with so many turns over train_len."""
-        ratio = self.cfg.train_len / (2 * math.pi * turns)
-        return d * math.log(ratio) / (2 * math.log(self.cfg.rope_base))
-
-    def scaled_frequencies(self, s, q):
-        d, cfg = q.shape[-1], self.cfg
-        low = max(math.floor(self.feature(self.yarn_beta_fast, d)), 0)
-        high = min(math.ceil(self.feature(self.yarn_beta_slow, d)), d - 1)
-        theta = frequencies(d // 2, cfg.rope_base, q)
+    def scaled_frequencies(self, s, q):             # -> (D/2,)
+        d, base, ends = q.shape[-1], self.cfg.rope_base, []
+        for turns in self.yarn_beta_fast, self.yarn_beta_slow:      # the c with so many turns
+            ratio = self.cfg.train_len / (2 * math.pi * turns)
+            ends.append(d * math.log(ratio) / (2 * math.log(base)))
+        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), d - 1)
+        theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
-        w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)
+        w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
         return (1 - w) * theta + w * theta / s
 
     def qk(self, q, k, at):
@@ -580,10 +519,7 @@ class YaRN(RoPE):
 
 class SelectiveRoPE(RoPE):
     """Selective RoPE (Movahedi et al. 2025): logit_ts = q_t^T R_(phi_s - phi_t) k_s / sqrt(d),
-    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head.
-
-    x: the input of the attention layer; conv: over the last 4 tokens, each feature alone.
-    """
+    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head."""
     needs_causal = True
     path_rank: int = 32            # rank of W_2 W_1
 
@@ -592,7 +528,7 @@ class SelectiveRoPE(RoPE):
         width = cfg.heads * cfg.head_dim // 2
         self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
                                nn.Linear(self.path_rank, width, bias=False))
-        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))
+        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))     # of 4 tokens
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
@@ -608,9 +544,8 @@ class PoPE(Encoding):
     d frequencies where RoPE has d/2. delta [H, D] is learned and clamped to [-2 pi, 0] after every
     optimizer step. In Cartesian form (eq. 7-10), by polar(), q' and k' are 2D wide.
     """
-    shift_invariant = True
-    triton_pays = True
-    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}
+    shift_invariant = triton_pays = True
+    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by Trainer.update in train.py
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
     # a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
     pope_frequencies: Literal['all', 'half'] = 'all'
@@ -630,9 +565,9 @@ class PoPE(Encoding):
         else:
             self.delta = nn.Parameter(delta)
 
-    def theta(self, like):  # (D,), as frequencies() gives it: never in half precision
+    def theta(self, like):                      # (D,)
         d, base = self.cfg.head_dim, self.cfg.rope_base
-        if self.pope_frequencies == 'half':       # theta_c = base^(-2 floor(c/2)/d)
+        if self.pope_frequencies == 'half':     # theta_c = base^(-2 floor(c/2)/d)
             return frequencies(d // 2, base, like).repeat_interleave(2)
         return frequencies(d, base, like)
 
@@ -641,8 +576,8 @@ class PoPE(Encoding):
             q = kernels().polar(q, None, self.cfg.rope_base, self.pope_softplus)
             k = kernels().polar(k, self.delta[None], self.cfg.rope_base, self.pope_softplus)
             return q, k  # (B, H, T, 2D)
-        phase_q = at.t[..., None] * self.theta(q)  # (1, Tq, D)
-        phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]  # (H, T, D)
+        phase_q = at.t[..., None] * self.theta(q)                           # (1, Tq, D)
+        phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]     # (H, T, D)
         return polar(q, phase_q, self.pope_softplus), polar(k, phase_k, self.pope_softplus)
 
 
@@ -654,14 +589,14 @@ def polar(x, phase, positive=True):
 
 
 # --------------------------------------------------------------------------------------------------
-# an additive bias on the logits
+# logits and weights: an additive bias, other logits, another softmax
 
 class ALiBi(Encoding):
     """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
     slopes m_h = 2^(-8h/H), h = 1..H.
 
     Where H is no power of two: the slopes of the power of two below it, then the first, third, ..
-    of the next power. No parameters. A single head has the slope 1/256: nearly NoPE.
+    of the next power. A single head has the slope 1/256: nearly NoPE.
     """
     shift_invariant = True
 
@@ -681,12 +616,9 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
-    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). (T5 itself has no 1/sqrt(d), and in its
-    encoder a table for later keys as well; here causal=False takes |t - s|.)
+    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d).
     """
-    shared = True
-    shift_invariant = True
-    zero_init = True
+    shared = shift_invariant = True
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # distances from here on share the last bucket
 
@@ -696,24 +628,20 @@ class T5(Encoding):
             raise ValueError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
-    def bucket(self, d):  # distances [..] -> [..]
-        n, exact = self.t5_buckets, self.t5_buckets // 2
-        log = torch.log(d.clamp(min=1) / exact)  # 0 at exact
-        log = log / math.log(self.t5_max_distance / exact)  # 1 at t5_max_distance
-        far = (exact + (log * (n - exact)).long()).clamp(max=n - 1)
-        return torch.where(d < exact, d.long(), far)
+    def bucket(self, d):                            # distances [..] -> [..]
+        n, e = self.t5_buckets, self.t5_buckets // 2
+        log = torch.log(d.clamp(min=1) / e) / math.log(self.t5_max_distance / e)    # 0..1: e..max
+        far = (e + (log * (n - e)).long()).clamp(max=n - 1)
+        return torch.where(d < e, d.long(), far)
 
     def bias(self, at):
-        return heads_first(F.embedding(self.bucket(at.distance), self.table))
+        b = F.embedding(self.bucket(at.distance), self.table)   # (.., 1, Tq, T, H)
+        return b.transpose(-4, -1).squeeze(-1)                  # (.., H, Tq, T)
 
 
 class FIRE(Encoding):
     """Functional interpolation (Li et al. 2023), psi(x) = log(c x + 1):
-    logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))).
-
-    f: MLP 1 -> fire_width -> H with ReLU; c (from 0.1) and the threshold L (from train_len / 4) are
-    learned, in each layer. The bias also depends on t, so it is passed as a mask [H, T, T].
-    """
+    logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))), f an MLP; c, L learned."""
     needs_causal = True
     fire_width: int = 32           # hidden width of the MLP
 
@@ -731,16 +659,15 @@ class FIRE(Encoding):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
         distance = at.distance.to(reach.dtype)
-        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)  # (1, Tq, T)
-        return heads_first(self.mlp(x[..., None]))  # (H, Tq, T)
+        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)    # (.., 1, Tq, T)
+        f = self.mlp(x[..., None])                                      # (.., 1, Tq, T, H)
+        return f.transpose(-4, -1).squeeze(-1)                          # (.., H, Tq, T)
 
 
 class Kerple(Encoding):
     """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
-    a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least
-    0.01, as in the paper."""
-    shift_invariant = True
-    needs_causal = True
+    a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least 0.01."""
+    shift_invariant = needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -756,7 +683,6 @@ class Kerple(Encoding):
 class DAPE(Kerple):
     """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
     f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
-    drawable = False               # like kerple at initialization
     dape_width: int = 32           # hidden width of the MLP
 
     def __init__(self, cfg):
@@ -786,31 +712,21 @@ class FoX(Encoding):
         return c[..., :, None] - c[..., None, :]
 
 
-# --------------------------------------------------------------------------------------------------
-# logits of logits, and another softmax
-
 class CoPE(Encoding):
     """Contextual positions (Golovneva et al. 2024): logit_ts = S_ts + <q_t, e[p_ts]>,
-    p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d).
-
-    e [N, D], N = cope_positions, starts at 0 and serves all heads of the layer; between whole
-    numbers e is interpolated.
-    """
-    shift_invariant = True
-    needs_causal = True
-    zero_init = True
-    fp32 = True
+    p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d), e interpolated."""
+    shift_invariant = needs_causal = fp32 = True
     cope_positions: int = 64       # number N of position vectors
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))
+        self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))   # of all heads
 
     def adjust(self, logits, at):
-        gates = torch.sigmoid(logits + self.mask(logits))  # 0 at later tokens
-        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))      # not in bfloat16
-        p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)  # (B, H, Tq, T)
-        each = (at.q @ self.e.T).to(p.dtype)  # (B, H, Tq, N)
+        gates = torch.sigmoid(logits + self.mask(logits))                       # 0 at later tokens
+        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))       # not in bfloat16
+        p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)   # (B, H, Tq, T)
+        each = (at.q @ self.e.T).to(p.dtype)                                    # (B, H, Tq, N)
         low, high = p.floor().long(), p.ceil().long()
         between = torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
         return logits + between.to(logits.dtype)
@@ -824,11 +740,7 @@ class PaTH(Encoding):
     beta = 2 sigmoid(W_beta x). The product unrolls into paths s < j_1 < ... < j_m <= t (its UT
     transform): logits = QK^T - tril(QW^T) (1 + beta strict(WW^T))^-1 beta strict(WK^T).
     """
-    shift_invariant = True
-    needs_causal = True
-    raw_qk = True
-    fp32 = True
-    drawable = False               # equal content says nothing
+    shift_invariant = needs_causal = fp32 = True
     path_rank: int = 32            # rank of W_2 W_1
 
     def __init__(self, cfg):
@@ -840,47 +752,37 @@ class PaTH(Encoding):
         self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
 
     def adjust(self, logits, at):
-        q, k = at.q, at.k
         w = short_conv(self.W(at.x), self.conv).unflatten(-1, (self.cfg.heads, -1))
-        w = F.normalize(w, dim=-1).transpose(1, 2)  # (B, H, T, D)
+        w = F.normalize(w, dim=-1).transpose(1, 2)                              # (B, H, T, D)
         beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
         Tq, T = logits.shape[-2:]
-        qw = (q @ w.transpose(-2, -1)).tril(T - Tq)  # (B, H, Tq, T)
-        wk = (w @ k.transpose(-2, -1)).tril(-1)  # (B, H, T, T)
-        ww = beta * (w @ w.transpose(-2, -1)).tril(-1)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        paths = torch.linalg.solve_triangular(ww.to(wide), (beta * wk).to(wide), upper=False,
-                                              unitriangular=True).to(q.dtype)  # (B, H, T, T)
+        qw = (at.q @ w.transpose(-2, -1)).tril(T - Tq)                          # (B, H, Tq, T)
+        wk = beta * (w @ at.k.transpose(-2, -1)).tril(-1)                       # (B, H, T, T)
+        ww = beta * (w @ w.transpose(-2, -1)).tril(-1)                          # (B, H, T, T)
+        wide = torch.promote_types(w.dtype, torch.float32)
+        paths = torch.linalg.solve_triangular(ww.to(wide), wk.to(wide), upper=False,
+                                              unitriangular=True).to(w.dtype)   # (B, H, T, T)
         return logits - qw @ paths * self.scale
 
 
 class StickBreaking(Encoding):
     """Stick-breaking attention (Tan et al. 2024): alpha_ts = sigmoid(z_ts) prod_{s<j<t} (1 -
-    sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first.
-
-    A token does not attend to itself. The weights sum to at most 1: the first token's y is 0.
-    """
-    shift_invariant = True
-    needs_causal = True
-    drawable = False  # it is in the softmax
-
-    def mask(self, like):
-        return causal(like, itself=False)
+    sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first,
+    and no token attends to itself. The weights sum to at most 1: the first token's y is 0."""
+    shift_invariant = needs_causal = True
 
     def weigh(self, logits):
-        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)  # -inf, 0 at masked keys
-        later = left.flip(-1).cumsum(dim=-1).flip(-1) - left  # sum_{j>s} log(1 - sigmoid(z_tj))
+        logits = logits + causal(logits, itself=False)
+        taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)   # -inf, 0 at masked keys
+        later = left.flip(-1).cumsum(dim=-1).flip(-1) - left    # sum_{j>s} log(1 - sigmoid(z_tj))
         return (taken + later).exp()
 
 
 class SSMax(Encoding):
     """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n the number
     of visible keys, whatever their positions; s_h, from 0.43, is learned per head and layer."""
-    shift_invariant = True
-    needs_causal = True
-    triton_pays = True
+    shift_invariant = needs_causal = triton_pays = True
     order = 2
-    drawable = False               # it knows the number of keys, not their order
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -922,11 +824,10 @@ class ViPE(Encoding):
     n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says. The code p_(n-i) is
     linear in the distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
     alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim +
-    d_p wide. Not prefix-consistent: give the model `total_len`.
+    d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
+    value(), then PyTorch's fused attention, then out().
     """
-    fp32 = True
-    triton_pays = True
-    needs_causal = True            # log n and the code count the keys before t
+    fp32 = triton_pays = needs_causal = True    # log n and the code count the keys before t
     order = 2
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
@@ -949,15 +850,15 @@ class ViPE(Encoding):
             self.out_dim = cfg.head_dim + d_p
 
     def state(self, x, pos, total_len=None):  # s
-        s = length_ratio(self.cfg, pos, total_len)
+        s = max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
         if s > 1 and self.vipe_s == 'global':
             return max(1.0, self.cfg.eval_len / self.cfg.train_len)
         return 1.0 if self.vipe_s == 'one' else s
 
     def factors(self, at):
         """row_n = s log(n) [.., Tq, 1] and col_i = 1 + <u, k_i> [.., T, 1], of the raw k."""
-        k = at.k.float() if at.kernel else at.k
-        n = (at.t + 1).to(k.dtype)[..., None]  # (1, Tq, 1)
+        k = at.k.float() if at.kernel else at.k                     # (B, H, T, D)
+        n = (at.t + 1).to(k.dtype)[..., None]                       # (1, Tq, 1)
         row = at.state * (n.log() if self.vipe_logn else torch.ones_like(n))
         col = 1 + k @ self.u[..., None] if self.vipe_u else torch.ones_like(k[..., :1])
         return row, col
@@ -969,20 +870,20 @@ class ViPE(Encoding):
     def value(self, v, at):
         if not self.vipe_value or at.kernel:  # kernels.attention gives E_alpha[n - i] by itself
             return v
-        i = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)
-        return torch.cat([v, i], dim=-1)  # (B, H, T, D + 1)
+        i = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)    # (B, H, T, 1)
+        return torch.cat([v, i], dim=-1)                            # (B, H, T, D + 1)
 
     def out(self, y, at):
         if not self.vipe_value:
             return y
-        distance = y[..., -1:] if at.kernel else at.t.to(y.dtype)[..., None] - y[..., -1:]
-        code = distance / at.state * self.W_p + self.b_p  # (B, H, Tq, d_p)
-        return torch.cat([y[..., :-1], code], dim=-1)
+        E = y[..., -1:] if at.kernel else at.t.to(y.dtype)[..., None] - y[..., -1:]  # E_alpha[n-i]
+        code = E / at.state * self.W_p + self.b_p                   # (B, H, Tq, d_p)
+        return torch.cat([y[..., :-1], code], dim=-1)               # (B, H, Tq, D + d_p)
 
 
 # --------------------------------------------------------------------------------------------------
 # PRISM: positions that the content decides. A cursor is a distribution over offsets, a histogram;
-# a query meets a key where the histograms of their cursors overlap
+# a query matches a key where the histograms of their cursors overlap
 
 EPS = 1e-8  # added to histograms before they are sharpened
 
@@ -997,9 +898,9 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
     """
     t = h.shape[-1] // 2
     p_incr, p_decr, p_keep = p_step
-    total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass
+    total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass (B, C, 1)
     h = (1 - p_reset) * h + F.pad(p_reset * total, (t, t))      # (2) a reset leads to offset 0
-    wide = F.pad(h, (2, 2))                                     # (2), (3) then one step
+    wide = F.pad(h, (2, 2))                                     # (3) then one step (B, C, 2t+5)
     h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
     if p_copy is not None:                                      # (4) what jumps does not step
         h = p_copy[..., -1:] * h + F.pad(p_copy[..., :-1], (t + 1, 1))
@@ -1012,31 +913,29 @@ def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms: the superpositions
     e_t = sum_d h_t[d] f(d) [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
-    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C], None: no sharpening;
-    table [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: entry k is the jump to offset k, the
-    last "no copy"; jumps to k > t are not made and their mass is lost. All in float32 or float64.
-    All mass starts at offset 0. `chunk` tokens are superposed at once, which changes only the time
-    and the memory.
+    reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: as in algorithm_1, for each
+    token; jumps to k > t are not made and their mass is lost. table [2P+1, d_pe] = f(-P..P),
+    P >= T. All in float32 or float64. `chunk` tokens at once: a matter of time and memory only.
     """
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
-    assert len(table) == 2 * P + 1, 'the table must be [2P+1, d_pe]'
-    assert P >= T, f'{T} tokens require a table of the offsets -{T}..{T}'
-    h = table.new_ones(B, C, 1)
+    assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], of -{T}..{T} or more'
+    h = table.new_ones(B, C, 1)                                 # all mass starts at offset 0
     histograms, encodings = [], []
-    gamma = None if gamma is None else gamma[:, None]                   # (C, 1)
+    gamma = None if gamma is None else gamma[:, None]           # (C, 1)
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
-    for t, (p_reset, p_step) in enumerate(gates):                       # (B, C, 1), (B, C, 3, 1)
+    for t, (p_reset, p_step) in enumerate(gates):               # (B, C, 1), (B, C, 3, 1)
         p_copy = None
-        if copy is not None:
+        if copy is not None:                                    # jumps to 0..t, and none
             p_copy = torch.cat([copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
-        h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)  # (B, C, 2t+3)
+        h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)    # (B, C, 2t+3)
         histograms.append(h)
-        if len(histograms) == chunk or t == T - 1:                      # Algorithm 2: one product
+        if len(histograms) == chunk or t == T - 1:              # Algorithm 2: one product
             padded = [F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in histograms]
-            encodings.append(torch.stack(padded, dim=2) @ table[P - t - 1:P + t + 2])
+            f = table[P - t - 1:P + t + 2]                      # (2t+3, d_pe)
+            encodings.append(torch.stack(padded, dim=2) @ f)    # (B, C, chunk, d_pe)
             histograms = []
-    return torch.cat(encodings, dim=2)
+    return torch.cat(encodings, dim=2)                          # (B, C, T, d_pe)
 
 
 def algorithm_3(e, pos, cfg):
@@ -1046,10 +945,9 @@ def algorithm_3(e, pos, cfg):
     if cfg.prism_absolute:
         here = sinusoids(pos.unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
         e = torch.cat([e, here.expand(*e.shape[:5], 1, d_pe)], dim=-2)
-    if cfg.prism_norm == 'scale':
-        # |f|^2 = d_pe / 2, so sqrt(d_pe) is the norm over the branches if all are one-hot
-        return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5
-    if cfg.prism_norm == 'unit':
+    if cfg.prism_norm == 'scale':   # by sqrt(d_pe) / norm over the branches, were all one-hot:
+        return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5             # |f|^2 = d_pe / 2
+    if cfg.prism_norm == 'unit':                                        # each token's by its own
         return e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
     return e
 
@@ -1060,13 +958,13 @@ class Gates(nn.Module):
     def __init__(self, cfg, n):
         super().__init__()
         self.cfg, self.n, hidden = cfg, n, cfg.prism_hidden
-        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)
-        self.W_h = nn.Linear(hidden, 3 * hidden)
-        self.W = nn.Linear(hidden, 4 * n)
+        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)           # r, z, n of the input
+        self.W_h = nn.Linear(hidden, 3 * hidden)                # and of the state
+        self.W = nn.Linear(hidden, 4 * n)                       # reset, incr, decr, keep
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
             self.W.weight.mul_(0.3)
-            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0                 # resets are rare initially
+            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0         # resets are rare initially
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
@@ -1074,7 +972,7 @@ class Gates(nn.Module):
 
     def W_recurrent(self):
         """W_h; with prism_recurrent='norm' of Frobenius norm s sqrt(hidden) (footnote 8*)."""
-        W = self.W_h.weight
+        W = self.W_h.weight                                     # (3 hidden, hidden)
         if self.cfg.prism_recurrent == 'norm':
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
         return W
@@ -1090,23 +988,23 @@ class Gates(nn.Module):
     def gru(self, x):
         """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014; nn.GRU has no vmap rule)."""
         W_h = self.W_recurrent()
-        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)
+        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)      # (B, hidden)
         states = []
-        for from_x in self.W_x(x).unbind(dim=1):                        # (B, 3 hidden)
-            r_x, z_x, n_x = from_x.chunk(3, dim=-1)
+        for from_x in self.W_x(x).unbind(dim=1):                # (B, 3 hidden)
+            r_x, z_x, n_x = from_x.chunk(3, dim=-1)             # (B, hidden) each
             r_u, z_u, n_u = F.linear(u, W_h, self.W_h.bias).chunk(3, dim=-1)
-            z = torch.sigmoid(z_x + z_u)                                # update gate
-            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)
+            z = torch.sigmoid(z_x + z_u)                        # update gate
+            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)      # r: reset gate of the GRU
             u = (1 - z) * new + z * u
             states.append(u)
-        return torch.stack(states, dim=1)
+        return torch.stack(states, dim=1)                       # (B, T, hidden)
 
     def forward(self, x):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
         x = 0.5 * F.layer_norm(x, x.shape[-1:])
         u = self.gru(x)
-        # (4, B, n, T): on a CPU softmax along the first axis is several times as fast
-        w = self.W(u).unflatten(-1, (self.n, 4)).permute(3, 0, 2, 1)
+        w = self.W(u).unflatten(-1, (self.n, 4))                # (B, T, n, 4)
+        w = w.permute(3, 0, 2, 1)                               # (4, B, n, T): a faster softmax
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
         if not self.cfg.prism_reset:
             reset = torch.zeros_like(reset)
@@ -1122,14 +1020,14 @@ class CopyBranch(nn.Module):
         self.W_q = nn.Linear(width, n * cfg.head_dim)
         self.W_k = nn.Linear(width, n * cfg.head_dim)
         self.W_stay = nn.Linear(width, n)
-        nn.init.constant_(self.W_stay.bias, 3.0)                        # jumps are rare initially
+        nn.init.constant_(self.W_stay.bias, 3.0)                # jumps are rare initially
 
     def forward(self, x):
         """[B, T, width] -> p_copy [B, n, T, T + 1]."""
-        q, k = (W(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, n, T, D)
+        q, k = (W(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)     # (B, n, T, D)
                 for W in (self.W_q, self.W_k))
-        logits = q @ k.transpose(-2, -1) * self.head_dim ** -0.5
-        stay = self.W_stay(x).transpose(1, 2)[..., None]                # (B, n, T, 1)
+        logits = q @ k.transpose(-2, -1) * self.head_dim ** -0.5            # (B, n, T, T)
+        stay = self.W_stay(x).transpose(1, 2)[..., None]                    # (B, n, T, 1)
         return torch.cat([logits + causal(logits), stay], dim=-1).softmax(dim=-1)
 
 
@@ -1141,7 +1039,7 @@ class Cursors(nn.Module):
         self.cfg, self.layers = cfg, layers
         self.count = layers * cfg.heads * cfg.prism_cursors             # C
         self.gates = Gates(cfg, 2 * self.count)
-        if cfg.prism_sharpen:                                   # gamma = 1 + softplus(g), from 2
+        if cfg.prism_sharpen:                               # gamma = 1 + softplus(g), 2 initially
             self.g = nn.Parameter(torch.full((2 * self.count,), math.log(math.e - 1)))
         if cfg.prism_copy != 'none':
             self.copy = CopyBranch(cfg, len(range(0, self.count, 5)))
@@ -1155,28 +1053,27 @@ class Cursors(nn.Module):
         if self.cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
             # so a jump to token k meets the key of the token after it
-            c = torch.arange(2 * self.count, device=x.device)[:, None] - self.count
-            fixed = (c >= 0) & (c % 5 == 0)                             # (2C, 1)
-            t = torch.arange(x.shape[1], device=x.device)
-            count = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step.dtype)  # (T, 3)
-            reset = reset.masked_fill(fixed, 0.0)
-            step = torch.where(fixed[..., None], count, step)
+            t, fixed = torch.arange(x.shape[1], device=x.device), (1, self.count, None, 5)
+            counting = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)         # (T, 3)
+            counting = counting.expand_as(step[:, self.count::5])                   # (B, C', T, 3)
+            reset = reset.slice_scatter(torch.zeros_like(counting[..., 0]), *fixed)
+            step = step.slice_scatter(counting, *fixed)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
         """Superpositions [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
-        on_gpu = x.is_cuda and x.dtype != torch.float64
         by_kernel = self.cfg.kernel == 'triton' or (
-            self.cfg.kernel == 'auto' and on_gpu and kernels(required=False) is not None)
-        scan = kernels().cursor_scan if by_kernel else cursor_scan
+            self.cfg.kernel == 'auto' and x.is_cuda and x.dtype != torch.float64
+            and kernels(required=False) is not None)
+        algorithms_1_2 = kernels().cursor_scan if by_kernel else cursor_scan
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.actions(x))
-        gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None
-        e = scan(reset, step, gamma, table)
+        gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None          # (2C,)
+        e = algorithms_1_2(reset, step, gamma, table)                   # (B, 2C, T, d_pe)
         if copy is None:
             return e
         some = slice(0, self.count, 5)                                  # the copying cursors again
-        gamma = None if gamma is None else gamma[some]
-        jumping = scan(reset[:, some], step[:, some], gamma, table, copy)
+        gamma = None if gamma is None else gamma[some]                  # (C',)
+        jumping = algorithms_1_2(reset[:, some], step[:, some], gamma, table, copy)
         return e.slice_scatter(jumping, 1, 0, self.count, 5)
 
     def forward(self, x, pos):
@@ -1184,14 +1081,14 @@ class Cursors(nn.Module):
         branch is a cursor or the absolute position."""
         cfg, d_pe, (B, T, _) = self.cfg, self.cfg.prism_d_pe, x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
-        offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)
+        offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)             # (2T+1,)
         with torch.autocast(x.device.type, enabled=False):
             if cfg.prism_superpose:
                 e = self.scan(x, sinusoids(offsets, d_pe, cfg.rope_base, x))
             else:                                                       # A.3: f of the mean offset
                 e = sinusoids(self.scan(x, offsets[:, None])[..., 0], d_pe, cfg.rope_base, x)
         e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe)
-        e = e.permute(1, 2, 0, 3, 5, 4, 6)  # (2, layers, B, H, T, cursors, d_pe)
+        e = e.permute(1, 2, 0, 3, 5, 4, 6)              # (2, layers, B, H, T, cursors, d_pe)
         return algorithm_3(e, pos, cfg).flatten(-2).to(x.dtype)
 
 
@@ -1200,16 +1097,11 @@ class PRISM(Encoding):
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors).
-    A head has C = prism_cursors of them for queries and as many for keys, one more of each with
-    prism_absolute. mu in [0, 1] is learned for each head, alpha for each head and cursor. No
-    position is added to the content. Before layer 1 a GRU runs, and a scan of T sequential updates.
-    The factor 4 is for prism_norm='none' only.
+    A head has C = prism_cursors of them for queries and as many for keys. mu in [0, 1] is learned
+    for each head, alpha for each head and cursor. The factor 4 is for prism_norm='none' only.
     """
-    shift_invariant = True
-    needs_causal = True
+    shift_invariant = needs_causal = reads_content = True
     order = 1
-    drawable = False               # equal content says nothing
-    reads_content = True
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
     prism_cursors: int = 2         # query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # width of the sinusoids that a cursor superposes
@@ -1229,17 +1121,17 @@ class PRISM(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
-        starts = [number - 1 for number in cfg.prism_layers]
-        if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= cfg.n_layer:
-            raise ValueError('prism_layers must be layers in order, from 1 to n_layer='
-                             f'{cfg.n_layer}, the first of them 1; got {cfg.prism_layers}')
-        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}  # 6.4
-        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)  # since its PRISM layer
+        starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
+        if not starts or min(starts) != 0 or max(starts) >= cfg.n_layer:
+            raise ValueError(f'prism_layers must be 1 and others up to n_layer={cfg.n_layer}, got '
+                             f'{cfg.prism_layers}')
+        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
+        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
-            self.cursors = Cursors(cfg, end - cfg.layer)
+            self.cursors = Cursors(cfg, end - cfg.layer)    # for the layers before the next one's
 
     def state(self, x, pos, total_len=None):
         if x is None:
@@ -1255,12 +1147,12 @@ class PRISM(Encoding):
 
     def qk(self, q, k, at):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
-        g_q = g_q[..., k.shape[2] - q.shape[2]:, :]
-        mu = torch.sigmoid(self.m)
+        g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
+        mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
         factor = 4 if self.cfg.prism_norm == 'none' else 1
-        factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5  # attention divides by sqrt(d)
+        factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5    # qk is / sqrt(d)
         weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
-        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)
+        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)  # (H, 1, branches d_pe)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
 
@@ -1270,15 +1162,14 @@ ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'selective_rope': SelectiveRoPE, 'kerple': Kerple, 'dape': DAPE, 'fox': FoX,
              'cope': CoPE, 'path': PaTH, 'stickbreaking': StickBreaking, 'ssmax': SSMax}
 
+
 def option_fields():
     """(name, type, default) of every option of every encoding, for the fields of PEConfig."""
     found = {}
     for cls in ENCODINGS.values():
-        for base in cls.__mro__[::-1]:
-            for key, kind in base.__dict__.get('__annotations__', {}).items():
-                if issubclass(base, Encoding):
-                    found[key] = key, kind, field(default=getattr(base, key))
-    return list(found.values())
+        for key, option in options_of(cls).items():
+            assert found.setdefault(key, option) == option, f'{key} has two defaults or types'
+    return [(key, kind, default) for key, (kind, default) in found.items()]
 
 
 PEConfig = make_dataclass('PEConfig', option_fields(), bases=(SharedConfig,),
@@ -1293,39 +1184,35 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance', 'zero_init':
+        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance':
             setattr(self, flag, any(getattr(p, flag) for p in parts))
         self.fusable = all(p.fusable for p in parts)
         self.shift_invariant = all(p.shift_invariant for p in parts)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
-        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
         softmax = [p for p in parts if changed(p, 'weigh')]
-        changing = [p for p in parts if changed(p, 'qk') or p.raw_qk]
-        self.refuse([p for p in parts if p.order == 1], 'each appends features to q and k')
-        self.refuse(softmax, 'each replaces the softmax')
-        self.refuse([p for p in parts if p.mean_distance or p in softmax], 'the mean distance '
-                    'requires weights that sum to 1, of one encoding')
-        if any(p.raw_qk for p in changing):
-            self.refuse(changing, 'both change the product of q and k')
-        if any(isinstance(p, PoPE) for p in rotating[:-1]) and isinstance(
-                rotating[-1], (SelectiveRoPE, PoPE)):
+        for p in softmax:
+            self.weigh = p.weigh
+        changing = [p for p in parts if changed(p, 'qk') or isinstance(p, PaTH)]
+        for group, why in (
+                ([p for p in parts if p.order == 1], 'each appends features to q and k'),
+                (softmax, 'each replaces the softmax'),
+                ([p for p in parts if p.mean_distance or p in softmax],
+                 'the mean distance requires weights that sum to 1, of one encoding'),
+                (changing if PaTH in map(type, parts) else (),
+                 'both change the product of q and k')):
+            if len(group) > 1:
+                names = ' and '.join(type(p).__name__ for p in group)
+                raise ValueError(f'{names} cannot be added: {why}')
+        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
+        if any(isinstance(p, PoPE) for p in rotating[:-1]):
             raise ValueError('pope doubles the width of q and k: write it once, and last, as in '
                              'selective_rope+pope')
-        if len(rotating) > 1 and any(isinstance(p, PoPE) for p in rotating):
-            self.shift_invariant = self.fusable = False  # polar() is not a rotation
-        for p in softmax:
-            self.weigh, self.mask = p.weigh, p.mask
+        if len(rotating) > 1 and isinstance(rotating[-1], PoPE):
+            self.shift_invariant = self.fusable = False     # polar() is not a rotation
 
-    def refuse(self, parts, why):
-        """Raise ValueError if there are several such parts."""
-        if len(parts) > 1:
-            names = ' and '.join(type(p).__name__ for p in parts)
-            raise ValueError(f'{names} cannot be added: {why}')
-
-    def each(self, at, key=None):
-        """[(part, the At with that part's state)], sorted by a key of the part."""
-        pairs = [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
-        return sorted(pairs, key=lambda pair: key(pair[0])) if key else pairs
+    def each(self, at):
+        """[(part, the At with that part's state)]."""
+        return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
 
     def embed(self, x, pos):
         for p in self.parts:
@@ -1342,7 +1229,7 @@ class Sum(Encoding):
         return sum(p.penalty() for p in self.parts)
 
     def qk(self, q, k, at):
-        for p, here in self.each(at, key=lambda p: p.order):
+        for p, here in sorted(self.each(at), key=lambda pair: pair[0].order):
             q, k = p.qk(q, k, here)
         return q, k
 
@@ -1375,29 +1262,29 @@ class SomeHeads(Encoding):
         super().__init__(cfg)
         self.parts = nn.ModuleList([first])
         self.k, self.rest, self.out_dim = first.cfg.heads, rest, first.out_dim
-        for flag in 'shift_invariant', 'zero_init', 'fp32', 'dense':
+        for flag in 'shift_invariant', 'fp32', 'dense':
             setattr(self, flag, getattr(first, flag))
         self.embed, self.state = first.embed, first.state
         self.restate, self.penalty = first.restate, first.penalty
 
-    def join(self, first, rest):  # [B, k, Tq, wide], [B, H - k, Tq, D]
+    def join(self, first, rest):    # [B, k, Tq, wide], [B, H - k, Tq, D] -> [B, H, Tq, wide]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)
 
+    def both(self, hook, tensors, *given):      # each encoding's, on its heads of the tensors
+        return self.join(getattr(self.parts[0], hook)(*(z[:, :self.k] for z in tensors), *given),
+                         getattr(self.rest, hook)(*(z[:, self.k:] for z in tensors), *given))
+
     def attend(self, q, k, v, pos, state=None, x=None):
-        first = self.parts[0].attend(*(z[:, :self.k] for z in (q, k, v)), pos, state, x)
-        return self.join(first, self.rest.attend(*(z[:, self.k:] for z in (q, k, v)), pos))
+        return self.both('attend', (q, k, v), pos, state, x)
 
     def logits(self, q, k, pos, state=None, x=None):
-        first = self.parts[0].logits(q[:, :self.k], k[:, :self.k], pos, state, x)
-        return self.join(first, self.rest.logits(q[:, self.k:], k[:, self.k:], pos))
+        return self.both('logits', (q, k), pos, state, x)
 
     def weigh(self, logits):
-        first, rest = logits[:, :self.k], logits[:, self.k:]
-        return self.join(self.parts[0].weigh(first), rest.softmax(dim=-1))
+        return self.both('weigh', (logits,))
 
     def mix(self, weights, v, pos, state=None, x=None):
-        first = self.parts[0].mix(weights[:, :self.k], v[:, :self.k], pos, state, x)
-        return self.join(first, weights[:, self.k:] @ v[:, self.k:])
+        return self.both('mix', (weights, v), pos, state, x)
 
 
 def check_names(cfg, names):
@@ -1452,7 +1339,7 @@ def build(cfg):
 # --------------------------------------------------------------------------------------------------
 # python pe.py
 
-HOOKS = 'embed state restate penalty qk bias adjust mask weigh value out'.split()
+HOOKS = 'embed state restate penalty qk bias adjust weigh value out'.split()
 
 
 def hooks_of(names):
@@ -1466,7 +1353,7 @@ def print_encodings():
     for name, cls in ENCODINGS.items():
         enc = cls(PEConfig(pe=name, n_head=4))
         equation = ' '.join((cls.__doc__ or 'no docstring').split('\n\n')[0].split())
-        options = [f'{key}={value}' for key, value in options_of(cls).items()]
+        options = [f'{key}={value}' for key, (_, value) in options_of(cls).items()]
         params = [f'{n} {list(p.shape)}' for n, p in enc.named_parameters()]
         print(f'{name}\n    {equation}\n    options: {", ".join(options) or "none"}')
         print(f'    parameters: {", ".join(params) or "none"}')
@@ -1481,50 +1368,38 @@ def picture(name, T):
     torch.manual_seed(1)
     cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
     enc, pos = build(cfg)[0].eval(), torch.arange(T)
-    for p in enc.parameters() if enc.zero_init else ():
+    for p in enc.parameters() if name in ('t5', 'cope') else ():    # zero-initialized
         nn.init.normal_(p)
-    alone = hooks_of(name) == ['embed']  # only vectors of positions
-    x = torch.full((1, T, 32), 0.0 if alone else 1.0)
+    x = torch.full((1, T, 32), float(hooks_of(name) != ['embed']))  # 0: vectors of positions alone
     state = enc.state(x, pos)
-    heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)  # (1, 2, T, 16)
+    heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)     # (1, 2, T, 16)
     if 'out' not in hooks_of(name):
         return enc.logits(heads, heads, pos, state, x)[0, 0]
-    on = torch.eye(T).expand(1, 2, T, T, T)  # on[..., s, :]: all attention on s
-    # T x (T, out_dim)
-    seen = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
-    channel = 16 if enc.out_dim > 16 else 0  # ViPE's code, if there is one
-    return torch.stack(seen, dim=1)[..., channel] + causal(torch.zeros(T, T))
+    on = torch.eye(T).expand(1, 2, T, T, T)                         # on[..., s, :]: attention to s
+    values = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
+    channel = 16 if enc.out_dim > 16 else 0                         # ViPE's code, if there is one
+    return torch.stack(values, dim=1)[..., channel] + causal(torch.zeros(T, T))
 
 
 def draw(path, T=48):
-    """Draw the drawable encodings side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print('pe.py: drawing requires matplotlib: pip install matplotlib', file=sys.stderr)
-        sys.exit(2)
-    names = [name for name, cls in ENCODINGS.items() if cls.drawable] + ['ape+rope']
+    """Draw the encodings side by side, except where this content has nothing to show."""
+    from matplotlib.figure import Figure  # pip install matplotlib
+    left_out = 'nope shifted_ape prism dape path stickbreaking ssmax'.split()
+    names = [name for name in ENCODINGS if name not in left_out] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
-    axes = fig.subplots(rows, 4)
-    for ax, name in zip(axes.flat, names):
-        m = picture(name, T)
+    for i, name in enumerate(names, 1):
+        m, ax = picture(name, T), fig.add_subplot(rows, 4, i)
         ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
         ax.set_title(name + (' (value)' if 'out' in hooks_of(name) else ' (logit)'), fontsize=11)
         ax.set(xlabel='key position s', ylabel='query position t')
-    for ax in axes.flat[len(names):]:
-        ax.axis('off')
     fig.savefig(path, dpi=80)
-    print(f'drew {path}')
 
 
 if __name__ == '__main__':
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
-    elif not sys.argv[1:]:
-        print_encodings()
-    elif sys.argv[1].endswith(('.png', '.svg', '.pdf')):
+    elif sys.argv[1:]:
         draw(sys.argv[1])
     else:
-        print(f'pe.py: name a picture.png, .svg or .pdf, got {sys.argv[1]}', file=sys.stderr)
-        sys.exit(2)
+        print_encodings()
