@@ -2367,6 +2367,8 @@ def test_stopped_at_any_step_and_continued_is_bitwise_the_same(kw, tmp_path):
         with sigterm_in_step(stop_at):
             assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
         assert read_checkpoint(folder)['step'] == stop_at
+        with open(folder / 'log.jsonl', 'a') as log:
+            log.write('half a li')                         # as if killed while saving once more
         train.main(['--resume', f'--out_dir={folder}'])    # the other options are the run's own
         for seed in small(**kw).seeds:
             assert same(weights(whole, seed), weights(folder, seed))
@@ -2476,6 +2478,20 @@ def test_seeds_together_train_as_each_alone(kw):
     plain = kw['pe'] in pe.ENCODINGS and len(kw) == 1
     long = plain or 'stickbreaking' in kw['pe']
     compare_seeds([5, 6, 7], 20 if long else 10, 1e-9, dtype='float64', **kw)
+
+
+@pytest.mark.parametrize('size', [0.01, 100.0])
+def test_each_seed_is_clipped_as_alone(size):
+    """Small gradients stay, large ones are scaled to the largest norm."""
+    stacks = [torch.randn(2, 3, 4), torch.randn(2)]        # two seeds of two parameters
+    alone = [[x[seed].clone() for x in stacks] for seed in (0, 1)]
+    for x in (*stacks, *alone[0], *alone[1]):
+        x.grad = size * x.detach().clone()
+    train.clip_each(stacks, 1.0)
+    for seed, params in enumerate(alone):
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        for x, p in zip(stacks, params):
+            close(x.grad[seed], p.grad, 1e-6)
 
 
 def test_seeds_with_tied_embeddings_train_as_each_alone():
@@ -2684,9 +2700,10 @@ def test_evaluate_counts():
     model.answers = targets.clamp(min=0)
     model.answers[0, 4] += 1                               # row 0: its first state is wrong
     model.answers[1, 6] += 1                               # row 1: its last state
-    model.answers[2, 7] += 1                               # row 2: its end token
+    model.answers[2, 6] += 1                               # row 2: its last state
+    model.answers[3, 7] += 1                               # row 3: its end token
     scores = train.evaluate(model, task, [(3, (tokens, targets))])[3]
-    assert scores == dict(exact=0.25, token=0.8125, last=0.75, n=4)
+    assert scores == dict(exact=0, token=0.75, last=0.5, n=4)
 
 
 # batches and the learning rate
