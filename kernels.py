@@ -62,16 +62,16 @@ def attention_reference(q, k, v):
     return p @ v, (p * distance).sum(dim=-1)                    # (B, H, T, D), (B, H, T)
 
 
-def attention(q, k, v, distance=False):
-    """attention_reference by the kernels: (y, e in float32, or None unless `distance`). q, k, v in
-    float32, bfloat16 or float16, q and k up to 256 wide, v up to 128. torch.func.grad requires the
-    reference."""
+def attention(q, k, v, mean_distance=False):
+    """attention_reference by the kernels: (y, e in float32, or None unless `mean_distance`). q, k
+    and v in float32, bfloat16 or float16, q and k up to 256 wide, v up to 128. torch.func.grad
+    requires the reference."""
     require_triton('kernels.attention_reference')
     assert q.dtype == k.dtype == v.dtype != torch.float64, 'the kernels compute in float32'
     assert q.shape == k.shape and q.shape[:3] == v.shape[:3]    # (B, H, T, D), v (B, H, T, D_V)
     assert q.shape[3] <= 256 and v.shape[3] <= 128  # PoPE's q and k are twice as wide as v
-    y, e, _ = attention_forward(q, k, v, distance)              # (B, H, T, D_V), (B, H, T)
-    return y, e if distance else None
+    y, e, _ = attention_forward(q, k, v, mean_distance)         # (B, H, T, D_V), (B, H, T)
+    return y, e if mean_distance else None
 
 
 def polar_reference(x, delta, base, softplus):
@@ -123,7 +123,7 @@ def vipe_attention_reference(q, k, v, u, s=1.0):
 def vipe_attention(q, k, v, u, s=1.0):
     """vipe_attention_reference by the kernels: (y, e in float32)."""
     row, col = vipe_factors(q, k, u, s)                         # (T, 1), (B, H, T, 1)
-    return attention((q * row).to(v.dtype), (k * col).to(v.dtype), v, distance=True)
+    return attention((q * row).to(v.dtype), (k * col).to(v.dtype), v, mean_distance=True)
 
 
 def cursor_scan_reference(reset, step, gamma, table, copy=None):
@@ -477,26 +477,26 @@ def launch(kernel, inputs, outputs):
                                 M=M, N=N, num_warps=warps, num_stages=stages)
 
 
-def empty_attention(q, k, v, distance):
+def empty_attention(q, k, v, mean_distance):
     """Uninitialized outputs of attention_forward."""
     lse = v.new_empty(v.shape[:3], dtype=torch.float32)         # (B, H, T)
-    return new_rows(v), torch.empty_like(lse) if distance else lse.new_empty(0), lse
+    return new_rows(v), torch.empty_like(lse) if mean_distance else lse.new_empty(0), lse
 
 
 @operator(fake=empty_attention)
 def attention_forward(q: Tensor, k: Tensor, v: Tensor,
-                      distance: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y, e (empty unless `distance`), and the log-sum-exp of x in units of log 2 [B, H, T]."""
-    y, e, lse = empty_attention(q, k, v, distance)
-    launch(forward_kernel, [readable(x) for x in (q, k, v)], (y, e if distance else None, lse))
+                      mean_distance: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y, e (empty unless `mean_distance`), and the log-sum-exp of x in units of log 2 [B, H, T]."""
+    y, e, lse = empty_attention(q, k, v, mean_distance)
+    launch(forward_kernel, [readable(x) for x in (q, k, v)], (y, e if mean_distance else None, lse))
     return y, e, lse
 
 
 @operator(fake=lambda dy, de, dlse, q, k, v, *rest: [new_rows(x) for x in (q, k, v)])
 def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-                       y: Tensor, e: Tensor, lse: Tensor, distance: bool) -> list[Tensor]:
+                       y: Tensor, e: Tensor, lse: Tensor, mean_distance: bool) -> list[Tensor]:
     """The gradients of q, k and v. dlse is 0: nobody differentiates lse."""
-    e, de = (e, de.float().contiguous()) if distance else (None, None)     # (B, H, T) or None
+    e, de = (e, de.float().contiguous()) if mean_distance else (None, None)   # (B, H, T)
     dy, q, k, v, y = (readable(x) for x in (dy, q, k, v, y))    # (B, H, T, D or D_V)
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
     launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))  # writes mean, ...

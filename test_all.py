@@ -1907,7 +1907,7 @@ def laid_out(x, layout):
 def test_attention_kernels(name, B, H, T, D, layout, dtypes):
     """Outputs (ViPE's distance, too) and gradients for every shape, layout and precision."""
     function, reference = getattr(kernels, name), getattr(kernels, f'{name}_reference')
-    function = partial(function, distance=True) if name == 'attention' else function
+    function = partial(function, mean_distance=True) if name == 'attention' else function
     torch.manual_seed(T)
     for dtype in dtypes:
         *qkv, own = [*kernels.sample_inputs(name, B, H, T, D, dtype, DEVICE), None][:4]
