@@ -3971,25 +3971,22 @@ def test_the_board_trains_what_is_missing(tiny, monkeypatch, capsys):
         tables.main(['board', '--task=tyni'])
 
 
-def test_the_board_takes_the_best_rate_resumes_and_reports_errors(tiny, monkeypatch):
-    folder, commands, status = tiny / 'out/board_1/tiny/nope', [], 0
+def test_a_cell_takes_the_best_rate_resumes_and_reports_errors(tiny, monkeypatch):
+    folder = tiny / 'out/board_1/tiny/nope'
     for rate, exact in ((0.001, [0.5, 0.75]), (0.002, [0.25, 1])):
-        at = tiny / f'{folder},search/lr={rate}'
-        at.mkdir(parents=True)
+        log = tiny / f'{folder},search/lr={rate}/log.jsonl'
+        log.parent.mkdir(parents=True)
         evals = [{'eval': {'1': {'exact': x, 'token': x}}} for x in exact]
-        write_lines(at / 'log.jsonl', {'step': 0, 'loss': 1}, *evals)
+        write_lines(log, {'step': 0, 'loss': 1}, *evals)
     folder.mkdir()
     (folder / 'ckpt.pt').touch()
-
-    def run(command, **_):
-        commands.append(command)
-        return tables.subprocess.CompletedProcess(command, status, '', 'noise\ntrain.py: no')
+    run = mock.Mock(return_value=mock.Mock(returncode=0, stderr=''))
     monkeypatch.setattr(tables.subprocess, 'run', run)
     tables.run_cell(1, 'nope', 'tiny', 'out/board.jsonl')
-    search, final = commands
-    assert {'--lr=1e-3,2e-3', '--seeds=5'} < {*search} and '--resume' not in search
-    assert {'--lr=2e-3', '--seeds=0-4', '--resume'} < {*final}
-    status = 2
+    search, final = (set(call.args[0]) for call in run.call_args_list)
+    assert {'--lr=1e-3,2e-3', '--seeds=5'} < search and '--resume' not in search
+    assert {'--lr=2e-3', '--seeds=0-4', '--resume'} < final
+    run.return_value = mock.Mock(returncode=2, stderr='noise\ntrain.py: no')
     with pytest.raises(train.UserError, match='nope,search: train.py: no'):
         tables.run_cell(1, 'nope', 'tiny', 'out/board.jsonl')
 
