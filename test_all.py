@@ -2229,7 +2229,7 @@ def test_encodings_by_kernels(name):
     T = 17
     if name == 'prism copy':  # its cursors have a kernel, at whose steps the interpreter is slow
         kw, T = kw | dict(n_head=2, prism_cursors=1), 6
-    tokens = torch.randint(1, 11, (1, T + 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tokens = torch.randint(1, 11, (2, T + 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     batch, length = (tokens[:, :-1], tokens[:, 1:]), dict(total_len=30)
     models = {kernel: [make(FULL, seed, kernel=kernel, **kw).to(DEVICE) for seed in (0, 1)]
               for kernel in ('triton', 'reference')}
