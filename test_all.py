@@ -2069,8 +2069,9 @@ def test_gpu_attention_at_length(name):
     """Against the reference at 8,192 tokens, and finite at 32,768."""
     torch.manual_seed(0)
     function, reference = getattr(kernels, name), getattr(kernels, f'{name}_reference')
-    assert_equal_reference(function, reference, kernels.sample_inputs(
-        name, 1, 2, 8192, 64, BF16, DEVICE))
+    for dtype in (FULL, BF16):
+        inputs = kernels.sample_inputs(name, 1, 2, 8192, 64, dtype, DEVICE)
+        assert_equal_reference(function, reference, inputs)
     inputs = kernels.sample_inputs(name, 1, 2, 32768, 64, BF16, DEVICE)
     assert all(x.isfinite().all() for x in kernels.outputs_and_gradients(function, inputs))
 
