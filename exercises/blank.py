@@ -2,7 +2,7 @@
 
     python exercises/blank.py                     lists the exercises
     python exercises/blank.py rope                makes out/exercises/rope and says what to do there
-    python exercises/blank.py rope --check        grades it, or this copy, with pytest
+    python exercises/blank.py rope --check        grades it (in the copy: grades this copy)
     python exercises/blank.py rope --show-diff    what was written there against the original
 """
 import ast
@@ -15,176 +15,135 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 from train import UserError, check_name, run_program  # noqa: E402
 
-CORE, OWN = 'test_all.py', 'exercises/test_graders.py'
-MARK = 'exercises/this_copy'        # a file of each copy, with the exercise's name
+GRADERS = ('exercises/test_graders.py', 'test_all.py')
 
 
 class Exercise(NamedTuple):
-    """What is taken out, FILE:FUNCTION or FILE:CLASS.METHOD, and what grades it."""
-    blanks: list
-    tests: list                     # pytest's names of tests
-    variants: tuple = ()            # of test_all.py: its contract is graded for these
-    hides: tuple = ()               # taken out, too, because it tells the answer
+    """What is taken out, {file: 'FUNCTION CLASS.METHOD ...'}, and what grades it."""
+    blanks: dict
+    tests: str                      # names of tests, without test_
+    variants: str = ''              # of test_all.py: its contract is graded for these
+    hides: dict = {}                # taken out, too, because it tells the answer
 
 
 EXERCISES = {
-    'sinusoids': Exercise(
-        ['pe.py:sinusoids'], [f'{OWN}::test_a_shift_is_a_rotation', f'{CORE}::test_ape'],
-        ['ape'], ['kernels.py:cos_sin_table']),
-    'rope': Exercise(
-        ['pe.py:rotate', 'pe.py:RoPE.qk'],
-        [f'{CORE}::test_logits_are_their_equation[{x}]' for x in ('rope', 'rope fraction')],
-        ['rope', 'rope fraction'],
-        ['pe.py:YaRN.qk', 'pe.py:SelectiveRoPE.qk', 'pe.py:VRoPE.rotated', 'probe.py:LlamaRoPE.qk',
-         'probe.py:LlamaAttention.project']),
-    'alibi': Exercise(
-        ['pe.py:ALiBi.__init__', 'pe.py:ALiBi.bias'],
-        [f'{CORE}::test_logits_are_their_equation[alibi]',
-         f'{CORE}::test_alibi_has_the_published_slopes'], ['alibi', 'alibi on 2 heads']),
-    't5': Exercise(
-        ['pe.py:T5.bucket'], [f'{CORE}::test_t5'], ['t5', 't5 24']),
-    'attention': Exercise(
-        ['exercises/online.py:attention', 'kernels.py:forward_kernel'],
-        [f'{OWN}::test_online_softmax', f'{OWN}::test_forward_kernel']),
-    'pope': Exercise(
-        ['pe.py:PoPE.theta', 'pe.py:PoPE.qk', 'pe.py:polar'], [f'{CORE}::test_pope'],
-        ['pope', 'pope uniform', 'pope no delta', 'pope no softplus', 'pope half'],
-        ['kernels.py:pope_attention_reference', 'kernels.py:polar_reference',
-         'kernels.py:polar_kernel', 'kernels.py:polar_backward_kernel', 'kernels.py:cos_sin_table',
-         'probe.py:polar']),
-    'vipe': Exercise(
-        ['pe.py:ViPE.factors', 'pe.py:ViPE.value', 'pe.py:ViPE.out'], [f'{CORE}::test_vipe'],
-        ['vipe', 'vipe logits only', 'vipe value only', 'vipe s global', 'vipe d_p', 'nope'],
-        ['kernels.py:vipe_attention_reference', 'kernels.py:vipe_factors', 'pe.py:SSMax.qk']),
-    'prism': Exercise(
-        ['pe.py:algorithm_1'],
-        [f'{CORE}::test_{x}' for x in (
-            'cursor_keeps_its_mass', 'sharpening_multiplies_exponents',
-            'cursor_histogram_is_the_sum_over_all_paths', 'cursor_scan_in_chunks')],
-        ['prism', 'prism copy'],
-        [f'kernels.py:{x}' for x in (
-            'cursor_scan_reference', 'after_reset', 'after_step', 'step_gradient', 'scan_kernel',
-            'scan_backward_kernel')]),
-    'by_hand': Exercise(['probe.py:iteration_head'], [f'{OWN}::test_weights_by_hand']),
-    'heads': Exercise(
-        ['probe.py:without_heads'],
-        [f'{CORE}::test_ablate_finds_the_head_that_carries_the_answer']),
-    'break_it': Exercise([], [f'{OWN}::test_where_it_breaks']),
-    'design': Exercise([], [f'{OWN}::test_your_own_encoding'], ['mine']),
-}
+    'sinusoids': Exercise({'pe.py': 'sinusoids'}, 'a_shift_is_a_rotation ape', 'ape',
+                          {'kernels.py': 'cos_sin_table'}),
+    'rope': Exercise({'pe.py': 'rotate RoPE.qk'},
+                     'logits_are_their_equation[rope] logits_are_their_equation[rope-fraction]',
+                     'rope, rope fraction',
+                     {'pe.py': 'YaRN.qk SelectiveRoPE.qk VRoPE.rotated',
+                      'probe.py': 'LlamaRoPE.qk LlamaAttention.project'}),
+    'alibi': Exercise({'pe.py': 'ALiBi.__init__ ALiBi.bias'},
+                      'alibi_has_the_published_slopes logits_are_their_equation[alibi]',
+                      'alibi, alibi on 2 heads'),
+    't5': Exercise({'pe.py': 'T5.bucket'}, 't5', 't5, t5 24'),
+    'attention': Exercise({'exercises/online.py': 'attention', 'kernels.py': 'forward_kernel'},
+                          'online_softmax forward_kernel'),
+    'pope': Exercise({'pe.py': 'PoPE.theta PoPE.qk polar'}, 'pope',
+                     'pope, pope uniform, pope no delta, pope no softplus, pope half',
+                     {'kernels.py': 'pope_attention_reference polar_reference polar_kernel '
+                                    'polar_backward_kernel cos_sin_table', 'probe.py': 'polar'}),
+    'vipe': Exercise({'pe.py': 'ViPE.factors ViPE.value ViPE.out'}, 'vipe',
+                     'vipe, vipe logits only, vipe value only, vipe s global, vipe d_p, nope',
+                     {'kernels.py': 'vipe_attention_reference vipe_factors',
+                      'pe.py': 'SSMax.qk'}),
+    'prism': Exercise({'pe.py': 'algorithm_1'},
+                      'cursor_keeps_its_mass sharpening_multiplies_exponents '
+                      'cursor_histogram_is_the_sum_over_all_paths cursor_scan_in_chunks',
+                      'prism, prism copy',
+                      {'kernels.py': 'cursor_scan_reference after_reset after_step step_gradient '
+                                     'scan_kernel scan_backward_kernel'}),
+    'by_hand': Exercise({'probe.py': 'iteration_head'}, 'weights_by_hand'),
+    'heads': Exercise({'probe.py': 'without_heads'},
+                      'ablate_finds_the_head_that_carries_the_answer'),
+    'break_it': Exercise({}, 'where_it_breaks'),
+    'design': Exercise({}, 'your_own_encoding', 'mine')}
 
 
-def functions(source):
+def functions(text):
     """{'FUNCTION' or 'CLASS.METHOD': its node} of a file's text."""
     found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            found |= {f'{node.name}.{x.name}': x for x in node.body
-                      if isinstance(x, ast.FunctionDef)}
-        elif isinstance(node, ast.FunctionDef):
+    for node in ast.parse(text).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else []
+        found |= {f'{node.name}.{x.name}': x for x in inside if isinstance(x, ast.FunctionDef)}
+        if isinstance(node, ast.FunctionDef):
             found[node.name] = node
     return found
 
 
-def take_out(source, function, message):
-    """A file's text without the body of a function; its docstring stays."""
-    lines, node = source.splitlines(keepends=True), functions(source)[function]
-    first = node.body[1 if ast.get_docstring(node) else 0]
-    indent = ' ' * first.col_offset
-    lines[first.lineno - 1:node.end_lineno] = [
-        f"{indent}raise NotImplementedError('exercise {message}')\n"]
-    return ''.join(lines)
-
-
-def blanked_files(name, files=None):
-    """{path: text} of the files from which the exercise takes something out, added to `files`."""
-    files = {} if files is None else files
-    for places, message in ((EXERCISES[name].blanks, f'{name}: write this'),
-                            (EXERCISES[name].hides, f'{name} hides this, it is not yours')):
-        for path, function in (place.split(':') for place in places):
-            files[path] = take_out(files.get(path) or read(path), function, message)
+def blanked_files(name):
+    """{path: text} of the files from which the exercise takes out bodies; docstrings stay."""
+    files, exercise = {}, EXERCISES[name]
+    for places, message in ((exercise.blanks, f'{name}: write this'),
+                            (exercise.hides, f'{name} hides this, it is not yours')):
+        for path, function in ((path, x) for path, xs in places.items() for x in xs.split()):
+            text = files.get(path) or (ROOT / path).read_text()
+            lines, node = text.splitlines(keepends=True), functions(text)[function]
+            first = node.body[1 if ast.get_docstring(node) else 0]
+            lines[first.lineno - 1:node.end_lineno] = [
+                f"{' ' * first.col_offset}raise NotImplementedError('exercise {message}')\n"]
+            files[path] = ''.join(lines)
     return files
-
-
-def read(path, root=ROOT):
-    """The text of a file of the repository, or of a copy."""
-    return Path(root, path).read_text()
 
 
 def make_copy(name, folder):
     """Copy the repository, without its history and records, into a new folder, and take out."""
-    if os.path.exists(folder):
+    if folder.exists():
         raise UserError(f'{os.path.relpath(folder)} is there: delete it to start again')
-    skip = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets',
-                                  'TEACHING.md')
-    shutil.copytree(ROOT, folder, ignore=skip)
-    for path, text in (blanked_files(name) | {MARK: name}).items():
-        Path(folder, path).write_text(text)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
+        '.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets', 'TEACHING.md'))
+    for path, text in blanked_files(name).items():
+        (folder / path).write_text(text)
 
 
 def graders(name):
     """pytest's names of what grades an exercise: its own tests, and for an encoding the contract,
     which is every test of test_all.py that runs for all encodings."""
-    contract = [test for test, node in functions(read(CORE)).items()
+    tests = {path: functions((ROOT / path).read_text()) for path in GRADERS}
+    contract = [test for test, node in tests['test_all.py'].items()
                 if [ast.unparse(x) for x in node.decorator_list] == ['variants']]
-    return EXERCISES[name].tests + [f'{CORE}::{test}[{variant}]' for test in contract
-                                    for variant in EXERCISES[name].variants]
-
-
-def check(name, folder):
-    """Run the graders in a folder: whether all pass. pytest prints a line for each, then errors."""
-    command = [sys.executable, '-m', 'pytest', '-v', '--tb=short', '--no-header', '-p',
-               'no:cacheprovider', *graders(name)]
-    try:
-        return not subprocess.run(command, cwd=folder, timeout=1800).returncode
-    except subprocess.TimeoutExpired:
-        raise UserError('no result after 30 minutes: is there an endless loop?') from None
+    own = [f'{path}::test_{test}' for test in EXERCISES[name].tests.split()
+           for path in GRADERS if f'test_{test}'.partition('[')[0] in tests[path]]
+    return own + [f'test_all.py::{test}[{variant}]' for test in contract
+                  for variant in filter(None, EXERCISES[name].variants.split(', '))]
 
 
 def section(name):
     """What exercises/README.md says of an exercise."""
-    text = read('exercises/README.md')
+    text = Path(ROOT, 'exercises/README.md').read_text()
     return re.search(rf'^## \d+\. `{name}`.*?(?=^## |\Z)', text, re.M | re.S)[0].strip()
 
 
 def main(argv):
     """The program; returns the exit status."""
-    if {'-h', '--help'} & set(argv):
-        print(__doc__)
+    name, flag = [*argv, '', ''][:2]
+    if name in ('', '--help', '-h'):
+        titles = [section(name).splitlines()[0].removeprefix('## ') for name in EXERCISES]
+        print(__doc__ if name else '\n'.join(titles))
         return 0
-    names = [arg for arg in argv if not arg.startswith('-')]
-    flags = [arg for arg in argv if arg.startswith('-')]
-    if not names and flags in ([], ['--list']):
-        print(*(section(name).splitlines()[0].removeprefix('## ') for name in EXERCISES), sep='\n')
-        return 0
-    if len(names) != 1 or flags not in ([], ['--check'], ['--show-diff']):
-        raise UserError('write the name of one exercise, and perhaps --check or --show-diff')
-    name = names[0]
     check_name('exercise', name, EXERCISES)
-    folder = os.path.join(ROOT, 'out/exercises', name)
-    if os.path.exists(os.path.join(ROOT, MARK)):
-        if flags != ['--check'] or read(MARK) != name:
-            raise UserError(f'this is the copy of {read(MARK)}: here only `{read(MARK)} --check`')
-        folder = ROOT
-    if not flags:
+    folder = ROOT / 'out/exercises' / name
+    if not flag:
         make_copy(name, folder)
-        print(section(name))
-        print(f'\nThe copy is {os.path.relpath(folder)}. There, grade what you wrote:\n'
-              f'    python exercises/blank.py {name} --check')
-        return 0
-    if not os.path.exists(folder):
-        raise UserError(f'make the copy first: python exercises/blank.py {name}')
-    if flags == ['--check']:
-        print(f'grading {os.path.relpath(folder)}', flush=True)
-        return not check(name, folder)
-    for path in sorted({place.partition(':')[0] for place in EXERCISES[name].blanks} | {'pe.py'}):
-        both = read(path).splitlines(), read(path, folder).splitlines()
-        print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
+        print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. There, grade what you '
+              f'wrote:\n    python exercises/blank.py {name} --check')
+    elif flag == '--show-diff':
+        for path in sorted({*EXERCISES[name].blanks, 'pe.py'}):
+            both = [(root / path).read_text().splitlines() for root in (ROOT, folder)]
+            print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
+    elif flag == '--check':
+        # prints a line for each test, the errors, and what passing tests print
+        return subprocess.call([sys.executable, '-m', 'pytest', '-v', '--tb=line', '-rsP', '-p',
+                                'no:cacheprovider', *graders(name)],
+                               cwd=folder if folder.exists() else ROOT)
+    else:
+        raise UserError(f'unknown flag {flag}: use --check or --show-diff')
     return 0
 
 
