@@ -728,7 +728,7 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
             y = load_bins(ROW + L, d, t + 1)                    # (BL,) h_(t+1)
             dh = y * (dh - tl.sum(y * dh, axis=0))
             dgamma += dh * tl.log(x + EPSILON)                  # (BL,)
-            dh = gamma * dh / (x + EPSILON)                     # (BL,) 0 beyond t + 1, as y is
+            dh = gamma * dh / (x + EPSILON)                     # (BL,) 0 after t + 1, as y is
         if COPY is not None:                                    # (4)
             tl.store(DJUMPS + d, dh, mask=past)                 # dp_copy[k] at k = d
             tl.store(DJUMPS + T, tl.sum(moved * dh, axis=0))    # dp_no-copy

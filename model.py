@@ -16,7 +16,7 @@ import pe as encodings
 
 @dataclass
 class ModelConfig(encodings.PEConfig):
-    """The shape of the model. Raises ValueError where the numbers do not fit together."""
+    """The shape of the model. Raises UserError where the numbers do not fit together."""
     vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
     d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
@@ -29,7 +29,7 @@ class ModelConfig(encodings.PEConfig):
         super().__post_init__()
         encodings.check_positive(self, 'vocab_size', 'embedding_std')       # pe checks the rest
         if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout must be in [0, 1), got {self.dropout}')
+            raise encodings.UserError(f'dropout must be in [0, 1), got {self.dropout}')
 
 
 NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
         greedily at temperature 0; rows past their end are padded."""
         if not self.cfg.causal:
-            raise ValueError('causal=False hides the last token from all others: no next one')
+            raise encodings.UserError('causal=False hides the last token from all others')
         total_len = tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)  # rows at end
         for _ in range(n):                                      # without a cache: as in training

@@ -28,10 +28,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+class UserError(ValueError):
+    """Something that the caller can mend, as the message says: train.py prints it as one line."""
+
+
 @dataclass
 class SharedConfig:
     """What all encodings read; PEConfig (below ENCODINGS) adds the options of each class. Derived:
-    heads and head_dim, the number and width of the attention heads; layer. Raises ValueError."""
+    heads and head_dim, the number and width of the attention heads; layer. Raises UserError."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
@@ -53,36 +57,36 @@ class SharedConfig:
         for f in fields(self):
             value, choices = getattr(self, f.name), get_args(f.type)
             if get_origin(f.type) is Literal and value not in choices:
-                raise ValueError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
+                raise UserError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
         # widths, bases and counts; where 0 has a meaning it is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
         if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
-            raise ValueError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
-                             f'{self.nope_every}')
+            raise UserError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
+                            f'{self.nope_every}')
         if self.d_model % self.n_head:
-            raise ValueError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
+            raise UserError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         if self.attention == 'mla' and self.n_head % 2:
-            raise ValueError(f'n_head must be even for mla, which pairs heads, got {self.n_head}')
+            raise UserError(f'n_head must be even for mla, which pairs heads, got {self.n_head}')
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
         self.layer = 0                 # counts up in build()
         if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
-            raise ValueError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
-                             f"got {self.rope_heads}; for none use pe='nope'")
+            raise UserError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
+                            f"got {self.rope_heads}; for none use pe='nope'")
 
 
 def check_positive(cfg, *keys):
-    """Raise ValueError if one of these fields is a number that is not positive and finite."""
+    """Raise UserError if one of these fields is a number that is not positive and finite."""
     for key in keys:
         value = getattr(cfg, key)
         if type(value) in (int, float) and not 0 < value < math.inf:
-            raise ValueError(f'{key} must be positive and finite, got {value}')
+            raise UserError(f'{key} must be positive and finite, got {value}')
 
 
 # --------------------------------------------------------------------------------------------------
 # the hooks
 
-class InputMissing(ValueError):
+class InputMissing(UserError):
     """An encoding reads the input of its attention layer, and the caller gave none."""
 
 
@@ -130,7 +134,7 @@ class Encoding(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         if self.needs_causal and not cfg.causal:
-            raise ValueError(f'{type(self).__name__} requires a causal mask: causal=True')
+            raise UserError(f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
@@ -199,7 +203,7 @@ class Encoding(nn.Module):
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
         pos: of k and v; state: what state() returned, computed if it depends on the length alone;
         x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
-        ValueError if shapes do not fit. The kernels require consecutive integer positions and give
+        UserError if shapes do not fit. The kernels require consecutive integer positions and give
         NaN for other integers, except with kernel='reference'.
         """
         check_shapes(self.cfg, q, k, v, pos, x)
@@ -253,7 +257,7 @@ def kernels(required=True):
         import kernels
     except ModuleNotFoundError:
         if required:
-            raise ValueError("kernel='triton' requires kernels.py beside pe.py") from None
+            raise UserError("kernel='triton' requires kernels.py beside pe.py") from None
         return None
     return kernels if required or kernels.triton else None
 
@@ -272,20 +276,20 @@ def changed(encoding, hook):
 
 
 def check_shapes(cfg, q, k, v, pos, x=None):
-    """Raise ValueError if these do not fit together, or not the encoding that was built for cfg."""
+    """Raise UserError if these do not fit together, or not the encoding that was built for cfg."""
     H, T = k.shape[1], k.shape[2]
     if H != cfg.heads or q.shape[1] != H or {q.shape[3], k.shape[3], v.shape[3]} != {cfg.head_dim}:
-        raise ValueError(f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}: q is '
-                         f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat grouped '
-                         'keys and values, k.repeat_interleave(groups, dim=1)')
+        raise UserError(f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}: q is '
+                        f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat grouped '
+                        'keys and values, k.repeat_interleave(groups, dim=1)')
     if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
-        raise ValueError('k and v must have length T; q covers all T positions or the last few; '
-                         f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
+        raise UserError('k and v must have length T; q covers all T positions or the last few; '
+                        f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
     if x is not None and x.shape[:2] != (len(k), T):
-        raise ValueError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
+        raise UserError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
     if pos.shape not in ((T,), (len(k), T)):
-        raise ValueError(f'pos must have a position for each of the {T} keys, [{T}] or '
-                         f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
+        raise UserError(f'pos must have a position for each of the {T} keys, [{T}] or '
+                        f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
 
 
 def positions(cfg, tokens, training, total_len=None):
@@ -344,9 +348,9 @@ def short_conv(x, weight):
 
 
 def check_even(n, name, what):
-    """ValueError if n is odd."""
+    """Raise UserError if n is odd."""
     if n % 2:
-        raise ValueError(f'{name} rotates pairs of features: {what} must be even, not {n}')
+        raise UserError(f'{name} rotates pairs of features: {what} must be even, not {n}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -469,7 +473,7 @@ class RoPE(Encoding):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'rope', 'the head dimension')
         if self.rope_fraction > 1:
-            raise ValueError(f'rope_fraction must be at most 1, got {self.rope_fraction}')
+            raise UserError(f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
@@ -501,7 +505,7 @@ class YaRN(RoPE):
 
     def scaled_frequencies(self, s, q):             # -> (D/2,)
         d, base, ends = q.shape[-1], self.cfg.rope_base, []
-        for turns in self.yarn_beta_fast, self.yarn_beta_slow:      # the c with so many turns
+        for turns in self.yarn_beta_fast, self.yarn_beta_slow:      # c of this number of turns
             ratio = self.cfg.train_len / (2 * math.pi * turns)
             ends.append(d * math.log(ratio) / (2 * math.log(base)))
         low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), d - 1)
@@ -625,7 +629,7 @@ class T5(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
-            raise ValueError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
+            raise UserError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
     def bucket(self, d):                            # distances [..] -> [..]
@@ -1123,8 +1127,8 @@ class PRISM(Encoding):
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
         if not starts or min(starts) != 0 or max(starts) >= cfg.n_layer:
-            raise ValueError(f'prism_layers must be 1 and others up to n_layer={cfg.n_layer}, got '
-                             f'{cfg.prism_layers}')
+            raise UserError(f'prism_layers must be 1 and others up to n_layer={cfg.n_layer}, got '
+                            f'{cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
@@ -1135,8 +1139,8 @@ class PRISM(Encoding):
 
     def state(self, x, pos, total_len=None):
         if x is None:
-            raise ValueError("prism requires state=enc.state(x, pos) of the first layer's "
-                             'encoding, x [B, T, C] the embedded tokens')
+            raise UserError("prism requires state=enc.state(x, pos) of the first layer's "
+                            'encoding, x [B, T, C] the embedded tokens')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
@@ -1202,11 +1206,11 @@ class Sum(Encoding):
                  'both change the product of q and k')):
             if len(group) > 1:
                 names = ' and '.join(type(p).__name__ for p in group)
-                raise ValueError(f'{names} cannot be added: {why}')
+                raise UserError(f'{names} cannot be added: {why}')
         rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
         if any(isinstance(p, PoPE) for p in rotating[:-1]):
-            raise ValueError('pope doubles the width of q and k: write it once, and last, as in '
-                             'selective_rope+pope')
+            raise UserError('pope doubles the width of q and k: write it once, and last, as in '
+                            'selective_rope+pope')
         if len(rotating) > 1 and isinstance(rotating[-1], PoPE):
             self.shift_invariant = self.fusable = False     # polar() is not a rotation
 
@@ -1288,30 +1292,30 @@ class SomeHeads(Encoding):
 
 
 def check_names(cfg, names):
-    """ValueError if the encodings of these names do not fit the other keys."""
+    """Raise UserError if the encodings of these names do not fit the other keys."""
     for name in names:
         if name not in ENCODINGS:
             near = difflib.get_close_matches(name, ENCODINGS, 1)
             hint = f', did you mean {near[0]!r}?' if near else '.'
-            raise ValueError(f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
+            raise UserError(f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
     longest = max(cfg.train_len, cfg.eval_len)
     if cfg.positions == 'randomized' and longest > cfg.positions_max:
-        raise ValueError(f'{longest} tokens require positions_max={longest} or more')
+        raise UserError(f'{longest} tokens require positions_max={longest} or more')
     table = {'learned', 'random'} & set(names)
     if cfg.positions == 'randomized' and table and cfg.max_len < cfg.positions_max:
-        raise ValueError(f'{min(table)} has max_len={cfg.max_len} rows; randomized positions '
-                         f'require max_len={cfg.positions_max}')
+        raise UserError(f'{min(table)} has max_len={cfg.max_len} rows; randomized positions '
+                        f'require max_len={cfg.positions_max}')
     if cfg.attention == 'mla' and cfg.pe not in ('rope', 'nope'):
-        raise ValueError(f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
+        raise UserError(f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
     if cfg.nope_every and 'prism' in names:
-        raise ValueError('nope_every would leave prism cursors that nothing reads: set it to 0')
+        raise UserError('nope_every would leave prism cursors that nothing reads: set it to 0')
     if (cfg.rope_heads or cfg.nope_every) and hooks_of(cfg.pe) == ['embed']:
-        raise ValueError(f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts '
-                         'on the embedding, which all heads and layers share')
+        raise UserError(f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts '
+                        'on the embedding, which all heads and layers share')
 
 
 def build(cfg):
-    """The encodings of all layers that cfg.pe names, a list. Raises ValueError."""
+    """The encodings of all layers that cfg.pe names, a list. Raises UserError."""
     names = cfg.pe.split('+')
     check_names(cfg, names)
     some = copy.copy(cfg)                                   # of the encoding's heads
@@ -1399,7 +1403,11 @@ def draw(path, T=48):
 if __name__ == '__main__':
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
-    elif sys.argv[1:]:
-        draw(sys.argv[1])
-    else:
+    elif not sys.argv[1:]:
         print_encodings()
+    else:
+        try:
+            draw(sys.argv[1])
+        except (ImportError, ValueError, OSError) as error:     # no matplotlib, another ending
+            print(f'pe.py: {error}', file=sys.stderr)
+            sys.exit(2)

@@ -1229,6 +1229,6 @@ def main(argv):
 if __name__ == '__main__':
     try:
         main(sys.argv[1:])
-    except (DataError, OSError) as error:
+    except (DataError, OSError, MemoryError, RuntimeError) as error:       # too long a problem
         print(f'tasks.py: {error}', file=sys.stderr)
         sys.exit(2)

@@ -17,7 +17,6 @@ import ast
 import contextlib
 import copy
 import difflib
-import fcntl
 import gc
 import inspect
 import io
@@ -27,6 +26,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -42,9 +42,15 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
+try:
+    import fcntl
+except ImportError:                                        # Windows: a folder has no lock
+    fcntl = None
+
 import pe as encodings
 import tasks
 from model import ModelConfig, Transformer
+from pe import UserError
 
 # --------------------------------------------------------------------------------------------------
 # options
@@ -97,19 +103,21 @@ class Config(ModelConfig, Running):
         super().__post_init__()                            # the shape of the model
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate')
+        if max(self.beta1, self.beta2) >= 1 or self.min_lr > self.lr:
+            raise UserError('beta1 and beta2 must be below 1, and min_lr at most lr')
         if self.accumulate > self.batch_size:
-            raise ValueError(f'accumulate={self.accumulate} is larger than the batch_size')
+            raise UserError(f'accumulate={self.accumulate} is larger than the batch_size')
         self.check_lengths()                               # sorted, and only those that exist
         task = self.the_task
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
                 task.of_part(part)                         # raises if the data are missing
         if task.fixed and self.n_train:
-            raise ValueError(f'{self.task} has a training set of its own: leave n_train out')
+            raise UserError(f'{self.task} has a training set of its own: leave n_train out')
         if not self.causal and not (isinstance(task, tasks.Classification)
                                     and len(self.train_lengths) == 1):
-            raise ValueError('causal=False requires an answer of one class (distance, distance_sum,'
-                             ' trigger_count) and one training length, as padding would be visible')
+            raise UserError('causal=False requires an answer of one class (distance, distance_sum, '
+                            'trigger_count) and one training length, as padding would be visible')
         self.vocab_size = len(task.vocab)                  # V, padding included
         self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
@@ -128,29 +136,31 @@ class Config(ModelConfig, Running):
         return torch.float64 if self.dtype == 'float64' else torch.float32
 
     def check_lengths(self):
-        """Sort the lengths, keep those that the task has; raise ValueError if that leaves none."""
+        """Sort the lengths, keep those that the task has; raise UserError if that leaves none."""
         for key in 'seeds', 'train_lengths', 'eval_lengths':
             values = list(dict.fromkeys(getattr(self, key)))       # without repeats
             if not values or any(type(x) is not int or not 0 <= x < 2 ** 28 for x in values):
-                raise ValueError(f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values}')
+                raise UserError(f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values}')
             if key != 'seeds':
                 part = 'train' if key == 'train_lengths' else None
                 values = self.the_task.existing(sorted(values), part)
             if not values:
-                raise ValueError(f'{self.task} has no problems of the lengths {key}')
+                raise UserError(f'{self.task} has no problems of the lengths {key}')
             setattr(self, key, values)
-        stages = self.length_schedule = [list(stage) for stage in self.length_schedule]
-        steps = [stage[0] for stage in stages] or [0]      # the first step of each stage
-        if any(len(stage) != 2 for stage in stages) or steps[0] != 0 or steps != sorted(steps):
-            raise ValueError('length_schedule must be pairs (first step, longest length), in order '
-                             f'of steps, from step 0 on; got {stages}')
+        stages = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else []
+                                         for stage in self.length_schedule]
+        pairs = all(len(stage) == 2 and {*map(type, stage)} == {int} for stage in stages)
+        steps = [stage[0] for stage in stages] if pairs and stages else [0]    # of each stage
+        if not pairs or steps[0] != 0 or steps != sorted(steps):
+            raise UserError('length_schedule must be pairs (first step, longest length), in order '
+                            f'of steps, from step 0 on; got {stages}')
         for step in steps:
             lengths = lengths_at(self, step)
             # problems to draw a batch from; None: without limit
             size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
             if not lengths or size and size < self.batch_size:
-                raise ValueError(f'at step {step}, the lengths {lengths} have too few problems for '
-                                 f'batch_size={self.batch_size}: lower it, or raise n_train')
+                raise UserError(f'at step {step}, the lengths {lengths} have too few problems for '
+                                f'batch_size={self.batch_size}: lower it, or raise n_train')
 
 
 # options that may change when a run continues, and those that its record leaves out
@@ -161,10 +171,6 @@ TEXTS = 'out_dir', 'results', 'data'                       # a comma in one of t
 
 # --------------------------------------------------------------------------------------------------
 # reading options: a field's type says what a value may be, its comment is the help text
-
-class UserError(Exception):
-    """Something that the user can fix: a program prints it as one line and exits with status 2."""
-
 
 def check_name(what, name, known):
     """Raise UserError, with the nearest known name, if `name` is not among them."""
@@ -292,6 +298,8 @@ def read_options(argv):
         raise UserError('--eval_only takes one trained run: --out_dir=RUN')
     if (values['eval_only'] or values['resume']) and not swept(values):
         here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only', 'overwrite')}
+        if values['eval_only']:
+            here['results'] = values['results']            # only if asked for now
         values = read_checkpoint(values['out_dir'])['config'] | flags | here
     return values
 
@@ -308,9 +316,7 @@ def make_config(values):
     check_name('task', values['task'].partition(':')[0], tasks.TASKS)
     try:
         return Config(**{key: x for key, x in values.items() if key in keys(Config)})
-    except ValueError as error:
-        if not traceback.extract_tb(error.__traceback__)[-1].line.startswith('raise'):
-            raise                                          # a mistake in the code of an encoding
+    except tasks.DataError as error:
         raise UserError(str(error)) from None
 
 
@@ -742,12 +748,17 @@ def evaluate(model, task, sets, autocast=None):
 @contextlib.contextmanager
 def locked(folder):
     """Keep other processes from training in a folder; raise UserError if one is."""
+    if fcntl is None:
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
+        os.close(handle)
         raise UserError(f'another process trains in {folder}: use another --out_dir') from None
+    try:
+        yield
     finally:
         os.close(handle)
 
@@ -808,8 +819,12 @@ def save(cfg, checkpoint, trainer, alive, step, losses, log):
                       log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
     buffer = io.BytesIO()                                  # in memory first: written whole or not
     torch.save(checkpoint, buffer)
-    write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(checkpoint['config'], indent=1))
+    write_config(cfg)
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+
+
+def write_config(cfg):
+    write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
 
 
 def check_same(cfg, checkpoint, names):
@@ -835,19 +850,21 @@ def failures(checkpoint):
     return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
 
 
-def finished(cfg):
-    """{seed: {length: scores}} of a run that has ended, at cfg.eval_lengths; None if it has not."""
-    path = os.path.join(cfg.out_dir, 'lengths.json')
-    if cfg.overwrite or not os.path.exists(path):
+def finished(cfg, checkpoint):
+    """{seed: {length: scores}} of a run that has ended with this test; None if it has not."""
+    paths = [os.path.join(cfg.out_dir, name) for name in ('lengths.json', 'config.json')]
+    if not checkpoint['step'] or not all(map(os.path.exists, paths)):
         return None
     try:
-        with open(path) as f:
-            table = json.load(f)                           # its keys are text
+        table, tested = (json.loads(open(path).read()) for path in paths)
         by_seed = {int(s): {int(n): x for n, x in scores.items()} for s, scores in table.items()}
-    except (ValueError, AttributeError):                   # damaged
+        rows = [x['n'] and x['exact'] for scores in by_seed.values() for x in scores.values()]
+    except (ValueError, AttributeError, KeyError, TypeError):      # damaged
         return None
-    evaluated = all(list(scores) == cfg.eval_lengths for scores in by_seed.values())
-    return by_seed if evaluated else None
+    alive = [seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry]
+    same = [*by_seed] == alive and len(rows) == len(alive) * len(cfg.eval_lengths) and all(
+        tested.get(key) == getattr(cfg, key) for key in ('n_test', 'eval_lengths'))
+    return by_seed if same else None
 
 
 def append_record(cfg, device, by_seed, failed):
@@ -907,6 +924,7 @@ def summary(cfg, scores, metric='exact'):
 
 
 def perplexity(score):
+    """e^loss, from the loss in nats."""
     return math.exp(min(score['loss'], 700))               # larger ones overflow
 
 
@@ -1000,8 +1018,8 @@ def train(cfg, device, checkpoint, stop):
         losses = [x.to(device) for x in checkpoint['losses']]
         print(f'continues the run in {cfg.out_dir}')
     size = sum(p.numel() for p in trainer.models[0].parameters())
-    print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}, steps {first + 1} to '
-          f'{cfg.max_steps}')
+    what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
+    print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}, {what}')
     began, every = time.time(), 0.1 if sys.stderr.isatty() else 10   # seconds; in a pipe 10
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False)
@@ -1017,11 +1035,12 @@ def train(cfg, device, checkpoint, stop):
         if logging and alive:
             speed = round((done - first) / (time.time() - began), 2)
             lr = trainer.optimizer.param_groups[0]['lr'].item()
-            for seed, column in zip(cfg.seeds, zip(*rows)):
-                if seed in alive:
-                    point = dict(step=done, seed=seed, loss=sum(column) / len(column), lr=lr)
-                    log.append(point | dict(steps_per_s=speed))
-            bar.set_postfix(loss=f'{point["loss"]:.4f}', refresh=False)
+            by_seed = {seed: sum(column) / len(column)
+                       for seed, column in zip(cfg.seeds, zip(*rows)) if seed in alive}
+            log += [dict(step=done, seed=seed, loss=x, lr=lr, steps_per_s=speed)
+                    for seed, x in by_seed.items()]
+            loss = sum(by_seed.values()) / len(by_seed)
+            bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
             losses = []                                    # the log has them
         if evaluating and alive:
             pause = time.time()
@@ -1036,7 +1055,7 @@ def train(cfg, device, checkpoint, stop):
         if not alive:                                      # every seed has diverged
             return {}
         if evaluating:
-            tqdm.write(f'step {done:>6}  loss {point["loss"]:.4f}  {speed:6.1f} steps/s  '
+            tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
         if stop.signal and done < cfg.max_steps:
             return None
@@ -1080,7 +1099,7 @@ def run(cfg, stop):
             checkpoint = read_checkpoint(cfg.out_dir)
             check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
         checkpoint['config'] = asdict(cfg)
-        by_seed = finished(cfg) if checkpoint['step'] else None
+        by_seed = finished(cfg, checkpoint)
         if by_seed is None:
             by_seed = train(cfg, device, checkpoint, stop)
         else:
@@ -1089,6 +1108,7 @@ def run(cfg, stop):
             if cfg.results:
                 append_record(cfg, device, by_seed, failures(checkpoint))
             write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+            write_config(cfg)                              # last: finished() relies on it
     return by_seed, failures(checkpoint)
 
 
@@ -1102,7 +1122,8 @@ def train_points(points, swept):
             print(f'--- {label} ({cfg.out_dir})')
         by_seed, lines = run(cfg, stop)
         if by_seed is None:
-            print('stopped and saved; continue with the same command')
+            print('stopped and saved; continue with the same command'
+                  + ', without --overwrite' * cfg.overwrite)
             return 128 + stop.signal
         failed += [f'{label} {line}'.strip() for line in lines]
         if not by_seed:
@@ -1119,7 +1140,7 @@ def train_points(points, swept):
     if failed:
         advice = '. A lower --lr or a longer --warmup_steps may help'
         if any(line.endswith('at step 1') for line in failed):      # before the first update
-            advice = '. It was so before any update: look at the model or the data'
+            advice = '. No update had been made: look at the model or the data'
         raise UserError(f'{len(failed)} diverged: {"; ".join(failed)}{advice}')
     return 0
 
@@ -1154,11 +1175,13 @@ def evaluate_run(cfg):
     device, by_seed = pick_device(cfg), {}
     saved = read_checkpoint(cfg.out_dir)
     print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
-    for seed in cfg.seeds:
-        if 'failed' not in saved['seeds'].get(seed, {}):
-            model = load(cfg.out_dir, seed, cfg)[0].to(device)
-            by_seed[seed] = evaluate(model, cfg.the_task, held_out(cfg, 'test', device),
-                                     precision(cfg, device))
+    seeds = [seed for seed in cfg.seeds if 'failed' not in saved['seeds'].get(seed, {})]
+    if not seeds:
+        raise UserError(f'every seed of the run in {cfg.out_dir} diverged')
+    for seed in seeds:
+        model = load(cfg.out_dir, seed, cfg)[0].to(device)
+        by_seed[seed] = evaluate(model, cfg.the_task, held_out(cfg, 'test', device),
+                                 precision(cfg, device))
     write_file(os.path.join(cfg.out_dir, 'eval.json'), json.dumps(by_seed))
     if cfg.results:
         append_record(cfg, device, by_seed, failures(saved))
@@ -1187,8 +1210,10 @@ def main(argv):
     values = read_options(argv)
     points, varied = read_points(values)
     cfg = points[0][1]
-    print(' '.join(f'--{key}={as_typed(values[key])}' for key, usual in defaults(Config).items()
-                   if key in ('task', 'pe') or values[key] != usual) + '\n')
+    changed = {key: ','.join(map(str, values[key])) if key in varied else as_typed(values[key])
+               for key, usual in defaults(Config).items()
+               if key in ('task', 'pe') or values[key] != usual}
+    print(shlex.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
     if not cfg.eval_only:
         return train_points(points, varied)
     show(cfg, evaluate_run(cfg))
@@ -1213,8 +1238,8 @@ def run_program(main, *errors):
         lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lacks_memory or isinstance(error, MemoryError)):
             raise
-        says = ('not enough memory: use a smaller batch_size, a larger accumulate, or fewer and '
-                'shorter problems (of a probe: a smaller --length or --n)')
+        says = ('not enough memory: use a smaller model or batch_size, a larger accumulate, or '
+                'fewer and shorter problems (of a probe: a smaller --length or --n)')
     print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
     sys.exit(2)
 

@@ -304,8 +304,10 @@ class Options:
 def board(options):
     """The grid of the board, after training the cells that have no record."""
     cells = list(itertools.product(options.pe.split(','), options.task.split(',')))
-    for _, column in cells:
+    probe.need(options.minutes > 0, '--minutes must be positive')
+    for row, column in cells:
         check_name('task of the board', column, COLUMNS)
+        check_name('encoding', row.split('+')[0], [*ROWS, *train.encodings.ENCODINGS])
     known = find_cells(options.minutes, cells, options.records)
     missing = [(row, column) for row, column in cells if column not in known.get((row,), {})]
     for row, column in tqdm(missing, unit='cell', disable=not missing):
