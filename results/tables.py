@@ -286,8 +286,7 @@ def run_cell(minutes, row, column, records):
               f'--eval_lengths={COLUMNS[column].split()[2]}')
     merits = {rate: validation(f'{folder},search/lr={float(rate)}') for rate in RATES.split(',')}
     best = max(merits, key=merits.get)                     # of equals the first in RATES
-    run_train(folder, *flags, '--seeds=0-4', '--n_eval=1', f'--lr={best}',
-              f'--results={records}')
+    run_train(folder, *flags, '--seeds=0-4', '--n_eval=1', f'--lr={best}', f'--results={records}')
 
 
 @dataclass
