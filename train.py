@@ -384,7 +384,7 @@ class Batches:
 
     def begin_epoch(self, lengths):
         """Draw the pool, unless it is fixed, and the order of its problems."""
-        self.start, self.at = self.generator.get_state(), 0        # what resume() needs
+        self.start, self.at = self.generator.get_state(), 0        # what restore() needs
         if lengths != self.lengths or not self.cfg.n_train:
             fixed = self.cfg.n_train > 0                   # the same pool in every epoch
             source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
@@ -402,15 +402,22 @@ class Batches:
         self.at += self.cfg.batch_size
         return self.tokens[rows].long(), self.targets[rows].long() # (B, T)
 
-    def checksum(self):
-        """A number that changes if the epoch's problems do."""
-        return zlib.crc32(self.tokens.cpu().numpy().tobytes())
+    def state(self):
+        """What restore() reads: how the epoch began, its next row, a checksum of its problems."""
+        return dict(start=self.start, lengths=self.lengths, at=self.at,
+                    sum=zlib.crc32(self.tokens.cpu().numpy().tobytes()))
 
-    def resume(self, start, lengths, at):
-        """Continue at row `at` of the epoch that began with the generator's state `start`."""
-        self.generator.set_state(start)
-        self.begin_epoch(lengths)
-        self.at = at
+    def restore(self, state):
+        """Continue in the middle of an epoch."""
+        if state['start'].shape != self.generator.get_state().shape:
+            raise UserError(f'the run in {self.cfg.out_dir} was trained on another kind of device, '
+                            'which draws other random numbers: use its --device')
+        self.generator.set_state(state['start'])
+        self.begin_epoch(state['lengths'])
+        self.at = state['at']
+        if self.state()['sum'] != state['sum']:
+            raise UserError(f'the problems of the run in {self.cfg.out_dir} have changed: its data '
+                            'or tasks.py; --overwrite trains it again')
 
 
 def held_out(cfg, split, device):
@@ -437,72 +444,55 @@ def learning_rate(cfg, step):
 
 
 class Trainer:
-    """The models of all seeds, their batches and their optimizer.
-
-    With one seed, step() reads as in any training script. Several seeds, torch.compile and a CUDA
-    graph are other things that self.model, self.clip and self.update can be bound to.
-    """
-    def __init__(self, cfg, device):
+    """The model of one seed, its batches and its optimizer."""
+    def __init__(self, cfg, seed, device):
         self.cfg, self.device = cfg, device
-        self.models, self.batches = [], []
+        self.losses = []                                   # of the steps since the last log line
         if cfg.kernel == 'triton':
             encodings.kernels()                            # before the optimizer imports Triton
-        for seed in cfg.seeds:
-            torch.manual_seed(seed)                        # initial weights, then dropout
-            self.models.append(Transformer(cfg).to(device, cfg.weights_dtype))
-            self.batches.append(Batches(cfg, seed, cfg.the_task, device))
-
+        torch.manual_seed(seed)                            # initial weights, then dropout
+        self.model = Transformer(cfg).to(device, cfg.weights_dtype)
+        self.batches = Batches(cfg, seed, cfg.the_task, device)
+        self.autocast = precision(cfg, device)
         on_gpu = device.type == 'cuda'                     # where launches cost more than sums
-        size = sum(p.numel() for p in self.models[0].parameters())
-        compiled = on_gpu and size >= 1e7 if cfg.compile is None else cfg.compile
-        # a capture refuses the factorization that keeps PRISM's matrix orthogonal
-        captures = on_gpu and not compiled and cfg.prism_recurrent != 'orthogonal'
-        if compiled:
-            torch._dynamo.reset()                          # or a sweep's ninth model runs eagerly
-        self.model, self.clip = self.models[0], clip_grad_norm_    # the plain path: one seed
-        if len(self.models) > 1:
-            self.model, self.clip = Stack(cfg, self.models, device, compiled), clip_each
         groups = self.model.optim_groups(cfg.lr, cfg.weight_decay) # a class may have its own
-        if compiled and len(self.models) == 1:
-            self.model = torch.compile(self.model, dynamic=False)
         for group in groups:                               # a CUDA graph reads rates from tensors
             dtype = torch.float32 if on_gpu else torch.float64
             group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
         self.peaks = [group['lr'].item() for group in groups]      # before warm-up and decay
         self.optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
                                            capturable=on_gpu)
-        self.autocast = precision(cfg, device)
-        if captures if cfg.graph is None else cfg.graph:
+        # what a step calls: the model, or its compiled form; a function, or its CUDA graph
+        self.forward = self.model
+        large = sum(p.numel() for p in self.model.parameters()) >= 1e7
+        if on_gpu and large if cfg.compile is None else cfg.compile:
+            self.forward = torch.compile(self.model, dynamic=False)
+        # a capture refuses the factorization that keeps PRISM's matrix orthogonal
+        captures = self.forward is self.model and cfg.prism_recurrent != 'orthogonal'
+        if on_gpu and captures if cfg.graph is None else cfg.graph:
             self.update = Graph(self.update)
 
-    def next_batch(self, step):
-        """tokens, targets: [B, T], or [S, B, T] of S seeds."""
-        if len(self.batches) == 1:
-            return self.batches[0].next(step)
-        tokens, targets = zip(*(batches.next(step) for batches in self.batches))
-        return torch.stack(tokens), torch.stack(targets)
-
     def step(self, number):
-        """One optimizer step; the losses [S] before it. On a GPU nothing here waits for it."""
-        tokens, targets = self.next_batch(number)          # (B, T), or (S, B, T)
+        """One optimizer step; the loss before it, []. On a GPU nothing here waits for it."""
+        tokens, targets = self.batches.next(number)        # (B, T)
         factor = learning_rate(self.cfg, number) / self.cfg.lr
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group['lr'].fill_(factor * peak)               # in place, for a CUDA graph
-        return self.update(tokens, targets).view(-1)
+        return self.update(tokens, targets)
 
     def update(self, tokens, targets):
-        """Forward, backward, clip, AdamW on a batch. Returns the loss, [] or [S]."""
-        total = self.supervised(targets)                   # of the whole batch
+        """Forward, backward, clip, AdamW on a batch. Returns the loss, []."""
         loss = 0
         pieces = self.cfg.accumulate                       # micro-batches
-        for x, y in zip(tokens.tensor_split(pieces, dim=-2), targets.tensor_split(pieces, dim=-2)):
-            fraction = self.supervised(y) / total          # 1 if the batch is in one piece
+        for x, y in zip(tokens.tensor_split(pieces), targets.tensor_split(pieces)):
+            # of the supervised targets: 1 if the batch is in one piece
+            fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / (targets != -100).sum()
             with self.autocast:                            # bfloat16, if asked for
-                part = fraction * self.model(x, y)[1]      # the model gives (logits, mean loss)
-            part.sum().backward()                          # .sum() is over the seeds of a Stack
-            loss = loss + part.detach()                    # [] or (S,)
+                part = fraction * self.forward(x, y)[1]    # the model gives (logits, mean loss)
+            part.backward()
+            loss = loss + part.detach()
         if self.cfg.grad_clip:
-            self.clip(self.model.parameters(), self.cfg.grad_clip) # each seed's norm by itself
+            clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
         self.optimizer.step()                              # AdamW
         for group in self.optimizer.param_groups:
             if 'clamp' in group:                           # PoPE's delta
@@ -511,116 +501,39 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
 
-    def supervised(self, targets):
-        """How many targets of a batch are supervised: [], or [S]."""
-        return (targets != -100).sum(dim=(-2, -1), dtype=self.cfg.weights_dtype)
+    def mean_loss(self):
+        """The mean over the steps since it was called before."""
+        losses, self.losses = self.losses, []
+        return sum(losses) / len(losses)
 
     def state(self):
-        """What restore() reads of a checkpoint, and the models {seed: state_dict}."""
-        models = {}
-        for seed, model in zip(self.cfg.seeds, self.models):
-            weights = model.state_dict().items()           # a copy: training goes on in place
-            models[seed] = {name: x.to('cpu', copy=True) for name, x in weights}
-        first = self.batches[0]                            # all seeds are at the same row
-        batches = {'starts': [batches.start for batches in self.batches],
-                   'lengths': first.lengths, 'at': first.at, 'sum': first.checksum()}
-        rng = [torch.get_rng_state()]                      # dropout
+        """What restore() reads."""
+        weights = self.model.state_dict()                  # a copy: training continues in place
+        rng = [torch.get_rng_state()]                      # of dropout
         if self.device.type == 'cuda':
             rng.append(torch.cuda.get_rng_state())
-        moments = self.optimizer.state_dict()['state']
-        return dict(models=models, moments=moments, batches=batches, rng=[rng])
+        return dict(model={name: x.to('cpu', copy=True) for name, x in weights.items()}, rng=rng,
+                    moments=self.optimizer.state_dict()['state'], batches=self.batches.state(),
+                    losses=self.losses)
 
-    def restore(self, checkpoint):
-        """Continue from a checkpoint."""
-        at = checkpoint['batches']
-        if at['starts'][0].shape != self.batches[0].generator.get_state().shape:
-            raise UserError(f'the run in {self.cfg.out_dir} was trained on another kind of device, '
-                            'which draws other random numbers: use its --device')
-        for i, (seed, model) in enumerate(zip(self.cfg.seeds, self.models)):
-            entry = checkpoint['seeds'][seed]
-            if 'model' in entry:                           # else it diverged before its first one
-                load_weights(model, entry['model'], self.cfg.out_dir)
-            self.batches[i].resume(at['starts'][i], at['lengths'], at['at'])
-        if self.batches[0].checksum() != at.get('sum', self.batches[0].checksum()):
-            raise UserError(f'the problems of the run in {self.cfg.out_dir} have changed: its data '
-                            'or tasks.py; --overwrite trains it again')
+    def restore(self, state):
+        """Continue from a state of the same configuration."""
+        load_weights(self.model, state['model'], self.cfg.out_dir)
+        self.batches.restore(state['batches'])
+        self.losses = state['losses']
         # the optimizer numbers its parameters in the order of its groups
         params = [p for group in self.optimizer.param_groups for p in group['params']]
-        for i, state in checkpoint['moments'].items():
-            self.optimizer.state[params[i]] = {
-                name: (x.view_as(params[i]) if x.dim() else x).to(self.device)
-                for name, x in state.items()}
-        cpu, *cuda = checkpoint['rng'][0]
+        for i, moments in state['moments'].items():
+            self.optimizer.state[params[i]] = {name: x.to(self.device)
+                                               for name, x in moments.items()}
+        cpu, *cuda = state['rng']
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state(cuda[0])
 
 
 # --------------------------------------------------------------------------------------------------
-# several seeds as one model, and a step as one launch
-
-class Stack:
-    """The models of several seeds as one: calling it on [S, B, T] gives (None, losses [S]).
-
-    Its parameters are stacks [S, ...]. Those of the models, and their gradients, are views of the
-    stacks, so a single model can be evaluated. Nothing in a step mixes seeds: each one trains as it
-    would alone.
-    """
-    def __init__(self, cfg, models, device, compiled):
-        self.cfg, self.models = cfg, models
-        # on a CPU one pass for all saves calls, not arithmetic, and a large one leaves the cache
-        work = cfg.batch_size * cfg.train_len * cfg.d_model
-        self.together = device.type == 'cuda' or work <= 2 ** 15
-        self.params, self.buffers = torch.func.stack_module_state(models)      # {name: (S, ...)}
-        for p in self.params.values():
-            p.grad = torch.zeros_like(p)                   # never None: clip_each reads all
-        for i, model in enumerate(models):
-            for name, p in model.named_parameters():
-                p.data = self.params[name].data[i]         # views of (S, ...)
-                p.grad = self.params[name].grad[i]
-            for name, x in model.named_buffers():
-                x.data = self.buffers[name][i]
-        # over the axis of seeds; each seed draws dropout of its own
-        self.losses = torch.func.vmap(self.loss, randomness='different')
-        self.forward = models
-        if compiled:
-            self.losses = torch.compile(self.losses, dynamic=False)
-            self.forward = [torch.compile(model, dynamic=False) for model in models]
-
-    def __call__(self, tokens, targets):
-        if self.together:
-            return None, self.losses(self.params, self.buffers, tokens, targets)
-        losses = [model(x, y)[1] for model, x, y in zip(self.forward, tokens, targets)]
-        return None, torch.stack(losses)                   # (S,)
-
-    def loss(self, params, buffers, tokens, targets):
-        """The loss on a batch [B, T] of a model with one seed's parameters and buffers."""
-        if self.cfg.tie:                                   # named once in params, used twice
-            params = dict(params) | {'head.weight': params['embedding.weight']}
-        model, state = self.models[0], (params, buffers)
-        return torch.func.functional_call(model, state, (tokens, targets), tie_weights=False)[1]
-
-    def parameters(self):
-        return self.params.values()
-
-    def optim_groups(self, lr, weight_decay):
-        """The parameter groups of one model, with the stacks in place of its parameters."""
-        # a group lists parameters of model 0: find their names, and the stacks of these names
-        names = {id(p): name for name, p in self.models[0].named_parameters()}
-        groups = self.models[0].optim_groups(lr, weight_decay)
-        for group in groups:
-            group['params'] = [self.params[names[id(p)]] for p in group['params']]
-        return groups
-
-
-def clip_each(params, largest):
-    """Scale each seed's gradient to a norm of at most `largest`; params: stacks [S, ...]."""
-    grads = [p.grad.view(len(p), -1) for p in params]      # (S, n)
-    norm = torch.stack([grad.norm(dim=1) for grad in grads]).norm(dim=0)       # (S,)
-    scale = (largest / (norm + 1e-6)).clamp(max=1)         # as torch's clip_grad_norm_
-    for grad in grads:
-        grad.mul_(scale[:, None])
-
+# a step as one launch, and where it runs
 
 class Graph:
     """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
@@ -671,7 +584,7 @@ def pick_device(cfg):
         torch.cuda.set_device(device)
     elif cfg.graph:
         raise UserError('--graph requires a CUDA device; leave it out')
-    work = len(cfg.seeds) * cfg.batch_size * cfg.train_len * cfg.d_model
+    work = cfg.batch_size * cfg.train_len * cfg.d_model
     if work <= 2 ** 18 and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(1)
     return device
@@ -739,11 +652,10 @@ def evaluate(model, task, sets, autocast=None):
 #
 #   config    every field of Config
 #   step      optimizer steps done
-#   seeds     {seed: {model: state_dict, step: its step, failed: why}}
-#   moments   AdamW's averages, stacked over the seeds: {number of the parameter: {name: [S, ...]}}
-#   batches   where the data are: the generators' states at the start of the epoch, and the row
-#   rng       the states of torch's generators (dropout)
-#   losses    [steps, S] since the last line of the log, whose size in bytes is log_size
+#   seeds     {seed: {model: state_dict; step: its step; failed: why; moments: AdamW's averages;
+#             batches: where the data are; rng: the states of torch's generators, for dropout;
+#             losses: of the steps since the log's last line}}
+#   log_size  of log.jsonl, in bytes
 
 @contextlib.contextmanager
 def locked(folder):
@@ -799,7 +711,7 @@ def read_checkpoint(folder):
     return checkpoint
 
 
-def save(cfg, checkpoint, trainer, alive, step, losses, log):
+def save(cfg, checkpoint, trainers, step, log):
     """Append the points in `log` to log.jsonl, then write config.json and ckpt.pt. The first save
     removes the results of a run that this one replaces. A seed that diverged keeps its last finite
     model."""
@@ -811,12 +723,9 @@ def save(cfg, checkpoint, trainer, alive, step, losses, log):
     with open(os.path.join(cfg.out_dir, 'log.jsonl'), 'ab') as f:
         f.truncate(checkpoint['log_size'])                 # lines that no checkpoint counts
         f.write(''.join(json.dumps(point) + '\n' for point in log).encode())
-    state = trainer.state()
-    models = state.pop('models')
-    for seed in alive:
-        checkpoint['seeds'][seed].update(step=step, model=models[seed])
-    checkpoint.update(state, step=step, losses=torch.stack(losses).cpu() if losses else losses,
-                      log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
+    for seed, trainer in trainers.items():
+        checkpoint['seeds'][seed].update(trainer.state(), step=step)
+    checkpoint.update(step=step, log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
     buffer = io.BytesIO()                                  # in memory first: written whole or not
     torch.save(checkpoint, buffer)
     write_config(cfg)
@@ -1011,76 +920,83 @@ def train(cfg, device, checkpoint, stop):
     Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped. The
     checkpoint says which seeds diverged.
     """
-    trainer, first, log = Trainer(cfg, device), checkpoint['step'], []
-    losses = []                                            # (S,) each, since the log's last line
-    if first:
-        trainer.restore(checkpoint)
-        losses = [x.to(device) for x in checkpoint['losses']]
-        print(f'continues the run in {cfg.out_dir}')
-    size = sum(p.numel() for p in trainer.models[0].parameters())
-    what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
-    print(f'{size:,} parameters on {device}, seeds {as_typed(cfg.seeds)}, {what}')
+    trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
+    first, log = checkpoint['step'], []
     began, every = time.time(), 0.1 if sys.stderr.isatty() else 10   # seconds; in a pipe 10
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False)
     for step in bar:
-        losses.append(trainer.step(step))                  # (S,), before the update
+        for trainer in trainers.values():
+            trainer.losses.append(trainer.step(step))
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
         if not (logging or stop.signal):
             continue
-        rows = torch.stack(losses).tolist()                # [steps, S]; waits for the device
-        alive = note_failures(checkpoint, done, rows, trainer.models)
-        if logging and alive:
+        drop_diverged(trainers, checkpoint, done)
+        if not trainers:
+            save(cfg, checkpoint, trainers, done, log)
+            break
+        if logging:
             speed = round((done - first) / (time.time() - began), 2)
-            lr = trainer.optimizer.param_groups[0]['lr'].item()
-            by_seed = {seed: sum(column) / len(column)
-                       for seed, column in zip(cfg.seeds, zip(*rows)) if seed in alive}
-            log += [dict(step=done, seed=seed, loss=x, lr=lr, steps_per_s=speed)
-                    for seed, x in by_seed.items()]
-            loss = sum(by_seed.values()) / len(by_seed)
+            means = {seed: trainer.mean_loss() for seed, trainer in trainers.items()}
+            log += [dict(step=done, seed=seed, loss=x, lr=learning_rate(cfg, step),
+                         steps_per_s=speed) for seed, x in means.items()]
+            loss = sum(means.values()) / len(means)
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
-            losses = []                                    # the log has them
-        if evaluating and alive:
+        if evaluating:
             pause = time.time()
-            scores = {seed: evaluate(model, cfg.the_task, held_out(cfg, 'eval', device),
-                                       trainer.autocast)
-                      for seed, model in alive.items()}
-            log += [dict(step=done, seed=seed, eval=scores[seed]) for seed in alive]
+            scores = test(cfg, trainers, 'eval', device)
+            log += [dict(step=done, seed=seed, eval=x) for seed, x in scores.items()]
             began += time.time() - pause                   # evaluations do not count as training
-        if evaluating or stop.signal or not alive:
-            save(cfg, checkpoint, trainer, alive, done, losses, log)
+        if evaluating or stop.signal:
+            save(cfg, checkpoint, trainers, done, log)
             log = []
-        if not alive:                                      # every seed has diverged
-            return {}
         if evaluating:
             tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
         if stop.signal and done < cfg.max_steps:
             return None
-    # the test, also of a run that had ended without it
-    alive = note_failures(checkpoint, cfg.max_steps, [], trainer.models)
-    return {seed: evaluate(model, cfg.the_task, held_out(cfg, 'test', device), trainer.autocast)
-            for seed, model in alive.items()}
+    return test(cfg, trainers, 'test', device)
 
 
-def note_failures(checkpoint, step, rows, models):
-    """{seed: model} of the seeds that have not diverged. rows [steps, S]: the losses of the last
-    steps up to `step`."""
-    alive = {}
-    for i, (seed, entry) in enumerate(checkpoint['seeds'].items()):
-        bad = [number for number, row in enumerate(rows, step - len(rows) + 1)
-               if not math.isfinite(row[i])]
+def begin(cfg, device, checkpoint):
+    """{seed: Trainer} of the seeds that have not diverged, where the checkpoint left them."""
+    trainers = {seed: Trainer(cfg, seed, device) for seed, entry in checkpoint['seeds'].items()
+                if 'failed' not in entry}
+    first = checkpoint['step']
+    for seed, trainer in trainers.items():
+        if first:
+            trainer.restore(checkpoint['seeds'][seed])
+    if first:
+        print(f'continues the run in {cfg.out_dir}')
+    size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
+    what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
+    print(f'{size // max(1, len(trainers)):,} parameters on {device}, seeds {as_typed(cfg.seeds)}, '
+          f'{what}')
+    return trainers
+
+
+def drop_diverged(trainers, checkpoint, step):
+    """Remove each seed of which a loss, up to this step, or a weight is not finite."""
+    for seed, trainer in [*trainers.items()]:
+        trainer.losses = [float(x) for x in trainer.losses]        # waits for the device
+        start = step + 1 - len(trainer.losses)
+        bad = [i for i, x in enumerate(trainer.losses, start) if not math.isfinite(x)]
         # a loss shows the weights before its step, so look at those after it, too
-        finite = not bad and all(p.isfinite().all() for p in models[i].parameters())
-        if not finite and 'failed' not in entry:
-            entry['failed'] = (f'seed {seed}: the loss or a weight became NaN or infinite at step '
-                               f'{bad[0] if bad else step}')
-            tqdm.write(entry['failed'])
-        if 'failed' not in entry:
-            alive[seed] = models[i]
-    return alive
+        if not all(p.isfinite().all() for p in trainer.model.parameters()):
+            bad.append(step)
+        if bad:
+            says = f'seed {seed}: the loss or a weight became NaN or infinite at step {bad[0]}'
+            tqdm.write(says)
+            checkpoint['seeds'][seed]['failed'] = says     # beside its last finite model
+            del trainers[seed]
+
+
+def test(cfg, trainers, split, device):
+    """{seed: {length: scores}} on held-out problems."""
+    return {seed: evaluate(trainer.model, cfg.the_task, held_out(cfg, split, device),
+                           trainer.autocast) for seed, trainer in trainers.items()}
 
 
 # --------------------------------------------------------------------------------------------------
