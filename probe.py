@@ -1004,11 +1004,11 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)
     tokens, targets = fewer(cfg, tokens, targets, limit=2 ** 23 * cfg.n_layer)
     edge = edges(task, tokens)
-    again = dataclasses.replace(cfg, seeds=cfg.seeds[:1], device='cpu', compile=False, graph=False)
-    trainer, found = train.Trainer(again, torch.device('cpu')), {}
+    again = dataclasses.replace(cfg, compile=False, graph=False)
+    trainer, found = train.Trainer(again, again.seeds[0], torch.device('cpu')), {}
     for step in range(steps + 1):
         if step in {round(steps * i / 4) for i in range(5)}:
-            found[step], _ = gradients_by_layer(trainer.models[0], tokens, targets, edge)
+            found[step], _ = gradients_by_layer(trainer.model, tokens, targets, edge)
         if step < steps:
             trainer.step(step)  # the same batches and updates as in the run
     found['trained'], _ = gradients_by_layer(model, tokens, targets, edge)

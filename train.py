@@ -518,6 +518,9 @@ class Trainer:
 
     def restore(self, state):
         """Continue from a state of the same configuration."""
+        if not state.get('moments'):
+            raise UserError(f'the run in {self.cfg.out_dir} is of an older version of train.py, '
+                            'which this one evaluates, but does not continue')
         load_weights(self.model, state['model'], self.cfg.out_dir)
         self.batches.restore(state['batches'])
         self.losses = state['losses']
