@@ -2135,19 +2135,14 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
     argv = flags(out_dir=run)
     train.main(argv)
-    kept = {path: path.read_bytes() for path in run.iterdir()}
     for _ in range(2):
         train.main([*argv, f'--results={results}'])
         assert '--overwrite' in capsys.readouterr().out
     assert read_json(results)['scores']['0']               # a single line
-    for text in ('{"0": half', '{}', '{"0": {}}', '{"0": {"1": {}}}'):     # damaged: test again
-        (run / 'lengths.json').write_text(text)
-        train.main(argv)
-        assert 'finished earlier' not in capsys.readouterr().out
-        assert kept[run / 'lengths.json'] == (run / 'lengths.json').read_bytes()
-    train.main([*argv, '--n_test=20'])                     # and so is a run for another test
+    train.main([*argv, '--n_test=20'])                     # only the test is made again
     assert read_json(run / 'lengths.json')['0']['1']['n'] == 20
     train.main(argv)
+    kept = {path: path.read_bytes() for path in run.iterdir()}
     with pytest.raises(train.UserError, match='trained with lr=0.001, not 0.5: .*--overwrite'):
         train.main([*argv, '--lr=0.5'])
     other = [*argv, '--lr=0.5', '--overwrite']
@@ -2649,8 +2644,7 @@ def test_help_names_every_option(capsys):
     train.main(['--help'])
     out = capsys.readouterr().out
     for key in train.keys(train.Config):
-        line = re.search(rf'^  --{key}=(.*)$', out, re.M)
-        assert line and len(line[1].split()) > 1, key
+        assert re.search(rf'(?m)^    {key}: .+ = .+  # |^    # .+\n    {key}: ', out), key
 
 
 # configs

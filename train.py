@@ -10,8 +10,8 @@ folder contains ckpt.pt, config.json, log.jsonl (a line per logged point) and le
 {length: {exact, token, last, n}}}). The same command continues a run that was stopped and shows the
 table of one that is finished; --overwrite trains it again.
 
-In this file, top to bottom: the options and how they are read, batches, a training step, several
-seeds and CUDA graphs, evaluation, the files of a run, tables, the training loop, the program.
+In this file, top to bottom: the options and how they are read, batches, a training step, CUDA
+graphs, evaluation, the files of a run, tables, the training loop, the program.
 """
 import ast
 import contextlib
@@ -84,7 +84,7 @@ class Config(ModelConfig, Running):
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: sampled online
     # optimization: AdamW, linear warm-up, decay
-    seeds: list = (0,)             # one model per seed, all trained together
+    seeds: list = (0,)             # a model for each, trained side by side
     batch_size: int = 64           # sequences per step
     max_steps: int = 4000          # optimizer steps
     lr: float = 1e-3               # peak learning rate
@@ -321,25 +321,15 @@ def make_config(values):
 
 
 def print_help(doc, cls):
-    """Print a program's docstring and, from the source of its dataclass and of the encodings, each
-    option's comment: the one on its line, else the comment lines above it."""
-    print(doc)
-    owners = [base for enc in encodings.ENCODINGS.values() for base in enc.__mro__]
-    for owner in dict.fromkeys([*cls.__mro__, *owners]):
-        own = keys(cls).keys() & owner.__dict__.get('__annotations__', ())
-        if not own or owner is encodings.PEConfig:         # PEConfig collects those of encodings
-            continue
-        print(f'{owner.__module__}.{owner.__name__}'.replace('__main__', 'train'))
-        lines = r'((?:^    # .*\n)*)^    (\w+): .+? = .*?(?: +# (.*))?$'
-        for above, key, text in re.findall(lines, inspect.getsource(owner), re.M):
-            if key in own:
-                field = keys(cls)[key]
-                text = text or ' '.join(above.split()).replace('# ', '')
-                choices = ' | '.join(map(str, get_args(field.type)))
-                if choices and ' | ' not in text:
-                    text += f': {choices}'
-                print(f'  {f"--{key}={as_typed(field.default)}":25} {text}')
-        print()
+    """Print a program's docstring, and the options of its dataclass and of each encoding as their
+    source declares them: NAME: type = default  # meaning."""
+    print(doc + '\nSet --NAME=value, or NAME = value in a config file.')
+    classes = [base for x in encodings.ENCODINGS.values() for base in x.__mro__]
+    for owner in dict.fromkeys([*cls.__mro__, *classes]):
+        if owner.__module__ in (cls.__module__, 'model', 'pe') and owner is not encodings.PEConfig:
+            lines = re.findall(r'^(?:    # .*\n)*    \w+: .+ = .*', inspect.getsource(owner), re.M)
+            if lines:
+                print('\n'.join(['', owner.__name__, *lines]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -659,6 +649,7 @@ def evaluate(model, task, sets, autocast=None):
 #             batches: where the data are; rng: the states of torch's generators, for dropout;
 #             losses: of the steps since the log's last line}}
 #   log_size  of log.jsonl, in bytes
+#   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths
 
 @contextlib.contextmanager
 def locked(folder):
@@ -729,14 +720,15 @@ def save(cfg, checkpoint, trainers, step, log):
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
     checkpoint.update(step=step, log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
+    write_checkpoint(cfg, checkpoint)
+
+
+def write_checkpoint(cfg, checkpoint):
+    """Write config.json and ckpt.pt."""
     buffer = io.BytesIO()                                  # in memory first: written whole or not
     torch.save(checkpoint, buffer)
-    write_config(cfg)
-    write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
-
-
-def write_config(cfg):
     write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
+    write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
 
 
 def check_same(cfg, checkpoint, names):
@@ -760,23 +752,6 @@ def load_weights(model, weights, folder):
 def failures(checkpoint):
     """A line about each seed that diverged."""
     return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
-
-
-def finished(cfg, checkpoint):
-    """{seed: {length: scores}} of a run that has ended with this test; None if it has not."""
-    paths = [os.path.join(cfg.out_dir, name) for name in ('lengths.json', 'config.json')]
-    if not checkpoint['step'] or not all(map(os.path.exists, paths)):
-        return None
-    try:
-        table, tested = (json.loads(open(path).read()) for path in paths)
-        by_seed = {int(s): {int(n): x for n, x in scores.items()} for s, scores in table.items()}
-        rows = [x['n'] and x['exact'] for scores in by_seed.values() for x in scores.values()]
-    except (ValueError, AttributeError, KeyError, TypeError):      # damaged
-        return None
-    alive = [seed for seed, entry in checkpoint['seeds'].items() if 'failed' not in entry]
-    same = [*by_seed] == alive and len(rows) == len(alive) * len(cfg.eval_lengths) and all(
-        tested.get(key) == getattr(cfg, key) for key in ('n_test', 'eval_lengths'))
-    return by_seed if same else None
 
 
 def append_record(cfg, device, by_seed, failed):
@@ -1018,16 +993,19 @@ def run(cfg, stop):
             checkpoint = read_checkpoint(cfg.out_dir)
             check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
         checkpoint['config'] = asdict(cfg)
-        by_seed = finished(cfg, checkpoint)
-        if by_seed is None:
-            by_seed = train(cfg, device, checkpoint, stop)
-        else:
+        test_of = [cfg.n_test, cfg.eval_lengths]
+        if checkpoint.get('test_of') == test_of:
+            by_seed = checkpoint['scores']
             print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
+        else:
+            by_seed = train(cfg, device, checkpoint, stop)
+            if by_seed is not None:
+                checkpoint |= dict(test_of=test_of, scores=by_seed)
+                write_checkpoint(cfg, checkpoint)
         if by_seed is not None:
+            write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
             if cfg.results:
                 append_record(cfg, device, by_seed, failures(checkpoint))
-            write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
-            write_config(cfg)                              # last: finished() relies on it
     return by_seed, failures(checkpoint)
 
 
