@@ -2137,7 +2137,10 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     train.main(argv)
     for _ in range(2):
         train.main([*argv, f'--results={results}'])
-        assert '--overwrite' in capsys.readouterr().out
+        assert 'finished earlier; --overwrite' in capsys.readouterr().out
+    with mock.patch.dict(pe.ENCODINGS, rope=pe.YaRN):     # as if the class had been edited
+        train.main(argv)
+    assert 'before its encoding was changed' in capsys.readouterr().out
     assert read_json(results)['scores']['0']               # a single line
     train.main([*argv, '--n_test=20'])                     # only the test is made again
     assert read_json(run / 'lengths.json')['0']['1']['n'] == 20
@@ -2542,6 +2545,8 @@ def test_learning_rate_schedules(decay, rates):
 
 BAD = {
     'unknown option': (['--batchsize=3'], "did you mean 'batch_size'"),
+    'usual name': (['--learning_rate=3'], "did you mean 'lr'"),
+    'no such option': (['--epochs=3'], "'epochs'; --help lists them"),
     'wrong type': (['--lr=fast'], "--lr=fast: lr must be a number >= 0, got 'fast'"),
     'unknown task': (['--task=pairty'], "'parity'"),
     'unknown encoding': (['--pe=rop'], "'rope'"),
@@ -2607,7 +2612,7 @@ def test_files_and_flags_chain(tmp_path):
     a, b = tmp_path / 'a.py', tmp_path / 'b.py'
     a.write_text('task = "copy"\nlr = 0.5\nmax_steps = 10\n')
     b.write_text('# on top of a\nlr = lr / 2\neval_lengths = range(1, 4)\n')
-    cfg = read_config(str(a), str(b), '--max_steps=1e3', '--eval_lengths=1-3,7', '--rope_heads=1')
+    cfg = read_config(str(a), str(b), '—max_steps=1e3', '--eval_lengths=1-3,7', '--rope_heads=1')
     assert (cfg.task, cfg.lr, cfg.max_steps, cfg.rope_heads) == ('copy', 0.25, 1000, 1)
     assert cfg.eval_lengths == [1, 2, 3, 7] and cfg.out_dir == 'out/copy_rope'
     assert (cfg.vocab_size, cfg.train_len, cfg.eval_len) == (6, 35, 17)

@@ -175,8 +175,11 @@ TEXTS = 'out_dir', 'results', 'data'                       # a comma in one of t
 def check_name(what, name, known):
     """Raise UserError, with the nearest known name, if `name` is not among them."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1, 0.7)
-        hint = f', did you mean {near[0]!r}?' if near else '; there are: ' + ', '.join(known)
+        usual = dict(learning_rate='lr', steps='max_steps', heads='n_head', layers='n_layer')
+        near = [x for x in [usual.get(name)] if x in known]
+        near += difflib.get_close_matches(name, known, 1, 0.7)
+        listed = 'there are: ' + ', '.join(known) if len(known) < 60 else '--help lists them'
+        hint = f', did you mean {near[0]!r}?' if near else f'; {listed}'
         raise UserError(f'unknown {what} {name!r}{hint}')
 
 
@@ -252,8 +255,8 @@ def parse(cls, argv):
     """({option: value}, the other words) of a command line. --key alone means True."""
     flags, words = {}, []
     for arg in argv:
-        key, equals, value = arg.lstrip('-').partition('=')        # --key=value
-        if arg.startswith('-'):
+        key, equals, value = arg.lstrip('-–—').partition('=')      # --key=value, also pasted
+        if key != arg.partition('=')[0]:
             flags[key] = convert(cls, key, value if equals else True, arg)
         else:
             words.append(arg)
@@ -649,7 +652,8 @@ def evaluate(model, task, sets, autocast=None):
 #             batches: where the data are; rng: the states of torch's generators, for dropout;
 #             losses: of the steps since the log's last line}}
 #   log_size  of log.jsonl, in bytes
-#   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths
+#   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths;
+#             source: a checksum of its encoding's code
 
 @contextlib.contextmanager
 def locked(folder):
@@ -996,17 +1000,25 @@ def run(cfg, stop):
         test_of = [cfg.n_test, cfg.eval_lengths]
         if checkpoint.get('test_of') == test_of:
             by_seed = checkpoint['scores']
-            print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
+            changed = ', before its encoding was changed' * (checkpoint['source'] != source(cfg))
+            print(f'{cfg.out_dir} was finished earlier{changed}; --overwrite trains it again')
         else:
             by_seed = train(cfg, device, checkpoint, stop)
             if by_seed is not None:
-                checkpoint |= dict(test_of=test_of, scores=by_seed)
+                checkpoint |= dict(test_of=test_of, scores=by_seed, source=source(cfg))
                 write_checkpoint(cfg, checkpoint)
         if by_seed is not None:
             write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
             if cfg.results:
                 append_record(cfg, device, by_seed, failures(checkpoint))
     return by_seed, failures(checkpoint)
+
+
+def source(cfg):
+    """A checksum of the classes of the encoding, which tells whether they have been changed."""
+    classes = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
+               if issubclass(base, encodings.Encoding)]
+    return zlib.crc32(''.join(map(inspect.getsource, classes)).encode())
 
 
 def train_points(points, swept):
