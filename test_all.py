@@ -2287,6 +2287,27 @@ def losses_of(steps=6, **kw):
     return torch.stack([trainer.step(step) for step in range(steps)])
 
 
+def test_a_step_is_adamw_on_the_clipped_gradient():
+    """At the scheduled learning rate, which for PRISM's alpha is higher."""
+    cfg = smaller(pe='prism', seeds=[7], grad_clip=0.1, beta1=0.8, beta2=0.95, weight_decay=0.3)
+    trainer, batches = train.Trainer(cfg, 7, CPU), train.Batches(cfg, 7, cfg.the_task, CPU)
+    torch.manual_seed(7)
+    model = Transformer(cfg)
+    optimizer = torch.optim.AdamW(model.optim_groups(cfg.lr, 0.3), betas=(0.8, 0.95))
+    peaks = [group['lr'] for group in optimizer.param_groups]
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(*batches.next(step))[1]
+        close(trainer.step(step), loss.detach(), 1e-5)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for group, peak in zip(optimizer.param_groups, peaks):
+            group['lr'] = peak * (step + 1) / cfg.warmup_steps
+        optimizer.step()
+    for p, expected in zip(trainer.model.parameters(), model.parameters()):
+        close(p.detach(), expected.detach(), 1e-5)
+
+
 def test_seeds_together_train_as_each_alone(tmp_path):
     for seeds in ('5,6', '5', '6'):
         train.main(flags(out_dir=tmp_path / seeds, seeds=seeds))
