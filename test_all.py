@@ -2124,6 +2124,10 @@ def test_a_run_and_its_files(tmp_path, capsys):
     model, cfg = train.load(run, seed=4)
     assert cfg.task == 'parity' and not model.training
     assert same(model.state_dict(), weights(run, 4))
+    seen = log_lines(run)[-1]['eval'], scores['4']         # in training, and at the end
+    for split, found in zip(('eval', 'test'), seen):
+        again = train.evaluate(model, cfg.the_task, train.held_out(cfg, split, 'cpu'))
+        assert found == {str(n): score for n, score in again.items()}
     assert same(train.load(run)[0].state_dict(), weights(run, 3))
     with pytest.raises(train.UserError, match='seed 9 in .*there are: 3; 4'):
         train.load(run, seed=9)
@@ -2299,6 +2303,8 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
         optimizer.zero_grad()
         loss = model(*batches.next(step))[1]
         close(trainer.step(step), loss.detach(), 1e-5)
+        trainer.losses += [1.0, 3.0]
+        assert trainer.mean_loss() == 2                    # and begins again
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         for group, peak in zip(optimizer.param_groups, peaks):
