@@ -222,9 +222,7 @@ def new_rows(x, width=None):
 def readable(x):
     """x [B, H, T, D] as the kernels read it: the heads of a position side by side, positions one
     stride apart, a multiple of 16. Slices of one projection are so if it is as wide; others are
-    copied. Any other tensor, or None: contiguous."""
-    if x is None or x.dim() != 4:
-        return x if x is None else x.contiguous()
+    copied."""
     stride = x.stride(2)
     required = (x.shape[2] * stride, x.shape[3], stride, 1)  # strides
     laid_out = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), required))
@@ -417,7 +415,6 @@ BLOCKS = {
     'keys_kernel': [(64, 64, 4, 3), (32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 1)]}
 
 
-@functools.cache
 def shared_memory(device):
     """Bytes of shared memory that a program can have; the interpreter has no limit."""
     if device.type != 'cuda':
@@ -435,10 +432,10 @@ def fits(device):
     return False
 
 
-def launch(kernel, inputs, outputs):
-    """Run a kernel for each block of queries, or of keys, of every head and sequence. inputs begin
-    with q, k, v; the kernel's arguments are all tensors, then their strides."""
-    q, _, v, *_ = inputs                                        # (B, H, T, D), v (B, H, T, D_V)
+def launch(kernel, *tensors):
+    """Run a kernel for each block of queries, or of keys, of every head and sequence. Its arguments
+    are the tensors (q, k and v first), then their strides."""
+    q, _, v, *_ = tensors                                       # (B, H, T, D), v (B, H, T, D_V)
     (B, H, T, D), D_V = q.shape, v.shape[3]
     small = D > 128 and shared_memory(q.device) < LARGE         # take the last row instead
     M, N, warps, stages = BLOCKS[kernel.__name__][(D > 64) + (D > 128) + small]
@@ -447,7 +444,6 @@ def launch(kernel, inputs, outputs):
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'
     M, N = min(M, power_of_2(T)), min(N, power_of_2(T))         # a short sequence is one block
     blocks = triton.cdiv(T, N if kernel is keys_kernel else M)
-    tensors = [*inputs, *outputs]
     steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
     with torch.cuda.device_of(q):
         kernel[blocks * B * H,](*tensors, *steps, H, T, D_V ** -0.5,
@@ -467,7 +463,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor,
                       mean_distance: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, e (empty unless `mean_distance`), and the log-sum-exp of x in units of log 2 [B, H, T]."""
     y, e, lse = empty_attention(q, k, v, mean_distance)
-    launch(forward_kernel, [readable(x) for x in (q, k, v)], (y, e if mean_distance else None, lse))
+    q, k, v = (readable(x) for x in (q, k, v))
+    launch(forward_kernel, q, k, v, y, e if mean_distance else None, lse)
     return y, e, lse
 
 
@@ -479,8 +476,8 @@ def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tenso
     e, de = (e, de.float().contiguous()) if mean_distance else (None, None)   # (B, H, T)
     dy, q, k, v, y = (readable(x) for x in (dy, q, k, v, y))    # (B, H, T, D or D_V)
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
-    launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))  # writes mean, ...
-    launch(keys_kernel, (q, k, v, lse, dy, de, mean), (dk, dv))       # ... which this one reads
+    launch(queries_kernel, q, k, v, y, e, lse, dy, de, mean, dq)  # writes mean, ...
+    launch(keys_kernel, q, k, v, lse, dy, de, mean, dk, dv)     # ... which this one reads
     return [dq, dk, dv]
 
 
@@ -492,16 +489,13 @@ POLAR_ROWS = 64 if INTERPRETED else 16  # so few rows stay in a GPU's registers
 
 
 @jit
-def magnitude(x, SOFTPLUS: tl.constexpr):
-    """mu(x) = log(1 + e^x), or x."""
-    if not SOFTPLUS:
-        return x
-    return tl.maximum(x, 0.0) + tl.log(1 + tl.exp(-tl.abs(x)))
-
-
-@jit
-def load_cos_sin(COS_SIN, DELTA, t0, h, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """cos and sin of t theta + delta_h [ROWS, BD]; COS_SIN [T, 2D] has cos and sin of t theta."""
+def load_polar(X, DELTA, COS_SIN, t0, b, h, x_step, T, D: tl.constexpr, BD: tl.constexpr,
+               SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
+    """x, mu(x), and cos and sin of t theta + delta, [ROWS, BD] each. DELTA [H, D] or None; COS_SIN
+    [T, 2D] has cos and sin of t theta."""
+    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
+    # mu = softplus: log(1 + e^x), without overflow where x is large
+    mu = tl.maximum(x, 0.0) + tl.log(1 + tl.exp(-tl.abs(x))) if SOFTPLUS else x
     cos = load_rows(COS_SIN, t0, 2 * D, T, D, BD, ROWS)         # (ROWS, BD)
     sin = load_rows(COS_SIN + D, t0, 2 * D, T, D, BD, ROWS)     # (ROWS, BD)
     if DELTA is not None:  # angles add
@@ -509,17 +503,15 @@ def load_cos_sin(COS_SIN, DELTA, t0, h, T, D: tl.constexpr, BD: tl.constexpr, RO
         delta = tl.load(DELTA + h * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         cos, sin = (cos * tl.cos(delta) - sin * tl.sin(delta),
                     sin * tl.cos(delta) + cos * tl.sin(delta))
-    return cos, sin
+    return x, mu, cos, sin
 
 
 @jit
 def polar_kernel(X, DELTA, COS_SIN, Y, x_step, y_step, H, T,
                  D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
     """y_t = mu(x_t) [cos, sin](t theta + delta)."""
-    t0, b, h = own_block(T, H, ROWS, False)  # rows t0..t0+ROWS-1
-    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
-    mu = magnitude(x, SOFTPLUS)                                 # (ROWS, BD)
-    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, h, T, D, BD, ROWS)  # (ROWS, BD)
+    t0, b, h = own_block(T, H, ROWS, False)                     # rows t0..t0+ROWS-1
+    _, mu, cos, sin = load_polar(X, DELTA, COS_SIN, t0, b, h, x_step, T, D, BD, SOFTPLUS, ROWS)
     Y += b * T * y_step + h * 2 * D  # token 0; features D.. are the imaginary part
     store_rows(Y, mu * cos, t0, y_step, T, D, BD, ROWS)         # (ROWS, BD) eq. 7, 8: real part
     store_rows(Y + D, mu * sin, t0, y_step, T, D, BD, ROWS)     # (ROWS, BD) imaginary part
@@ -531,9 +523,8 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
                           ROWS: tl.constexpr):
     """dx = mu'(x) (dy_cos cos + dy_sin sin), feature by feature, mu' = sigmoid; and this block's
     part of ddelta = sum_t mu(x_t) (dy_sin cos - dy_cos sin)."""
-    t0, b, h = own_block(T, H, ROWS, False)
-    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
-    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, h, T, D, BD, ROWS)  # (ROWS, BD)
+    t0, b, h = own_block(T, H, ROWS, False)                     # rows t0..t0+ROWS-1
+    x, mu, cos, sin = load_polar(X, DELTA, COS_SIN, t0, b, h, x_step, T, D, BD, SOFTPLUS, ROWS)
     DY += b * T * dy_step + h * 2 * D
     dy_cos = load_rows(DY, t0, dy_step, T, D, BD, ROWS).to(tl.float32)  # (ROWS, BD)
     dy_sin = load_rows(DY + D, t0, dy_step, T, D, BD, ROWS).to(tl.float32)  # (ROWS, BD)
@@ -542,10 +533,10 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
         dx *= tl.sigmoid(x)                                     # dmu/dx
     store_rows(DX + b * T * dx_step + h * D, dx, t0, dx_step, T, D, BD, ROWS)
     if DELTA is not None:
-        ddelta = tl.sum(magnitude(x, SOFTPLUS) * (dy_sin * cos - dy_cos * sin), 0)  # (BD,)
+        ddelta = tl.sum(mu * (dy_sin * cos - dy_cos * sin), 0)  # (BD,) rows past T add 0
         c = tl.arange(0, BD)                                    # (BD,)
         block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS     # of DDELTA [B, H, blocks, D]
-        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)    # (BD,) rows past T add 0
+        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)
 
 
 @functools.cache  # without a limit, because a CUDA graph may point at any of these
@@ -558,10 +549,10 @@ def cos_sin_table(T, D, base, device):
 
 def launch_polar(kernel, x, delta, base, softplus, *others):
     """Run one of PoPE's kernels."""
-    x, delta = readable(x), readable(delta)                     # (B, H, T, D), (H, D) or None
+    x, delta = readable(x), delta if delta is None else delta.contiguous()
     B, H, T, D = x.shape
-    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]  # others: outputs, dy
-    steps = [x.stride(2) for x in (x, *others[:2])]  # of x, y or x, dy, dx
+    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]
+    steps = [x.stride(2) for x in (x, *others[:2])]             # of x, y; backward: of x, dy, dx
     with torch.cuda.device_of(x):
         kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](
             *tensors, *steps, H, T, D, power_of_2(D), softplus, POLAR_ROWS)
@@ -714,14 +705,13 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
 
 
 def scan_launches(T, C):
-    """Sizes and options of each launch, the first tokens first."""
-    launches, first, BL = [], 0, 128
+    """Arguments and options of each launch, the first tokens first."""
+    first, BL = 0, 128
     while first < T:
         last = min(T, BL // 2 - 1)                              # then mass has reached the last bin
-        launches.append(dict(first=first, last=last, T=T, C=C, BL=BL, num_stages=1,
-                             num_warps=min(16, max(1, BL // 256))))
+        yield dict(first=first, last=last, T=T, C=C, BL=BL, num_stages=1,
+                   num_warps=min(16, max(1, BL // 256)))
         first, BL = last, 2 * BL
-    return launches
 
 
 @operator(fake=lambda reset, *rest: reset.new_empty(
@@ -752,7 +742,7 @@ def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor |
     grads = [x if x is None else x.new_zeros(x.shape) for x in (reset, step, per_sequence, copy)]
     exchange = reset.new_zeros(B, C, 3, 2 * T + 1)              # (B, C, 3, L)
     with torch.cuda.device_of(reset):
-        for sizes in reversed(scan_launches(T, C)):
+        for sizes in reversed([*scan_launches(T, C)]):
             scan_backward_kernel[B * C,](*tensors, *grads, exchange, **sizes)
     if gamma is not None:
         grads[2] = grads[2].sum(dim=0)                          # (B, C) -> (C,)
