@@ -51,10 +51,8 @@ EPSILON = constexpr(EPS)
 # the functions to call, each below its plain reference (any dtype, O(T^2) memory)
 
 def attention_reference(q, k, v):
-    """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)).
-
-    q, k [B, H, T, any width], v [B, H, T, D] -> (y [B, H, T, D], e [B, H, T]).
-    """
+    """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)), for
+    q, k [B, H, T, any width], v [B, H, T, D] -> (y [B, H, T, D], e [B, H, T])."""
     t = torch.arange(q.shape[2], device=q.device)               # (T,)
     distance = t[:, None] - t                                   # t - s (T, T)
     x = q @ k.transpose(-2, -1) * v.shape[3] ** -0.5            # (B, H, T, T)
@@ -75,10 +73,8 @@ def attention(q, k, v, mean_distance=False):
 
 
 def polar_reference(x, delta, base, softplus):
-    """PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), theta_c = base^(-c/D).
-
-    x [B, H, T, D], delta [H, D] or None -> [B, H, T, 2D]. mu = softplus, or the identity.
-    """
+    """PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), theta_c = base^(-c/D), for x
+    [B, H, T, D], delta [H, D] or None -> [B, H, T, 2D]. mu = softplus, or the identity."""
     T, D = x.shape[2:]
     c = torch.arange(D, device=x.device, dtype=torch.float64)   # (D,): a frequency for each feature
     angle = torch.arange(T, device=x.device)[:, None] * base ** (-c / D)  # t theta_c (T, D)
@@ -125,11 +121,9 @@ def vipe_attention(q, k, v, u, s=1.0):
 
 
 def cursor_scan_reference(reset, step, gamma, table, copy=None):
-    """PRISM's Algorithms 1 and 2: encodings [B, C, T, d_pe], as pe.cursor_scan has them.
-
-    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table
-    [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: jumps to 0..t, last: no jump.
-    """
+    """PRISM's Algorithms 1 and 2: encodings [B, C, T, d_pe], as pe.cursor_scan has them, of reset
+    [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table [2P+1, d_pe] =
+    f(-P..P), P >= T; copy [B, C, T, T+1] or None: jumps to 0..t, last: no jump."""
     P, encodings = len(table) // 2, []
     d = torch.arange(-P, P + 1, device=reset.device)  # (2P+1,) the paper's index - mid
     h = (d == 0).to(table.dtype)  # (2P+1,), after the first token (B, C, 2P+1)
@@ -155,8 +149,8 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     assert copy is None or copy.shape == (B, C, T, T + 1)
     assert len(table) % 2 == 1, 'the table must be [2P+1, d_pe]'
     assert P >= T, f'the table must have the offsets -{T}..{T}: cursors reach them'
-    inputs = (x if x is None else x.float() for x in (reset, step, gamma, copy))
-    h = scan_forward(*inputs)                                   # (B, C, T+1, L), L = 2T + 1
+    reset, step, gamma, copy = (x if x is None else x.float() for x in (reset, step, gamma, copy))
+    h = scan_forward(reset, step, gamma, copy)                  # (B, C, T+1, L), L = 2T + 1
     return (h @ table[P - T:P + T + 1].float())[:, :, 1:]       # Algorithm 2: sum_d h[d] f(d)
 
 
@@ -168,18 +162,17 @@ def require_triton(reference):
 
 
 # --------------------------------------------------------------------------------------------------
-# operators: autograd and torch.compile cannot look into a kernel, so every launch is inside a custom
-# operator of PyTorch. This section gives each operator its shapes and its gradient
+# operators: autograd and torch.compile cannot look into a kernel, so every launch is inside a
+# custom operator of PyTorch, to which this section's decorator gives its shapes and its gradient
 
 def operator(fake, gradient_of=None, keep_outputs=True):
     """Decorator: turn a function that launches kernels into an operator. For torch.compile, `fake`
     returns uninitialized outputs of the same shapes and strides.
 
-    gradient_of: the operator to whose backward pass autograd applies this one, which gets (*gradients
-    of its outputs, *tensors, *numbers) and returns the gradients of its input tensors. tensors: its
-    inputs and (if `keep_outputs`) its outputs, all that is kept in between; numbers: its last
-    arguments. Differentiating twice raises RuntimeError and requires the reference.
-    """
+    gradient_of: another operator. Autograd calls this one with (*gradients of the other's outputs,
+    *tensors, *numbers), and this one returns the gradients of the other's input tensors. tensors:
+    those inputs and, if `keep_outputs`, the outputs, all that is kept in between; numbers: the
+    other's last arguments. Differentiating twice raises RuntimeError and requires the reference."""
     def register(function):
         op = torch.library.custom_op(f'nanope::{function.__name__}', function, mutates_args=())
         op.register_fake(fake)
@@ -226,9 +219,7 @@ def readable(x):
     stride = x.stride(2)
     required = (x.shape[2] * stride, x.shape[3], stride, 1)  # strides
     laid_out = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), required))
-    if laid_out and stride % 16 == 0:
-        return x
-    return new_rows(x).copy_(x)
+    return x if laid_out and stride % 16 == 0 else new_rows(x).copy_(x)
 
 
 @jit
@@ -236,8 +227,7 @@ def own_block(T, H, ROWS: tl.constexpr, LAST_FIRST: tl.constexpr):
     """The first row, sequence and head of this program; LAST_FIRST: the longest work first."""
     blocks = tl.cdiv(T, ROWS)  # programs for each head of each sequence
     block = tl.program_id(0) % blocks
-    if LAST_FIRST:
-        block = blocks - 1 - block                              # late queries have the most keys
+    block = blocks - 1 - block if LAST_FIRST else block         # late queries have the most keys
     bh = (tl.program_id(0) // blocks).to(tl.int64)  # b H + h; offsets can exceed int32
     return block * ROWS, bh // H, bh % H                        # first row, b, h
 
@@ -729,24 +719,23 @@ def scan_forward(reset: Tensor, step: Tensor, gamma: Tensor | None, copy: Tensor
 
 
 @operator(fake=lambda dhistory, reset, step, gamma, copy, history: [
-    reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, copy)],
-          gradient_of=scan_forward)
+    reset.new_empty(reset.shape), step.new_empty(step.shape), reset.new_empty(reset.shape[1]),
+    reset.new_empty(0 if copy is None else copy.shape)], gradient_of=scan_forward)
 def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor | None,
                   copy: Tensor | None, history: Tensor) -> list[Tensor]:
-    """Gradients of scan_forward's inputs; empty tensors for those that are None."""
+    """Gradients of scan_forward's inputs; those of None have no meaning."""
     tensors = dhistory, reset, step, gamma, copy, history
     tensors = [x if x is None else x.contiguous() for x in tensors]
     B, C, T = reset.shape
-    per_sequence = gamma if gamma is None else gamma.expand(B, C)
-    # zeros: the kernel adds to dgamma [B, C], and dcopy is 0 for later tokens
-    grads = [x if x is None else x.new_zeros(x.shape) for x in (reset, step, per_sequence, copy)]
+    dreset, dstep = reset.new_empty(reset.shape), step.new_empty(step.shape)
+    dgamma = reset.new_zeros(B, C)                              # the kernel adds to it
+    dcopy = reset.new_zeros(0 if copy is None else copy.shape)  # stays 0 for tokens after t
     exchange = reset.new_zeros(B, C, 3, 2 * T + 1)              # (B, C, 3, L)
+    grads = dreset, dstep, dgamma, dcopy, exchange
     with torch.cuda.device_of(reset):
         for sizes in reversed([*scan_launches(T, C)]):
-            scan_backward_kernel[B * C,](*tensors, *grads, exchange, **sizes)
-    if gamma is not None:
-        grads[2] = grads[2].sum(dim=0)                          # (B, C) -> (C,)
-    return [reset.new_empty(0) if x is None else x for x in grads]
+            scan_backward_kernel[B * C,](*tensors, *grads, **sizes)
+    return [dreset, dstep, dgamma.sum(dim=0), dcopy]            # dgamma (B, C) -> (C,)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -792,17 +781,16 @@ def time_attention(D, B=4, T=4096, width=2048):
     """Print times of attention in bfloat16 on CUDA, and their ratios to PyTorch's."""
     from triton.testing import do_bench
     q, k, v, own = sample_inputs('pope_attention', B, width // D, T, D, torch.bfloat16, 'cuda')
-    dy, own = torch.randn_like(q), own.detach()
-    usual = None
+    dy, own, usual = torch.randn_like(q), own.detach(), None
     for name, forward in dict(
             sdpa=lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             pope=lambda: pope_attention(q, k, v, own),
             vipe=lambda: vipe_attention(q, k, v, own)[0]).items():
-        both = functools.partial(lambda f: torch.autograd.grad(f(), (q, k, v), dy), forward)
-        ms = [do_bench(f, return_mode='median') for f in (forward, both)]
+        ms = [do_bench(f, return_mode='median')
+              for f in (forward, lambda f=forward: torch.autograd.grad(f(), (q, k, v), dy))]
         usual = usual or ms
-        ratios = [f'{a:.2f} ms ({a / b:.2f}x)' for a, b in zip(ms, usual)]
-        print(f'D={D} {name}: forward {ratios[0]}, with backward {ratios[1]}')
+        once, both = (f'{a:.2f} ms ({a / b:.2f}x)' for a, b in zip(ms, usual))
+        print(f'D={D} {name}: forward {once}, with backward {both}')
 
 
 def main():
