@@ -51,10 +51,8 @@ EPSILON = constexpr(EPS)
 # the functions to call, each below its plain reference (any dtype, O(T^2) memory)
 
 def attention_reference(q, k, v):
-    """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)).
-
-    q, k [B, H, T, any width], v [B, H, T, D] -> (y [B, H, T, D], e [B, H, T]).
-    """
+    """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)), for
+    q, k [B, H, T, any width], v [B, H, T, D] -> (y [B, H, T, D], e [B, H, T])."""
     t = torch.arange(q.shape[2], device=q.device)               # (T,)
     distance = t[:, None] - t                                   # t - s (T, T)
     x = q @ k.transpose(-2, -1) * v.shape[3] ** -0.5            # (B, H, T, T)
@@ -75,17 +73,13 @@ def attention(q, k, v, mean_distance=False):
 
 
 def polar_reference(x, delta, base, softplus):
-    """PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), theta_c = base^(-c/D).
-
-    x [B, H, T, D], delta [G, H, D] or None -> [B, H, T, 2D]. mu = softplus, or the identity. G
-    divides B: sequence b has the phases delta[b G // B] (one group for each seed of a run).
-    """
-    B, _, T, D = x.shape
+    """PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), theta_c = base^(-c/D), for x
+    [B, H, T, D], delta [H, D] or None -> [B, H, T, 2D]. mu = softplus, or the identity."""
+    T, D = x.shape[2:]
     c = torch.arange(D, device=x.device, dtype=torch.float64)   # (D,): a frequency for each feature
     angle = torch.arange(T, device=x.device)[:, None] * base ** (-c / D)  # t theta_c (T, D)
     if delta is not None:
-        delta = delta.repeat_interleave(B // len(delta), dim=0)  # (G, H, D) -> (B, H, D)
-        angle = angle + delta[:, :, None]                       # (B, H, T, D)
+        angle = angle + delta[:, None]                          # (H, T, D)
     mu = F.softplus(x) if softplus else x                       # (B, H, T, D) magnitudes
     return torch.cat([mu * angle.cos().to(x.dtype), mu * angle.sin().to(x.dtype)], dim=-1)
 
@@ -94,14 +88,14 @@ def pope_attention_reference(q, k, v, delta, base=10000.0):
     """PoPE eq. 3-6, delta [H, D], with mu = softplus and theta_c = base^(-c/D): y [B, H, T, D] of
     logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(D)."""
     q = polar_reference(q, None, base, softplus=True)  # (B, H, T, 2D): real and imaginary parts
-    k = polar_reference(k, delta[None], base, softplus=True)
+    k = polar_reference(k, delta, base, softplus=True)
     return attention_reference(q, k, v)[0]
 
 
 def pope_attention(q, k, v, delta, base=10000.0):
     """pope_attention_reference by the kernels. delta is used as given, without a clamp."""
     q = polar(q, None, base, softplus=True)                     # (B, H, T, 2D)
-    k = polar(k, delta[None], base, softplus=True)
+    k = polar(k, delta, base, softplus=True)
     return attention(q, k, v)[0]
 
 
@@ -127,11 +121,9 @@ def vipe_attention(q, k, v, u, s=1.0):
 
 
 def cursor_scan_reference(reset, step, gamma, table, copy=None):
-    """PRISM's Algorithms 1 and 2: encodings [B, C, T, d_pe], as pe.cursor_scan has them.
-
-    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table
-    [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: jumps to 0..t, last: no jump.
-    """
+    """PRISM's Algorithms 1 and 2: encodings [B, C, T, d_pe], as pe.cursor_scan has them, of reset
+    [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table [2P+1, d_pe] =
+    f(-P..P), P >= T; copy [B, C, T, T+1] or None: jumps to 0..t, last: no jump."""
     P, encodings = len(table) // 2, []
     d = torch.arange(-P, P + 1, device=reset.device)  # (2P+1,) the paper's index - mid
     h = (d == 0).to(table.dtype)  # (2P+1,), after the first token (B, C, 2P+1)
@@ -157,9 +149,8 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     assert copy is None or copy.shape == (B, C, T, T + 1)
     assert len(table) % 2 == 1, 'the table must be [2P+1, d_pe]'
     assert P >= T, f'the table must have the offsets -{T}..{T}: cursors reach them'
-    gamma = gamma if gamma is None else gamma.expand(B, C)
-    inputs = (x if x is None else x.float() for x in (reset, step, gamma, copy))
-    h = scan_forward(*inputs)                                   # (B, C, T+1, L), L = 2T + 1
+    reset, step, gamma, copy = (x if x is None else x.float() for x in (reset, step, gamma, copy))
+    h = scan_forward(reset, step, gamma, copy)                  # (B, C, T+1, L), L = 2T + 1
     return (h @ table[P - T:P + T + 1].float())[:, :, 1:]       # Algorithm 2: sum_d h[d] f(d)
 
 
@@ -171,56 +162,37 @@ def require_triton(reference):
 
 
 # --------------------------------------------------------------------------------------------------
-# operators: autograd, vmap and torch.compile cannot look into a kernel, so every launch is inside a
-# custom operator of PyTorch. This section gives each operator its gradient, vmap rule and shapes
+# operators: autograd and torch.compile cannot look into a kernel, so every launch is inside a
+# custom operator of PyTorch, to which this section's decorator gives its shapes and its gradient
 
-def operator(fake):
+def operator(fake, gradient_of=None, keep_outputs=True):
     """Decorator: turn a function that launches kernels into an operator. For torch.compile, `fake`
-    returns uninitialized outputs of the same shapes and strides."""
+    returns uninitialized outputs of the same shapes and strides.
+
+    gradient_of: another operator. Autograd calls this one with (*gradients of the other's outputs,
+    *tensors, *numbers), and this one returns the gradients of the other's input tensors. tensors:
+    those inputs and, if `keep_outputs`, the outputs, all that is kept in between; numbers: the
+    other's last arguments. Differentiating twice raises RuntimeError and requires the reference."""
     def register(function):
         op = torch.library.custom_op(f'nanope::{function.__name__}', function, mutates_args=())
         op.register_fake(fake)
-        op.register_vmap(fold_seeds(op))                        # one launch for all seeds
+
+        def save(ctx, inputs, output):
+            tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+            ctx.numbers = inputs[len(tensors):]                 # a float or a bool
+            if keep_outputs:
+                tensors += output if isinstance(output, tuple) else [output]
+            ctx.save_for_backward(*tensors)
+
+        def gradients(ctx, *grads):
+            grads = op(*grads, *ctx.saved_tensors, *ctx.numbers)  # one for each input tensor
+            grads = [x if needed else None for x, needed in zip(grads, ctx.needs_input_grad)]
+            return *grads, *[None] * len(ctx.numbers)           # numbers have no gradient
+
+        if gradient_of is not None:
+            gradient_of.register_autograd(gradients, setup_context=save)
         return op
     return register
-
-
-def fold_seeds(op):
-    """The vmap rule of an operator whose tensors begin with the batch B, or with groups that divide
-    it: the S seeds are folded into that first axis. An empty output stands for None."""
-    def rule(info, in_dims, *args):
-        S, folded = info.batch_size, []
-        for x, dim in zip(args, in_dims):  # dim: the axis of the seeds; None: all seeds share x
-            if isinstance(x, Tensor):
-                x = x.expand(S, *x.shape) if dim is None else x.movedim(dim, 0)
-                x = x.flatten(0, 1)                             # (S, B, ...) -> (S B, ...)
-            folded.append(x)
-        out = op(*folded)
-        if isinstance(out, Tensor):
-            return out.unflatten(0, (S, -1)), 0                 # (S B, ...) -> (S, B, ...), axis 0
-        out = type(out)(x.unflatten(0, (S, -1)) if len(x) else x.new_empty(S, 0) for x in out)
-        return out, type(out)([0] * len(out))
-    return rule
-
-
-def differentiate(forward, backward, keep_outputs=True):
-    """Let autograd call the operator backward(*gradients of outputs, *tensors, *numbers), which
-    returns the gradients of forward's tensors. tensors: forward's inputs and outputs, all that is
-    kept in between; numbers: its last arguments. `backward` has no gradient: differentiating twice
-    raises RuntimeError and requires the reference."""
-    def save(ctx, inputs, output):
-        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
-        ctx.numbers = inputs[len(tensors):]                     # a float or a bool
-        if keep_outputs:
-            tensors += output if isinstance(output, tuple) else [output]
-        ctx.save_for_backward(*tensors)
-
-    def gradients(ctx, *grads):
-        grads = backward(*grads, *ctx.saved_tensors, *ctx.numbers)  # one for each input tensor
-        grads = [x if needed else None for x, needed in zip(grads, ctx.needs_input_grad)]
-        return *grads, *[None] * len(ctx.numbers)               # numbers have no gradient
-
-    forward.register_autograd(gradients, setup_context=save)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,15 +215,11 @@ def new_rows(x, width=None):
 def readable(x):
     """x [B, H, T, D] as the kernels read it: the heads of a position side by side, positions one
     stride apart, a multiple of 16. Slices of one projection are so if it is as wide; others are
-    copied. Any other tensor, or None: contiguous."""
-    if x is None or x.dim() != 4:
-        return x if x is None else x.contiguous()
+    copied."""
     stride = x.stride(2)
     required = (x.shape[2] * stride, x.shape[3], stride, 1)  # strides
     laid_out = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), required))
-    if laid_out and stride % 16 == 0:
-        return x
-    return new_rows(x).copy_(x)
+    return x if laid_out and stride % 16 == 0 else new_rows(x).copy_(x)
 
 
 @jit
@@ -259,8 +227,7 @@ def own_block(T, H, ROWS: tl.constexpr, LAST_FIRST: tl.constexpr):
     """The first row, sequence and head of this program; LAST_FIRST: the longest work first."""
     blocks = tl.cdiv(T, ROWS)  # programs for each head of each sequence
     block = tl.program_id(0) % blocks
-    if LAST_FIRST:
-        block = blocks - 1 - block                              # late queries have the most keys
+    block = blocks - 1 - block if LAST_FIRST else block         # late queries have the most keys
     bh = (tl.program_id(0) // blocks).to(tl.int64)  # b H + h; offsets can exceed int32
     return block * ROWS, bh // H, bh % H                        # first row, b, h
 
@@ -438,7 +405,6 @@ BLOCKS = {
     'keys_kernel': [(64, 64, 4, 3), (32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 1)]}
 
 
-@functools.cache
 def shared_memory(device):
     """Bytes of shared memory that a program can have; the interpreter has no limit."""
     if device.type != 'cuda':
@@ -456,10 +422,10 @@ def fits(device):
     return False
 
 
-def launch(kernel, inputs, outputs):
-    """Run a kernel for each block of queries, or of keys, of every head and sequence. inputs begin
-    with q, k, v; the kernel's arguments are all tensors, then their strides."""
-    q, _, v, *_ = inputs                                        # (B, H, T, D), v (B, H, T, D_V)
+def launch(kernel, *tensors):
+    """Run a kernel for each block of queries, or of keys, of every head and sequence. Its arguments
+    are the tensors (q, k and v first), then their strides."""
+    q, _, v, *_ = tensors                                       # (B, H, T, D), v (B, H, T, D_V)
     (B, H, T, D), D_V = q.shape, v.shape[3]
     small = D > 128 and shared_memory(q.device) < LARGE         # take the last row instead
     M, N, warps, stages = BLOCKS[kernel.__name__][(D > 64) + (D > 128) + small]
@@ -468,7 +434,6 @@ def launch(kernel, inputs, outputs):
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'
     M, N = min(M, power_of_2(T)), min(N, power_of_2(T))         # a short sequence is one block
     blocks = triton.cdiv(T, N if kernel is keys_kernel else M)
-    tensors = [*inputs, *outputs]
     steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
     with torch.cuda.device_of(q):
         kernel[blocks * B * H,](*tensors, *steps, H, T, D_V ** -0.5,
@@ -488,23 +453,22 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor,
                       mean_distance: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, e (empty unless `mean_distance`), and the log-sum-exp of x in units of log 2 [B, H, T]."""
     y, e, lse = empty_attention(q, k, v, mean_distance)
-    launch(forward_kernel, [readable(x) for x in (q, k, v)], (y, e if mean_distance else None, lse))
+    q, k, v = (readable(x) for x in (q, k, v))
+    launch(forward_kernel, q, k, v, y, e if mean_distance else None, lse)
     return y, e, lse
 
 
-@operator(fake=lambda dy, de, dlse, q, k, v, *rest: [new_rows(x) for x in (q, k, v)])
+@operator(fake=lambda dy, de, dlse, q, k, v, *rest: [new_rows(x) for x in (q, k, v)],
+          gradient_of=attention_forward)
 def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
                        y: Tensor, e: Tensor, lse: Tensor, mean_distance: bool) -> list[Tensor]:
     """The gradients of q, k and v. dlse is 0: nobody differentiates lse."""
     e, de = (e, de.float().contiguous()) if mean_distance else (None, None)   # (B, H, T)
     dy, q, k, v, y = (readable(x) for x in (dy, q, k, v, y))    # (B, H, T, D or D_V)
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
-    launch(queries_kernel, (q, k, v, y, e, lse, dy, de), (mean, dq))  # writes mean, ...
-    launch(keys_kernel, (q, k, v, lse, dy, de, mean), (dk, dv))       # ... which this one reads
+    launch(queries_kernel, q, k, v, y, e, lse, dy, de, mean, dq)  # writes mean, ...
+    launch(keys_kernel, q, k, v, lse, dy, de, mean, dk, dv)     # ... which this one reads
     return [dq, dk, dv]
-
-
-differentiate(attention_forward, attention_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -515,50 +479,42 @@ POLAR_ROWS = 64 if INTERPRETED else 16  # so few rows stay in a GPU's registers
 
 
 @jit
-def magnitude(x, SOFTPLUS: tl.constexpr):
-    """mu(x) = log(1 + e^x), or x."""
-    if not SOFTPLUS:
-        return x
-    return tl.maximum(x, 0.0) + tl.log(1 + tl.exp(-tl.abs(x)))
-
-
-@jit
-def load_cos_sin(COS_SIN, DELTA, t0, T, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """cos and sin of t theta + delta [ROWS, BD]; COS_SIN [T, 2D] has cos and sin of t theta."""
+def load_polar(X, DELTA, COS_SIN, t0, b, h, x_step, T, D: tl.constexpr, BD: tl.constexpr,
+               SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
+    """x, mu(x), and cos and sin of t theta + delta, [ROWS, BD] each. DELTA [H, D] or None; COS_SIN
+    [T, 2D] has cos and sin of t theta."""
+    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
+    # mu = softplus: log(1 + e^x), without overflow where x is large
+    mu = tl.maximum(x, 0.0) + tl.log(1 + tl.exp(-tl.abs(x))) if SOFTPLUS else x
     cos = load_rows(COS_SIN, t0, 2 * D, T, D, BD, ROWS)         # (ROWS, BD)
     sin = load_rows(COS_SIN + D, t0, 2 * D, T, D, BD, ROWS)     # (ROWS, BD)
     if DELTA is not None:  # angles add
         c = tl.arange(0, BD)                                    # (BD,)
-        delta = tl.load(DELTA + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+        delta = tl.load(DELTA + h * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         cos, sin = (cos * tl.cos(delta) - sin * tl.sin(delta),
                     sin * tl.cos(delta) + cos * tl.sin(delta))
-    return cos, sin
+    return x, mu, cos, sin
 
 
 @jit
-def polar_kernel(X, DELTA, COS_SIN, Y, x_step, y_step, H, T, per_group,
+def polar_kernel(X, DELTA, COS_SIN, Y, x_step, y_step, H, T,
                  D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
-    """y_t = mu(x_t) [cos, sin](t theta + delta); per_group sequences have the same delta."""
-    t0, b, h = own_block(T, H, ROWS, False)  # rows t0..t0+ROWS-1
-    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
-    mu = magnitude(x, SOFTPLUS)                                 # (ROWS, BD)
-    DELTA = None if DELTA is None else DELTA + (b // per_group * H + h) * D
-    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)  # (ROWS, BD)
+    """y_t = mu(x_t) [cos, sin](t theta + delta)."""
+    t0, b, h = own_block(T, H, ROWS, False)                     # rows t0..t0+ROWS-1
+    _, mu, cos, sin = load_polar(X, DELTA, COS_SIN, t0, b, h, x_step, T, D, BD, SOFTPLUS, ROWS)
     Y += b * T * y_step + h * 2 * D  # token 0; features D.. are the imaginary part
     store_rows(Y, mu * cos, t0, y_step, T, D, BD, ROWS)         # (ROWS, BD) eq. 7, 8: real part
     store_rows(Y + D, mu * sin, t0, y_step, T, D, BD, ROWS)     # (ROWS, BD) imaginary part
 
 
 @jit
-def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx_step,
-                          H, T, per_group, D: tl.constexpr, BD: tl.constexpr,
-                          SOFTPLUS: tl.constexpr, ROWS: tl.constexpr):
+def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx_step, H, T,
+                          D: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
+                          ROWS: tl.constexpr):
     """dx = mu'(x) (dy_cos cos + dy_sin sin), feature by feature, mu' = sigmoid; and this block's
     part of ddelta = sum_t mu(x_t) (dy_sin cos - dy_cos sin)."""
-    t0, b, h = own_block(T, H, ROWS, False)
-    x = load_rows(X + b * T * x_step + h * D, t0, x_step, T, D, BD, ROWS).to(tl.float32)
-    DELTA = None if DELTA is None else DELTA + (b // per_group * H + h) * D
-    cos, sin = load_cos_sin(COS_SIN, DELTA, t0, T, D, BD, ROWS)  # (ROWS, BD)
+    t0, b, h = own_block(T, H, ROWS, False)                     # rows t0..t0+ROWS-1
+    x, mu, cos, sin = load_polar(X, DELTA, COS_SIN, t0, b, h, x_step, T, D, BD, SOFTPLUS, ROWS)
     DY += b * T * dy_step + h * 2 * D
     dy_cos = load_rows(DY, t0, dy_step, T, D, BD, ROWS).to(tl.float32)  # (ROWS, BD)
     dy_sin = load_rows(DY + D, t0, dy_step, T, D, BD, ROWS).to(tl.float32)  # (ROWS, BD)
@@ -567,10 +523,10 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
         dx *= tl.sigmoid(x)                                     # dmu/dx
     store_rows(DX + b * T * dx_step + h * D, dx, t0, dx_step, T, D, BD, ROWS)
     if DELTA is not None:
-        ddelta = tl.sum(magnitude(x, SOFTPLUS) * (dy_sin * cos - dy_cos * sin), 0)  # (BD,)
+        ddelta = tl.sum(mu * (dy_sin * cos - dy_cos * sin), 0)  # (BD,) rows past T add 0
         c = tl.arange(0, BD)                                    # (BD,)
         block = (b * H + h) * tl.cdiv(T, ROWS) + t0 // ROWS     # of DDELTA [B, H, blocks, D]
-        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)    # (BD,) rows past T add 0
+        tl.store(DDELTA + block * D + c, ddelta, mask=c < D)
 
 
 @functools.cache  # without a limit, because a CUDA graph may point at any of these
@@ -583,41 +539,37 @@ def cos_sin_table(T, D, base, device):
 
 def launch_polar(kernel, x, delta, base, softplus, *others):
     """Run one of PoPE's kernels."""
-    x, delta = readable(x), readable(delta)                     # (B, H, T, D), (G, H, D) or None
+    x, delta = readable(x), delta if delta is None else delta.contiguous()
     B, H, T, D = x.shape
-    per_group = B if delta is None else B // len(delta)         # sequences that share phases
-    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]  # others: outputs, dy
-    steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]  # of x, y, dy, dx
+    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]
+    steps = [x.stride(2) for x in (x, *others[:2])]             # of x, y; backward: of x, dy, dx
     with torch.cuda.device_of(x):
         kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](
-            *tensors, *steps, H, T, per_group, D, power_of_2(D), softplus, POLAR_ROWS)
+            *tensors, *steps, H, T, D, power_of_2(D), softplus, POLAR_ROWS)
 
 
 @operator(fake=lambda x, delta, base, softplus: new_rows(x, 2 * x.shape[3]))
 def polar(x: Tensor, delta: Tensor | None, base: float, softplus: bool) -> Tensor:
     """polar_reference by the kernels."""
     require_triton('kernels.polar_reference')
-    assert delta is None or len(x) % len(delta) == 0
+    assert delta is None or delta.shape == (x.shape[1], x.shape[3])  # (H, D)
     y = new_rows(x, 2 * x.shape[3])                             # (B, H, T, 2D)
     launch_polar(polar_kernel, x, delta, base, softplus, y)
     return y
 
 
 @operator(fake=lambda dy, x, delta, base, softplus: [
-    new_rows(x), x.new_empty(0) if delta is None else torch.empty_like(delta)])
+    new_rows(x), x.new_empty(0) if delta is None else torch.empty_like(delta)],
+          gradient_of=polar, keep_outputs=False)
 def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
                    softplus: bool) -> list[Tensor]:
     """The gradients of x and delta; an empty tensor for None."""
     dx, parts = new_rows(x), None                               # (B, H, T, D)
-    if delta is not None:  # a part for each block of rows: (G, B/G, H, blocks, D)
-        (B, H, T, D), G = x.shape, len(delta)
-        shape = G, B // G, H, triton.cdiv(T, POLAR_ROWS), D
-        parts = x.new_empty(shape, dtype=torch.float32)
+    if delta is not None:  # a part of ddelta from each block of rows
+        B, H, T, D = x.shape
+        parts = x.new_empty(B, H, triton.cdiv(T, POLAR_ROWS), D, dtype=torch.float32)
     launch_polar(polar_backward_kernel, x, delta, base, softplus, readable(dy), dx, parts)
-    return [dx, x.new_empty(0) if delta is None else parts.sum(dim=(1, 3)).to(delta.dtype)]
-
-
-differentiate(polar, polar_backward, keep_outputs=False)
+    return [dx, x.new_empty(0) if delta is None else parts.sum(dim=(0, 2)).to(delta.dtype)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -676,12 +628,12 @@ def step_gradient(dh, DROW, h, d, t, total, RESET, STEP, DRESET, DSTEP):
 
 
 @jit
-def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, BL: tl.constexpr):
+def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, C, BL: tl.constexpr):
     """Algorithm 1 at the tokens first..last-1: fills HISTORY from row first on."""
     n, L = tl.program_id(0).to(tl.int64), 2 * T + 1             # n = b C + c
     d = tl.arange(0, BL) - BL // 2                              # offsets (BL,)
     HISTORY += n * (T + 1) * L + T  # offset 0, the paper's mid, of row 0
-    gamma = None if GAMMA is None else tl.load(GAMMA + n)       # gamma_c
+    gamma = None if GAMMA is None else tl.load(GAMMA + n % C)   # gamma_c
     h = load_bins(HISTORY + tl.cast(first, tl.int64) * L, d, first)   # (BL,)
     for t in range(first, last):
         row, ROW = n * T + t, HISTORY + tl.cast(t, tl.int64) * L
@@ -700,7 +652,7 @@ def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, BL: tl.conste
 
 @jit
 def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DSTEP, DGAMMA, DCOPY,
-                         GRADS, first, last, T, BL: tl.constexpr):
+                         GRADS, first, last, T, C, BL: tl.constexpr):
     """Gradients of the gates, gamma and the copies at the tokens last-1..first. Threads exchange
     the gradient before (4) in rows 0 and 1 of GRADS by turns; row 2 passes the gradient before
     token `first` to the next launch."""
@@ -709,7 +661,7 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
     HISTORY += n * (T + 1) * L + T  # offset 0 of row 0, as in scan_kernel
     DHISTORY += n * (T + 1) * L + T
     GRADS += n * 3 * L + T                                      # [B, C, 3, L]
-    gamma = None if GAMMA is None else tl.load(GAMMA + n)       # gamma_c
+    gamma = None if GAMMA is None else tl.load(GAMMA + n % C)   # gamma_c
     dgamma = tl.zeros([BL], tl.float32)                         # (BL,) summed at the end
     dh = load_bins(GRADS + 2 * L, d, last)                      # (BL,)
     for t in range(last - 1, first - 1, -1):
@@ -742,49 +694,48 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
         tl.store(DGAMMA + n, tl.load(DGAMMA + n) + tl.sum(dgamma, axis=0))
 
 
-def scan_launches(T):
-    """Sizes and options of each launch, the first tokens first."""
-    launches, first, BL = [], 0, 128
+def scan_launches(T, C):
+    """Arguments and options of each launch, the first tokens first."""
+    first, BL = 0, 128
     while first < T:
         last = min(T, BL // 2 - 1)                              # then mass has reached the last bin
-        launches.append(dict(first=first, last=last, T=T, BL=BL, num_stages=1,
-                             num_warps=min(16, max(1, BL // 256))))
+        yield dict(first=first, last=last, T=T, C=C, BL=BL, num_stages=1,
+                   num_warps=min(16, max(1, BL // 256)))
         first, BL = last, 2 * BL
-    return launches
 
 
 @operator(fake=lambda reset, *rest: reset.new_empty(
     *reset.shape[:2], reset.shape[2] + 1, 2 * reset.shape[2] + 1))
 def scan_forward(reset: Tensor, step: Tensor, gamma: Tensor | None, copy: Tensor | None) -> Tensor:
-    """Algorithm 1, gamma [B, C]: the histograms before each token and after all [B, C, T+1, L]."""
+    """Algorithm 1: the histograms before each token and after all [B, C, T+1, L]."""
     inputs = [x if x is None else x.contiguous() for x in (reset, step, gamma, copy)]
     B, C, T = reset.shape
     history = reset.new_zeros(B, C, T + 1, 2 * T + 1)           # (B, C, T+1, L)
     history[:, :, 0, T] = 1                                     # all mass at offset 0
     with torch.cuda.device_of(reset):
-        for sizes in scan_launches(T):
+        for sizes in scan_launches(T, C):
             scan_kernel[B * C,](*inputs, history, **sizes)
     return history
 
 
 @operator(fake=lambda dhistory, reset, step, gamma, copy, history: [
-    reset.new_empty(0 if x is None else x.shape) for x in (reset, step, gamma, copy)])
+    reset.new_empty(reset.shape), step.new_empty(step.shape), reset.new_empty(reset.shape[1]),
+    reset.new_empty(0 if copy is None else copy.shape)], gradient_of=scan_forward)
 def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor | None,
                   copy: Tensor | None, history: Tensor) -> list[Tensor]:
-    """Gradients of scan_forward's inputs; empty tensors for those that are None."""
+    """Gradients of scan_forward's inputs; those of None have no meaning."""
     tensors = dhistory, reset, step, gamma, copy, history
     tensors = [x if x is None else x.contiguous() for x in tensors]
     B, C, T = reset.shape
-    # zeros: the kernel adds to dgamma, and dcopy is 0 for later tokens
-    grads = [x if x is None else x.new_zeros(x.shape) for x in (reset, step, gamma, copy)]
+    dreset, dstep = reset.new_empty(reset.shape), step.new_empty(step.shape)
+    dgamma = reset.new_zeros(B, C)                              # the kernel adds to it
+    dcopy = reset.new_zeros(0 if copy is None else copy.shape)  # stays 0 for tokens after t
     exchange = reset.new_zeros(B, C, 3, 2 * T + 1)              # (B, C, 3, L)
+    grads = dreset, dstep, dgamma, dcopy, exchange
     with torch.cuda.device_of(reset):
-        for sizes in reversed(scan_launches(T)):
-            scan_backward_kernel[B * C,](*tensors, *grads, exchange, **sizes)
-    return [reset.new_empty(0) if x is None else x for x in grads]
-
-
-differentiate(scan_forward, scan_backward)
+        for sizes in reversed([*scan_launches(T, C)]):
+            scan_backward_kernel[B * C,](*tensors, *grads, **sizes)
+    return [dreset, dstep, dgamma.sum(dim=0), dcopy]            # dgamma (B, C) -> (C,)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -806,12 +757,13 @@ def sample_inputs(name, B, H, T, D, dtype=torch.float32, device='cpu', P=None):
 
 
 def outputs_and_gradients(function, inputs):
-    """The outputs, and the gradients of a random weighting of them for every input."""
+    """The outputs, and the gradients of a random weighting of them for every input, 0 if unused."""
     ys = function(*inputs)
     ys = ys if isinstance(ys, tuple) else (ys,)                 # as many as the function returns
     g = torch.Generator().manual_seed(0)
     total = sum((y.double() * torch.randn(y.shape, generator=g).to(y.device)).sum() for y in ys)
-    return [y.detach() for y in ys] + list(torch.autograd.grad(total, inputs))
+    grads = torch.autograd.grad(total, inputs, materialize_grads=True)
+    return [y.detach() for y in ys] + [*grads]
 
 
 def compare(function, reference, inputs):
@@ -830,17 +782,16 @@ def time_attention(D, B=4, T=4096, width=2048):
     """Print times of attention in bfloat16 on CUDA, and their ratios to PyTorch's."""
     from triton.testing import do_bench
     q, k, v, own = sample_inputs('pope_attention', B, width // D, T, D, torch.bfloat16, 'cuda')
-    dy, own = torch.randn_like(q), own.detach()
-    usual = None
+    dy, own, usual = torch.randn_like(q), own.detach(), None
     for name, forward in dict(
             sdpa=lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             pope=lambda: pope_attention(q, k, v, own),
             vipe=lambda: vipe_attention(q, k, v, own)[0]).items():
-        both = functools.partial(lambda f: torch.autograd.grad(f(), (q, k, v), dy), forward)
-        ms = [do_bench(f, return_mode='median') for f in (forward, both)]
+        ms = [do_bench(f, return_mode='median')
+              for f in (forward, lambda f=forward: torch.autograd.grad(f(), (q, k, v), dy))]
         usual = usual or ms
-        ratios = [f'{a:.2f} ms ({a / b:.2f}x)' for a, b in zip(ms, usual)]
-        print(f'D={D} {name}: forward {ratios[0]}, with backward {ratios[1]}')
+        once, both = (f'{a:.2f} ms ({a / b:.2f}x)' for a, b in zip(ms, usual))
+        print(f'D={D} {name}: forward {once}, with backward {both}')
 
 
 def main():

@@ -578,7 +578,7 @@ class PoPE(Encoding):
     def qk(self, q, k, at):
         if at.kernel:
             q = kernels().polar(q, None, self.cfg.rope_base, self.pope_softplus)
-            k = kernels().polar(k, self.delta[None], self.cfg.rope_base, self.pope_softplus)
+            k = kernels().polar(k, self.delta, self.cfg.rope_base, self.pope_softplus)
             return q, k  # (B, H, T, 2D)
         phase_q = at.t[..., None] * self.theta(q)                           # (1, Tq, D)
         phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]     # (H, T, D)
