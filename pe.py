@@ -296,8 +296,7 @@ def positions(cfg, tokens, training, total_len=None):
     """Positions [T] of tokens [B, T], as cfg.positions says.
 
     index: 0..T-1. randomized (Ruoss et al. 2023): T different ones of 0..positions_max-1 in order,
-    one draw for the whole batch; in evaluation one draw for each total_len, by default T. Seeds
-    that train together draw other positions than each alone.
+    one draw for the whole batch; in evaluation one draw for each total_len, by default T.
     """
     T = tokens.shape[1]
     if cfg.positions == 'index':
@@ -353,47 +352,18 @@ def check_even(n, name, what):
         raise UserError(f'{name} rotates pairs of features: {what} must be even, not {n}')
 
 
-# --------------------------------------------------------------------------------------------------
-# PyTorch's fused attention, which has no vmap rule of its own
-
 def fused_attention(q, k, v, mask, scale):
     """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
     added to the logits and takes the place of causality."""
-    if mask is not None:
-        mask = mask.to(q.dtype).expand(*mask.shape[:-3], q.shape[1], -1, -1)
-        mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
+    if mask is not None:                        # contiguous rows: the fused kernels require it
+        mask = mask.to(q.dtype).contiguous().expand(*q.shape[:2], -1, -1)   # (B, H, Tq, T)
     width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
     if q.is_cuda and q.shape[-1] != width:
         wide += -wide % 8                       # the fused CUDA kernels require it
     q, k, v = (z if z.shape[-1] == wide else F.pad(z, (0, wide - z.shape[-1]))
                for z in (q, k, v))              # zeros change no product and no other feature of y
-    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
-        return seeds_attention(q, k, v, mask, scale)[..., :width]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                           scale=scale)[..., :width]
-
-
-@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
-def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-                    scale: float) -> torch.Tensor:
-    """fused_attention under vmap, which has no rule for it: seeds_attention_rule is the rule."""
-    raise NotImplementedError('seeds_attention exists for its vmap rule only')
-
-
-@seeds_attention.register_vmap
-def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
-    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
-    S = info.batch_size
-    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
-               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
-    if mask is None or in_dims[3] is None and len(mask) == 1:  # one mask: seeds into the batch
-        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
-        return y.unflatten(0, (S, -1)), 0
-    H = q.shape[2]  # a mask per seed or row: seeds into the heads
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
-    mask = mask.expand(S, *mask.shape) if in_dims[3] is None else mask.movedim(in_dims[3], 0)
-    mask = mask.transpose(0, 1).flatten(1, 2)  # (1 or B, S H, Tq, T)
-    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,17 +392,10 @@ class ShiftedAPE(APE):
     m ~ U{0..max_shift} per sequence in training, 0 in evaluation."""
     max_shift: int = 512           # largest random offset in training
 
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.register_buffer('start', torch.randint(2 ** 62, ()))
-        self.register_buffer('used', torch.zeros((), dtype=torch.int64))
-
     def embed(self, x, pos):
         if self.training:
-            count = self.used + torch.arange(x.shape[0], device=x.device)       # (B,)
-            m = self.start + count * -7046029254386353131   # steps of 2^64 / golden ratio: uniform
-            self.used += x.shape[0]
-            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]    # (B, T)
+            m = torch.randint(self.max_shift + 1, (len(x), 1), device=x.device)     # (B, 1)
+            pos = pos + m                                                           # (B, T)
         return super().embed(x, pos)
 
 
@@ -519,26 +482,6 @@ class YaRN(RoPE):
         temperature = 0.1 * math.log(at.state) + 1
         return (rotate(q, at.t[..., None] * theta) * temperature,
                 rotate(k, at.s[..., None] * theta) * temperature)
-
-
-class SelectiveRoPE(RoPE):
-    """Selective RoPE (Movahedi et al. 2025): logit_ts = q_t^T R_(phi_s - phi_t) k_s / sqrt(d),
-    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head."""
-    needs_causal = True
-    path_rank: int = 32            # rank of W_2 W_1
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        width = cfg.heads * cfg.head_dim // 2
-        self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
-                               nn.Linear(self.path_rank, width, bias=False))
-        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))     # of 4 tokens
-
-    def qk(self, q, k, at):
-        theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
-        phi = short_conv(self.W(at.x), self.conv).to(theta.dtype).cumsum(dim=1)  # (B, T, H D/2)
-        angle = phi.unflatten(-1, (self.cfg.heads, -1)).transpose(1, 2) * theta  # (B, H, T, D/2)
-        return rotate(q, angle[..., -q.shape[2]:, :]), rotate(k, angle)
 
 
 class PoPE(Encoding):
@@ -913,33 +856,28 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
     return h
 
 
-def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
+def cursor_scan(reset, step, gamma, table, copy=None):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms: the superpositions
     e_t = sum_d h_t[d] f(d) [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
     reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: as in algorithm_1, for each
     token; jumps to k > t are not made and their mass is lost. table [2P+1, d_pe] = f(-P..P),
-    P >= T. All in float32 or float64. `chunk` tokens at once: a matter of time and memory only.
+    P >= T. All in float32 or float64.
     """
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
     assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], of -{T}..{T} or more'
     h = table.new_ones(B, C, 1)                                 # all mass starts at offset 0
-    histograms, encodings = [], []
     gamma = None if gamma is None else gamma[:, None]           # (C, 1)
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
+    encodings = []
     for t, (p_reset, p_step) in enumerate(gates):               # (B, C, 1), (B, C, 3, 1)
         p_copy = None
         if copy is not None:                                    # jumps to 0..t, and none
             p_copy = torch.cat([copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
         h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)    # (B, C, 2t+3)
-        histograms.append(h)
-        if len(histograms) == chunk or t == T - 1:              # Algorithm 2: one product
-            padded = [F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in histograms]
-            f = table[P - t - 1:P + t + 2]                      # (2t+3, d_pe)
-            encodings.append(torch.stack(padded, dim=2) @ f)    # (B, C, chunk, d_pe)
-            histograms = []
-    return torch.cat(encodings, dim=2)                          # (B, C, T, d_pe)
+        encodings.append(h @ table[P - t - 1:P + t + 2])        # Algorithm 2: (B, C, d_pe)
+    return torch.stack(encodings, dim=2)                        # (B, C, T, d_pe)
 
 
 def algorithm_3(e, pos, cfg):
@@ -990,18 +928,12 @@ class Gates(nn.Module):
         return 1e-3 * (W.T @ W - eye).square().sum()
 
     def gru(self, x):
-        """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014; nn.GRU has no vmap rule)."""
-        W_h = self.W_recurrent()
-        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)      # (B, hidden)
-        states = []
-        for from_x in self.W_x(x).unbind(dim=1):                # (B, 3 hidden)
-            r_x, z_x, n_x = from_x.chunk(3, dim=-1)             # (B, hidden) each
-            r_u, z_u, n_u = F.linear(u, W_h, self.W_h.bias).chunk(3, dim=-1)
-            z = torch.sigmoid(z_x + z_u)                        # update gate
-            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)      # r: reset gate of the GRU
-            u = (1 - z) * new + z * u
-            states.append(u)
-        return torch.stack(states, dim=1)                       # (B, T, hidden)
+        """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014)."""
+        weights = [self.W_x.weight, self.W_recurrent(), self.W_x.bias, self.W_h.bias]
+        first = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # (1, B, hidden)
+        with torch.backends.cudnn.flags(enabled=False):         # cuDNN's GRU rounds to TF32
+            return torch.gru(x, first, weights, has_biases=True, num_layers=1, dropout=0.0,
+                             train=True, bidirectional=False, batch_first=True)[0]
 
     def forward(self, x):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
@@ -1057,11 +989,9 @@ class Cursors(nn.Module):
         if self.cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
             # so a jump to token k meets the key of the token after it
-            t, fixed = torch.arange(x.shape[1], device=x.device), (1, self.count, None, 5)
-            counting = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)         # (T, 3)
-            counting = counting.expand_as(step[:, self.count::5])                   # (B, C', T, 3)
-            reset = reset.slice_scatter(torch.zeros_like(counting[..., 0]), *fixed)
-            step = step.slice_scatter(counting, *fixed)
+            t, reset, step = torch.arange(x.shape[1], device=x.device), reset.clone(), step.clone()
+            reset[:, self.count::5] = 0                                             # (B, C', T)
+            step[:, self.count::5] = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
@@ -1163,8 +1093,8 @@ class PRISM(Encoding):
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
              't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
-             'selective_rope': SelectiveRoPE, 'kerple': Kerple, 'dape': DAPE, 'fox': FoX,
-             'cope': CoPE, 'path': PaTH, 'stickbreaking': StickBreaking, 'ssmax': SSMax}
+             'kerple': Kerple, 'dape': DAPE, 'fox': FoX, 'cope': CoPE, 'path': PaTH,
+             'stickbreaking': StickBreaking, 'ssmax': SSMax}
 
 
 def option_fields():
