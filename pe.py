@@ -19,6 +19,7 @@ encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, 
 import copy
 import difflib
 import math
+import signal
 import sys
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Literal, get_args, get_origin
@@ -30,6 +31,12 @@ import torch.nn.functional as F
 
 class UserError(ValueError):
     """Something that the caller can mend, as the message says: train.py prints it as one line."""
+
+
+def need(condition, says):
+    """Raise UserError unless the condition is true."""
+    if not condition:
+        raise UserError(says)
 
 
 @dataclass
@@ -56,31 +63,30 @@ class SharedConfig:
     def __post_init__(self):
         for f in fields(self):
             value, choices = getattr(self, f.name), get_args(f.type)
-            if get_origin(f.type) is Literal and value not in choices:
-                raise UserError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
+            need(get_origin(f.type) is not Literal or value in choices,
+                 f'{f.name} must be one of {", ".join(map(str, choices))}, got {value!r}')
         # widths, bases and counts; where 0 has a meaning it is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
-        if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
-            raise UserError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
-                            f'{self.nope_every}')
-        if self.d_model % self.n_head:
-            raise UserError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
-        if self.attention == 'mla' and self.n_head % 2:
-            raise UserError(f'n_head must be even for mla, which pairs heads, got {self.n_head}')
+        need(not self.nope_every or 2 <= self.nope_every <= self.n_layer,
+             f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got {self.nope_every}')
+        need(self.d_model % self.n_head == 0,
+             f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
+        need(self.attention == 'mha' or self.n_head % 2 == 0,
+             f'n_head must be even for mla, which pairs heads, got {self.n_head}')
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
         self.layer = 0                 # counts up in build()
-        if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
-            raise UserError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
-                            f"got {self.rope_heads}; for none use pe='nope'")
+        need(self.rope_heads is None or 1 <= self.rope_heads <= self.heads,
+             f'rope_heads must be from 1 to {self.heads}, the number of heads, got '
+             f"{self.rope_heads}; for none use pe='nope'")
 
 
 def check_positive(cfg, *keys):
     """Raise UserError if one of these fields is a number that is not positive and finite."""
     for key in keys:
         value = getattr(cfg, key)
-        if type(value) in (int, float) and not 0 < value < math.inf:
-            raise UserError(f'{key} must be positive and finite, got {value}')
+        need(type(value) not in (int, float) or 0 < value < math.inf,
+             f'{key} must be positive and finite, got {value}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,8 +139,8 @@ class Encoding(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        if self.needs_causal and not cfg.causal:
-            raise UserError(f'{type(self).__name__} requires a causal mask: causal=True')
+        need(cfg.causal or not self.needs_causal,
+             f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
@@ -256,8 +262,7 @@ def kernels(required=True):
     try:
         import kernels
     except ModuleNotFoundError:
-        if required:
-            raise UserError("kernel='triton' requires kernels.py beside pe.py") from None
+        need(not required, "kernel='triton' requires kernels.py beside pe.py")
         return None
     return kernels if required or kernels.triton else None
 
@@ -277,19 +282,17 @@ def changed(encoding, hook):
 
 def check_shapes(cfg, q, k, v, pos, x=None):
     """Raise UserError if these do not fit together, or not the encoding that was built for cfg."""
-    H, T = k.shape[1], k.shape[2]
-    if H != cfg.heads or q.shape[1] != H or {q.shape[3], k.shape[3], v.shape[3]} != {cfg.head_dim}:
-        raise UserError(f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}: q is '
-                        f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat grouped '
-                        'keys and values, k.repeat_interleave(groups, dim=1)')
-    if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
-        raise UserError('k and v must have length T; q covers all T positions or the last few; '
-                        f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
-    if x is not None and x.shape[:2] != (len(k), T):
-        raise UserError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
-    if pos.shape not in ((T,), (len(k), T)):
-        raise UserError(f'pos must have a position for each of the {T} keys, [{T}] or '
-                        f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
+    B, H, T, _ = k.shape
+    got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
+    need({(z.shape[1], z.shape[3]) for z in (q, k, v)} == {(cfg.heads, cfg.head_dim)},
+         f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, {got}; repeat grouped '
+         'keys and values, k.repeat_interleave(groups, dim=1)')
+    need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T,
+         f'k and v must have length T; q covers all T positions or the last few; {got}')
+    if x is not None:
+        need(x.shape[:2] == (B, T), f'x must be the inputs of all {T} keys, got {list(x.shape)}')
+    need(pos.shape in ((T,), (B, T)), f'pos must have a position for each of the {T} keys, [{T}] '
+         f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
 
 
 def positions(cfg, tokens, training, total_len=None):
@@ -339,17 +342,9 @@ def rotate(x, angle):
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-def short_conv(x, weight):
-    """A causal convolution of each feature: x [B, T, F], weight [F, n], sum_j weight_j x_(t-j)."""
-    n = weight.shape[1]
-    x = F.pad(x.transpose(1, 2), (n - 1, 0))  # (B, F, n - 1 + T)
-    return (x.unfold(-1, n, 1) * weight.flip(1)[:, None]).sum(dim=-1).transpose(1, 2)
-
-
 def check_even(n, name, what):
     """Raise UserError if n is odd."""
-    if n % 2:
-        raise UserError(f'{name} rotates pairs of features: {what} must be even, not {n}')
+    need(n % 2 == 0, f'{name} rotates pairs of features: {what} must be even, not {n}')
 
 
 def fused_attention(q, k, v, mask, scale):
@@ -435,8 +430,7 @@ class RoPE(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         check_even(cfg.head_dim, 'rope', 'the head dimension')
-        if self.rope_fraction > 1:
-            raise UserError(f'rope_fraction must be at most 1, got {self.rope_fraction}')
+        need(self.rope_fraction <= 1, f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
@@ -467,11 +461,10 @@ class YaRN(RoPE):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
     def scaled_frequencies(self, s, q):             # -> (D/2,)
-        d, base, ends = q.shape[-1], self.cfg.rope_base, []
-        for turns in self.yarn_beta_fast, self.yarn_beta_slow:      # c of this number of turns
-            ratio = self.cfg.train_len / (2 * math.pi * turns)
-            ends.append(d * math.log(ratio) / (2 * math.log(base)))
-        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), d - 1)
+        d, base = q.shape[-1], self.cfg.rope_base
+        fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * turns)) / 2 / math.log(base)
+                      for turns in (self.yarn_beta_fast, self.yarn_beta_slow))  # c of these turns
+        low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
@@ -571,8 +564,8 @@ class T5(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
-            raise UserError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
+        need(self.t5_buckets >= 2 and self.t5_max_distance > self.t5_buckets // 2,
+             't5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
     def bucket(self, d):                            # distances [..] -> [..]
@@ -605,10 +598,9 @@ class FIRE(Encoding):
     def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
-        distance = at.distance.to(reach.dtype)
-        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)    # (.., 1, Tq, T)
-        f = self.mlp(x[..., None])                                      # (.., 1, Tq, T, H)
-        return f.transpose(-4, -1).squeeze(-1)                          # (.., H, Tq, T)
+        x = self.psi(at.distance.to(reach.dtype)) / (self.psi(reach)[..., None] + 1e-6)
+        f = self.mlp(x[..., None])              # x (.., 1, Tq, T) -> (.., 1, Tq, T, H)
+        return f.transpose(-4, -1).squeeze(-1)                      # (.., H, Tq, T)
 
 
 class Kerple(Encoding):
@@ -625,22 +617,6 @@ class Kerple(Encoding):
         # the gradient passes the clamp, so that a parameter below can come back
         a, b = ((p + (p.clamp(min=0.01) - p).detach())[:, None, None] for p in (self.a, self.b))
         return -a * torch.log(1 + b * at.distance)
-
-
-class DAPE(Kerple):
-    """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
-    f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
-    dape_width: int = 32           # hidden width of the MLP
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, self.dape_width), nn.LeakyReLU(),
-                                 nn.Linear(self.dape_width, cfg.heads))
-
-    def adjust(self, logits, at):
-        B = self.bias(at)[..., -logits.shape[2]:, :].expand_as(logits)
-        both = torch.cat([logits - B, B], dim=1).movedim(1, -1)  # (B, Tq, T, 2H)
-        return logits + self.mlp(both).movedim(-1, 1)
 
 
 class FoX(Encoding):
@@ -699,7 +675,8 @@ class PaTH(Encoding):
         self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
 
     def adjust(self, logits, at):
-        w = short_conv(self.W(at.x), self.conv).unflatten(-1, (self.cfg.heads, -1))
+        latest = F.pad(self.W(at.x), (0, 0, 2, 0)).unfold(1, 3, 1)              # (B, T, H D, 3)
+        w = (latest * self.conv.flip(1)).sum(dim=-1).unflatten(-1, (self.cfg.heads, -1))
         w = F.normalize(w, dim=-1).transpose(1, 2)                              # (B, H, T, D)
         beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
         Tq, T = logits.shape[-2:]
@@ -927,18 +904,14 @@ class Gates(nn.Module):
         eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
         return 1e-3 * (W.T @ W - eye).square().sum()
 
-    def gru(self, x):
-        """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014)."""
-        weights = [self.W_x.weight, self.W_recurrent(), self.W_x.bias, self.W_h.bias]
-        first = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # (1, B, hidden)
-        with torch.backends.cudnn.flags(enabled=False):         # cuDNN's GRU rounds to TF32
-            return torch.gru(x, first, weights, has_biases=True, num_layers=1, dropout=0.0,
-                             train=True, bidirectional=False, batch_first=True)[0]
-
     def forward(self, x):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
         x = 0.5 * F.layer_norm(x, x.shape[-1:])
-        u = self.gru(x)
+        weights = [self.W_x.weight, self.W_recurrent(), self.W_x.bias, self.W_h.bias]
+        start = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # u before the first token
+        with torch.backends.cudnn.flags(enabled=False):         # cuDNN's GRU rounds to TF32
+            u, _ = torch.gru(x, start, weights, has_biases=True, num_layers=1, dropout=0.0,
+                             train=True, bidirectional=False, batch_first=True)
         w = self.W(u).unflatten(-1, (self.n, 4))                # (B, T, n, 4)
         w = w.permute(3, 0, 2, 1)                               # (4, B, n, T): a faster softmax
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
@@ -1056,9 +1029,8 @@ class PRISM(Encoding):
         super().__init__(cfg)
         check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
-        if not starts or min(starts) != 0 or max(starts) >= cfg.n_layer:
-            raise UserError(f'prism_layers must be 1 and others up to n_layer={cfg.n_layer}, got '
-                            f'{cfg.prism_layers}')
+        need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must be 1 '
+             f'and others up to n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
@@ -1068,9 +1040,8 @@ class PRISM(Encoding):
             self.cursors = Cursors(cfg, end - cfg.layer)    # for the layers before the next one's
 
     def state(self, x, pos, total_len=None):
-        if x is None:
-            raise UserError("prism requires state=enc.state(x, pos) of the first layer's "
-                            'encoding, x [B, T, C] the embedded tokens')
+        need(x is not None, "prism requires state=enc.state(x, pos) of the first layer's encoding, "
+             'x [B, T, C] the embedded tokens')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
@@ -1083,8 +1054,8 @@ class PRISM(Encoding):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
         g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
         mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
-        factor = 4 if self.cfg.prism_norm == 'none' else 1
-        factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5    # qk is / sqrt(d)
+        factor = (self.cfg.head_dim / g_q.shape[-1]) ** 0.5             # qk is / sqrt(d)
+        factor *= 4 if self.cfg.prism_norm == 'none' else 1
         weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
         weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)  # (H, 1, branches d_pe)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
@@ -1093,20 +1064,16 @@ class PRISM(Encoding):
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
              't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
-             'kerple': Kerple, 'dape': DAPE, 'fox': FoX, 'cope': CoPE, 'path': PaTH,
+             'kerple': Kerple, 'fox': FoX, 'cope': CoPE, 'path': PaTH,
              'stickbreaking': StickBreaking, 'ssmax': SSMax}
 
 
-def option_fields():
-    """(name, type, default) of every option of every encoding, for the fields of PEConfig."""
-    found = {}
-    for cls in ENCODINGS.values():
-        for key, option in options_of(cls).items():
-            assert found.setdefault(key, option) == option, f'{key} has two defaults or types'
-    return [(key, kind, default) for key, (kind, default) in found.items()]
-
-
-PEConfig = make_dataclass('PEConfig', option_fields(), bases=(SharedConfig,),
+OPTIONS = {}                                        # {option: (type, default)} of every encoding
+for encoding in ENCODINGS.values():
+    for name, option in options_of(encoding).items():
+        assert OPTIONS.setdefault(name, option) == option, f'{name} has two defaults or types'
+PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIONS.items()],
+                          bases=(SharedConfig,),
                           namespace=dict(__doc__=SharedConfig.__doc__, __module__=__name__))
 
 
@@ -1118,31 +1085,26 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance':
-            setattr(self, flag, any(getattr(p, flag) for p in parts))
-        self.fusable = all(p.fusable for p in parts)
-        self.shift_invariant = all(p.shift_invariant for p in parts)
+        for flag, over in dict(fp32=any, dense=any, triton_pays=any, mean_distance=any,
+                               fusable=all, shift_invariant=all).items():
+            setattr(self, flag, over(getattr(p, flag) for p in parts))
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
+        kinds = [type(p) for p in parts]
         softmax = [p for p in parts if changed(p, 'weigh')]
         for p in softmax:
             self.weigh = p.weigh
-        changing = [p for p in parts if changed(p, 'qk') or isinstance(p, PaTH)]
+        changing = [p for p in parts if changed(p, 'qk')]
         for group, why in (
-                ([p for p in parts if p.order == 1], 'each appends features to q and k'),
+                ([p for p in changing if p.order == 1], 'each appends features to q and k'),
+                ([p for p in changing if p.order == 0] if PoPE in kinds else (),
+                 "polar coordinates leave no pairs of features to rotate"),
+                ([p for p in parts if p in changing or isinstance(p, PaTH)] if PaTH in kinds
+                 else (), 'both change the product of q and k'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
-                 'the mean distance requires weights that sum to 1, of one encoding'),
-                (changing if PaTH in map(type, parts) else (),
-                 'both change the product of q and k')):
-            if len(group) > 1:
-                names = ' and '.join(type(p).__name__ for p in group)
-                raise UserError(f'{names} cannot be added: {why}')
-        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
-        if any(isinstance(p, PoPE) for p in rotating[:-1]):
-            raise UserError('pope doubles the width of q and k: write it once, and last, as in '
-                            'selective_rope+pope')
-        if len(rotating) > 1 and isinstance(rotating[-1], PoPE):
-            self.shift_invariant = self.fusable = False     # polar() is not a rotation
+                 'the mean distance requires weights that sum to 1, of one encoding')):
+            names = ' and '.join(type(p).__name__ for p in group)
+            need(len(group) < 2, f'{names} cannot be added: {why}')
 
     def each(self, at):
         """[(part, the At with that part's state)]."""
@@ -1169,9 +1131,8 @@ class Sum(Encoding):
 
     def bias(self, at):
         biases = [p.bias(here) for p, here in self.each(at)]
-        biases = [b for b in biases if b is not None]
-        rows = min([b.shape[-2] for b in biases], default=0)  # those that all have
-        return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
+        biases = [b[..., -at.t.shape[-1]:, :] for b in biases if b is not None]     # the last Tq
+        return sum(biases) if biases else None
 
     def adjust(self, logits, at):
         for p, here in self.each(at):
@@ -1196,8 +1157,7 @@ class SomeHeads(Encoding):
         super().__init__(cfg)
         self.parts = nn.ModuleList([first])
         self.k, self.rest, self.out_dim = first.cfg.heads, rest, first.out_dim
-        for flag in 'shift_invariant', 'fp32', 'dense':
-            setattr(self, flag, getattr(first, flag))
+        self.shift_invariant = first.shift_invariant
         self.embed, self.state = first.embed, first.state
         self.restate, self.penalty = first.restate, first.penalty
 
@@ -1224,24 +1184,24 @@ class SomeHeads(Encoding):
 def check_names(cfg, names):
     """Raise UserError if the encodings of these names do not fit the other keys."""
     for name in names:
-        if name not in ENCODINGS:
-            near = difflib.get_close_matches(name, ENCODINGS, 1)
-            hint = f', did you mean {near[0]!r}?' if near else '.'
-            raise UserError(f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
-    longest = max(cfg.train_len, cfg.eval_len)
-    if cfg.positions == 'randomized' and longest > cfg.positions_max:
-        raise UserError(f'{longest} tokens require positions_max={longest} or more')
-    table = {'learned', 'random'} & set(names)
-    if cfg.positions == 'randomized' and table and cfg.max_len < cfg.positions_max:
-        raise UserError(f'{min(table)} has max_len={cfg.max_len} rows; randomized positions '
-                        f'require max_len={cfg.positions_max}')
-    if cfg.attention == 'mla' and cfg.pe not in ('rope', 'nope'):
-        raise UserError(f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
-    if cfg.nope_every and 'prism' in names:
-        raise UserError('nope_every would leave prism cursors that nothing reads: set it to 0')
-    if (cfg.rope_heads or cfg.nope_every) and hooks_of(cfg.pe) == ['embed']:
-        raise UserError(f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts '
-                        'on the embedding, which all heads and layers share')
+        near = difflib.get_close_matches(name, ENCODINGS, 1)
+        hint = f', did you mean {near[0]!r}?' if near else '.'
+        need(name in ENCODINGS,
+             f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
+    if cfg.positions == 'randomized':
+        longest = max(cfg.train_len, cfg.eval_len)
+        need(longest <= cfg.positions_max,
+             f'{longest} tokens require positions_max={longest} or more')
+        need(cfg.max_len >= cfg.positions_max or not {'learned', 'random'} & set(names),
+             f'the table of {cfg.pe} has max_len={cfg.max_len} rows; randomized positions require '
+             f'max_len={cfg.positions_max}')
+    need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
+         f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
+    need(not cfg.nope_every or 'prism' not in names,
+         'nope_every would leave prism cursors that nothing reads: set it to 0')
+    need(not (cfg.rope_heads or cfg.nope_every) or hooks_of(cfg.pe) != ['embed'],
+         f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts on the '
+         'embedding, which all heads and layers share')
 
 
 def build(cfg):
@@ -1318,7 +1278,7 @@ def picture(name, T):
 def draw(path, T=48):
     """Draw the encodings side by side, except where this content has nothing to show."""
     from matplotlib.figure import Figure  # pip install matplotlib
-    left_out = 'nope shifted_ape prism dape path stickbreaking ssmax'.split()
+    left_out = 'nope shifted_ape prism path stickbreaking ssmax'.split()
     names = [name for name in ENCODINGS if name not in left_out] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
@@ -1331,6 +1291,8 @@ def draw(path, T=48):
 
 
 if __name__ == '__main__':
+    if hasattr(signal, 'SIGPIPE'):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # python pe.py | head
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
     elif not sys.argv[1:]:

@@ -35,7 +35,7 @@ EXERCISES = {
     'sinusoids': Exercise({'pe.py': 'sinusoids'}, 'a_shift_is_a_rotation ape', 'ape',
                           {'kernels.py': 'cos_sin_table'}),
     'rope': Exercise({'pe.py': 'rotate RoPE.qk'}, 'rope rope_fraction', 'rope, rope fraction',
-                     {'pe.py': 'YaRN.qk SelectiveRoPE.qk VRoPE.rotated',
+                     {'pe.py': 'YaRN.qk VRoPE.rotated',
                       'probe.py': 'LlamaRoPE.qk LlamaAttention.project'}),
     'alibi': Exercise({'pe.py': 'ALiBi.__init__ ALiBi.bias'}, 'alibi', 'alibi, alibi on 2 heads'),
     't5': Exercise({'pe.py': 'T5.bucket'}, 't5', 't5, t5 24'),
