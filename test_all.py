@@ -460,45 +460,30 @@ def test_tables_repeat_their_last_row(name, std):
 # ------------------------------------------------------------------------------------------------
 # pe.py: PRISM's cursors
 
-def random_gates(T, copy=False, B=1, C=2, dtype=torch.float64):
-    """p_reset [B, C, T], p_step [B, C, T, 3] and p_copy [B, C, T, T + 1] or None."""
-    g = torch.Generator().manual_seed(0)
-    reset = torch.rand(B, C, T, generator=g, dtype=dtype)
-    step = torch.randn(B, C, T, 3, generator=g, dtype=dtype).softmax(dim=-1)
-    jump = torch.randn(B, C, T, T + 1, generator=g, dtype=dtype)
-    jump[..., :-1].masked_fill_(torch.ones(T, T).triu(1) > 0, -math.inf)  # no jumps to later tokens
-    return reset, step, jump.softmax(dim=-1) if copy else None
-
-
-def law_of_paths(reset, step, jump):
-    """{offset: probability} of one cursor after its gates, summed over every path that they allow.
-
-    At each step a path resets or not, moves by +1, -1 or 0, and jumps to a token or (-1) does not.
-    """
-    choices = list(itertools.product((True, False), (1, -1, 0), range(-1, len(jump[0]) - 1)))
-    law = collections.Counter()
-    for path in itertools.product(choices, repeat=len(reset)):
-        weight, offset = 1.0, 0
-        for t, (resets, move, target) in enumerate(path):
-            weight *= reset[t] if resets else 1 - reset[t]
-            weight *= step[t][(1, -1, 0).index(move)] * jump[t][target]
-            offset = target if target >= 0 else (0 if resets else offset) + move
-        law[offset] += weight
-    return law
-
-
-@pytest.mark.parametrize('copy, T', [(False, 6), (True, 3)])
-def test_cursor_histogram_is_the_sum_over_all_paths(copy, T):
-    """Algorithm 1 without sharpening: the distribution of a random walk with resets and jumps."""
-    reset, step, jump = random_gates(T, copy)
-    table = torch.eye(2 * T + 5).double()  # with which a scan returns histograms over -T-2..T+2
+@pytest.mark.parametrize('copy', [False, True])
+def test_cursor_histogram_is_the_sum_over_all_paths(copy):
+    """Algorithm 1 without sharpening is a random walk: a token resets it to 0 or does not, moves
+    it by +1, -1 or 0, then lets it jump to the position of a past token or (None) does not."""
+    T = 6
+    reset, step = torch.rand(1, 2, T).double(), torch.randn(1, 2, T, 3).double().softmax(dim=-1)
+    jump = torch.randn(1, 2, T, T + 1).double()
+    jump[..., :-1].masked_fill_(torch.ones(T, T).triu(1) > 0, -math.inf)    # none to later tokens
+    jump = jump.softmax(dim=-1) if copy else None
+    table = torch.eye(2 * T + 5).double()   # with which a scan returns histograms over -T-2..T+2
     h = pe.cursor_scan(reset, step, None, table, jump)
-    for c, n in itertools.product((0, 1), (1, 2, 4, 6) if T == 6 else (1, 2, 3)):
-        seen = [[1.0]] * n
-        if copy:  # jumps to the first n tokens, and none at all
-            seen = torch.cat([jump[0, c, :n, :n], jump[0, c, :n, -1:]], dim=-1).tolist()
-        law = law_of_paths(reset[0, c, :n].tolist(), step[0, c, :n].tolist(), seen)
-        close(h[0, c, n - 1], [law[d] for d in range(-T - 2, T + 3)], 1e-12)
+    for c in range(2):
+        law = {0: 1.0}                      # {offset: probability}
+        for t in range(T):
+            resets = (True, reset[0, c, t]), (False, 1 - reset[0, c, t])
+            moves, jumps = zip((1, -1, 0), step[0, c, t]), [(None, 1.0)]
+            if copy:
+                jumps = [*enumerate(jump[0, c, t, :t + 1]), (None, jump[0, c, t, -1])]
+            before, law = law, collections.Counter()
+            for choices in itertools.product(before.items(), resets, moves, jumps):
+                (offset, to_zero, move, target), chances = zip(*choices)
+                offset = (0 if to_zero else offset) + move
+                law[offset if target is None else target] += math.prod(chances)
+            close(h[0, c, t], [law[d] for d in range(-T - 2, T + 3)], 1e-12)
 
 
 def test_sharpening_multiplies_exponents():
@@ -652,28 +637,29 @@ def test_prism_gru_is_pytorchs():
 @variants
 @torch.no_grad()
 def test_attend_is_softmax_of_logits_times_value(kw):
-    """The fast path of layer 2 equals the one that probes look into; and a query against the keys
-    and values so far, as in decoding with a cache, gives its row of the whole sequence.
+    """The fast path of layer 2 equals the one that probes look into. Queries of the last positions,
+    as in decoding with a cache, give their rows of the whole sequence; the state is made of the
+    tokens so far and the final length, or is that of the whole sequence."""
+    first, enc = (block.attn.pe for block in make(**kw).blocks)
 
-    The state is made of the tokens so far and the final length, or is that of the whole sequence.
-    """
+    def state(x, pos, total_len=None):
+        return enc.restate(x, pos, first.state(x, pos, total_len))
+
     for T in (TRAIN_LEN, 2 * TRAIN_LEN):
-        first, enc = (block.attn.pe for block in make(**kw).blocks)
         q, k, v, pos = qkv(enc.cfg.heads, T, enc.cfg.head_dim)
         x = torch.randn(2, T, 32, dtype=torch.float64)
-        here = pos, enc.restate(x, pos, first.state(x, pos)), x
+        here = pos, state(x, pos), x
         whole, logits = enc.attend(q, k, v, *here), enc.logits(q, k, *here)
         assert whole.shape == (2, enc.cfg.heads, T, enc.out_dim)
-        for n in (T, 3):    # the last n queries
-            close(enc.attend(q[:, :, -n:], k, v, *here), whole[:, :, -n:])
-            close(enc.logits(q[:, :, -n:], k, *here), logits[:, :, -n:])
-            close(enc.mix(enc.weigh(logits[:, :, -n:]), v, *here), whole[:, :, -n:])
-        for n in (1, 6):    # with a cache of n tokens
-            past = pos[:n], x[:, :n]
-            so_far = enc.restate(past[1], past[0], first.state(past[1], past[0], T))
-            for state in (so_far, here[1]):
-                y = enc.attend(q[:, :, n - 1:n], k[:, :, :n], v[:, :, :n], past[0], state, past[1])
-                close(y, whole[:, :, n - 1:n])
+        for last in (slice(T), slice(T - 3, T)):
+            close(enc.attend(q[:, :, last], k, v, *here), whole[:, :, last])
+            close(enc.logits(q[:, :, last], k, *here), logits[:, :, last])
+            close(enc.mix(enc.weigh(logits[:, :, last]), v, *here), whole[:, :, last])
+        for t in (0, 5):        # with a cache of the first t tokens
+            far, row = slice(t + 1), slice(t, t + 1)
+            for known in (state(x[:, far], pos[far], T), here[1]):
+                past = k[:, :, far], v[:, :, far], pos[far], known, x[:, far]
+                close(enc.attend(q[:, :, row], *past), whole[:, :, row])
 
 
 @variants
