@@ -426,20 +426,18 @@ def test_pope_vipe_scales_by_the_raw_key():
 
 def test_ape():
     """Even features are sin(t theta), odd ones cos(t theta), with one theta for each pair."""
-    angle = torch.arange(9)[:, None] * THETA
-    x = torch.randn(1, 9, 8).double()
-    p = pe.APE(pe.PEConfig(d_model=8)).embed(x, torch.arange(9))[0] - x[0]
+    angle, x = torch.arange(9)[:, None] * THETA, torch.randn(1, 9, 8).double()
+    p = encoding('ape', heads=1).embed(x, torch.arange(9))[0] - x[0]
     close(p[:, 0::2], angle.sin())
     close(p[:, 1::2], angle.cos())
 
 
 def test_shifted_ape_shifts_in_training_only():
-    """By a uniform m of its own for each sequence."""
-    cfg = pe.PEConfig(d_model=8, max_shift=50)
+    """Every sequence by a uniform m of its own."""
     pos, x = torch.arange(9), torch.zeros(3000, 9, 8)
-    enc, ape = pe.ShiftedAPE(cfg), pe.APE(cfg)
-    assert torch.equal(enc.eval().embed(x, pos), ape.embed(x, pos))
-    table = ape.embed(x[0, 0], torch.arange(60))
+    enc, ape = encoding('shifted_ape', heads=1, max_shift=50), encoding('ape', heads=1)
+    assert torch.equal(enc.embed(x, pos), ape.embed(x, pos))
+    table = ape.embed(x[0, 0], torch.arange(60))    # (60, 8)
     shifted = enc.train().embed(x, pos)
     m = torch.cdist(shifted[:, 0], table).argmin(dim=-1)
     close(shifted, table[m[:, None] + pos], 1e-5)
@@ -776,14 +774,13 @@ def test_only_shared_encodings_share_parameters():
 
 
 def test_rope_heads_and_nope_every():
-    """rope_heads=1: the first head is RoPE's, the others are NoPE's; nope_every: whole layers."""
+    """rope_heads=1: the first head is ViPE's, the others are NoPE's, with a code of zeros at the
+    end; nope_every: whole layers."""
     q, k, v, pos = qkv(4)
-    y = encoding('rope', heads=4, rope_heads=1).attend(q, k, v, pos)
-    close(y[:, :1], encoding('rope', heads=4).attend(q, k, v, pos)[:, :1])
-    plain = encoding('nope', heads=4).attend(q, k, v, pos)[:, 1:]
-    close(y[:, 1:], plain)
-    wide = encoding('vipe', heads=4, rope_heads=1).attend(q, k, v, pos)[:, 1:]
-    close(wide, F.pad(plain, (0, 8)))                      # ViPE's code is zero in these heads
+    y, vipe, nope = (encoding(name, heads=4, rope_heads=some).attend(q, k, v, pos)
+                     for name, some in (('vipe', 1), ('vipe', None), ('nope', None)))
+    close(y[:, :1, :, :8], vipe[:, :1, :, :8])      # but for the code, whose W_p are drawn
+    close(y[:, 1:], F.pad(nope[:, 1:], (0, 8)))
     model = make(pe='t5', n_layer=5, nope_every=2)
     assert [type(block.attn.pe) for block in model.blocks] == [pe.T5, pe.NoPE] * 2 + [pe.T5]
 
@@ -908,10 +905,11 @@ def test_optimizer_groups_hold_every_parameter_once():
     groups = {group['name']: group for group in model.optim_groups(1e-3, 0.1)}
     ids = [id(p) for group in groups.values() for p in group['params']]
     assert sorted(ids) == sorted(id(p) for p in model.parameters())
-    decaying = [p for group in groups.values() if group['weight_decay'] for p in group['params']]
-    matrices = ('qkv.weight', 'proj.weight', 'mlp.0.weight', 'mlp.2.weight', 'head.weight')
-    names = [name for name, p in model.named_parameters() if any(p is d for d in decaying)]
-    assert names == [n for n, _ in model.named_parameters() if n.endswith(matrices)]
+    assert [name for name, group in groups.items() if group['weight_decay']] == ['decay']
+    decaying = {id(p) for p in groups['decay']['params']}
+    names = [name for name, p in model.named_parameters() if id(p) in decaying]
+    matrices = 'attn.qkv', 'attn.proj', 'mlp.0', 'mlp.2'
+    assert names == [f'blocks.{i}.{x}.weight' for i in (0, 1) for x in matrices] + ['head.weight']
     alpha = groups['alpha']  # PRISM section 6.4
     assert (len(alpha['params']), alpha['lr'], alpha['betas']) == (2, 0.03, (0.8, 0.92))
 
