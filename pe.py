@@ -176,7 +176,7 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
-        q_len = q.shape[2] if q_len is None else q_len
+        q_len = q.shape[2] if q_len is None else q_len      # mix() has no q
         return At(q, k, s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def logits(self, q, k, pos, state=None, x=None):
@@ -342,11 +342,6 @@ def rotate(x, angle):
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-def check_even(n, name, what):
-    """Raise UserError if n is odd."""
-    need(n % 2 == 0, f'{name} rotates pairs of features: {what} must be even, not {n}')
-
-
 def fused_attention(q, k, v, mask, scale):
     """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
     added to the logits and takes the place of causality."""
@@ -376,7 +371,7 @@ class APE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.d_model, 'ape', 'd_model')
+        need(cfg.d_model % 2 == 0, f'ape requires an even d_model, got {cfg.d_model}')
 
     def embed(self, x, pos):
         return x + sinusoids(pos, x.shape[-1], self.cfg.rope_base, x).to(x.dtype)
@@ -429,12 +424,12 @@ class RoPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.head_dim, 'rope', 'the head dimension')
+        need(cfg.head_dim % 2 == 0, f'rope rotates pairs of features: {cfg.head_dim} is not even')
         need(self.rope_fraction <= 1, f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
-        theta[math.ceil(self.rope_fraction * len(theta)):] = 0
+        theta[math.ceil(self.rope_fraction * len(theta)):] = 0        # the slow ones stand still
         return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
 
 
@@ -443,7 +438,7 @@ class LatentRoPE(RoPE):
     (the Toeplitz study, eq. 3). build() takes it for pe='rope' with attention='mla'."""
     def qk(self, q, k, at):
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
-        q_p, k_p = super().qk(q_p, k_p, at)
+        q_p, k_p = super().qk(q_p, k_p, at)                           # (B, H, T, D/2)
         return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
 
 
@@ -472,7 +467,7 @@ class YaRN(RoPE):
 
     def qk(self, q, k, at):
         theta = self.scaled_frequencies(at.state, q)  # (D/2,)
-        temperature = 0.1 * math.log(at.state) + 1
+        temperature = 0.1 * math.log(at.state) + 1    # of q and of k: squared in the logits
         return (rotate(q, at.t[..., None] * theta) * temperature,
                 rotate(k, at.s[..., None] * theta) * temperature)
 
@@ -495,7 +490,7 @@ class PoPE(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         if self.pope_frequencies == 'half':
-            check_even(cfg.head_dim, 'pope with half the frequencies', 'the head dimension')
+            need(cfg.head_dim % 2 == 0, f'half of {cfg.head_dim} features must be an integer')
             self.fusable = False                  # kernels.polar has d frequencies
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if self.pope_delta == 'uniform':
@@ -544,7 +539,7 @@ class ALiBi(Encoding):
         super().__init__(cfg)
         n = 2 ** int(math.log2(cfg.heads))
         slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
-        slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]
+        slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]     # of 2n heads
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
 
     def bias(self, at):
@@ -589,7 +584,7 @@ class FIRE(Encoding):
         super().__init__(cfg)
         n = self.fire_width
         self.mlp = nn.Sequential(nn.Linear(1, n), nn.ReLU(), nn.Linear(n, cfg.heads))
-        self.c = nn.Parameter(torch.tensor(0.1))
+        self.c = nn.Parameter(torch.tensor(0.1))  # |c| is used
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 
     def psi(self, x):
@@ -727,7 +722,7 @@ class VRoPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.head_dim, 'vrope', 'the head dimension')
+        need(cfg.head_dim % 2 == 0, f'vrope rotates pairs of features: {cfg.head_dim} is not even')
 
     def rotated(self, v, pos):
         d = self.cfg.head_dim  # other encodings' channels stay
@@ -1027,14 +1022,15 @@ class PRISM(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
+        need(cfg.prism_d_pe % 2 == 0, f'prism_d_pe must be even, got {cfg.prism_d_pe}')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
         need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must be 1 '
              f'and others up to n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
-        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
+        branches = cfg.prism_cursors + cfg.prism_absolute               # of a head
+        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, branches))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
             self.cursors = Cursors(cfg, end - cfg.layer)    # for the layers before the next one's
@@ -1088,22 +1084,22 @@ class Sum(Encoding):
         for flag, over in dict(fp32=any, dense=any, triton_pays=any, mean_distance=any,
                                fusable=all, shift_invariant=all).items():
             setattr(self, flag, over(getattr(p, flag) for p in parts))
-        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
+        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)      # each adds its width
         kinds = [type(p) for p in parts]
-        softmax = [p for p in parts if changed(p, 'weigh')]
-        for p in softmax:
-            self.weigh = p.weigh
         changing = [p for p in parts if changed(p, 'qk')]
+        softmax = [p for p in parts if changed(p, 'weigh')]
+        for p in softmax:                               # at most one, as checked below
+            self.weigh = p.weigh
         for group, why in (
                 ([p for p in changing if p.order == 1], 'each appends features to q and k'),
                 ([p for p in changing if p.order == 0] if PoPE in kinds else (),
-                 "polar coordinates leave no pairs of features to rotate"),
+                 'polar coordinates leave no pairs of features to rotate'),
                 ([p for p in parts if p in changing or isinstance(p, PaTH)] if PaTH in kinds
                  else (), 'both change the product of q and k'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
                  'the mean distance requires weights that sum to 1, of one encoding')):
-            names = ' and '.join(type(p).__name__ for p in group)
+            names = ' and '.join(type(p).__name__ for p in group)           # PaTH and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 
     def each(self, at):
@@ -1126,7 +1122,7 @@ class Sum(Encoding):
 
     def qk(self, q, k, at):
         for p, here in sorted(self.each(at), key=lambda pair: pair[0].order):
-            q, k = p.qk(q, k, here)
+            q, k = p.qk(q, k, here)                     # rotate, append features, scale
         return q, k
 
     def bias(self, at):
@@ -1145,7 +1141,7 @@ class Sum(Encoding):
         return v
 
     def out(self, y, at):
-        for p, here in reversed(self.each(at)):
+        for p, here in reversed(self.each(at)):         # the last to widen v comes first
             y = p.out(y, here)
         return y
 
@@ -1223,10 +1219,9 @@ def build(cfg):
         parts = [shared.get(cls) or cls(here) for cls in classes]
         shared |= {type(part): part for part in parts if part.shared}
         enc = parts[0] if len(parts) == 1 else Sum(here, *parts)
-        layers.append(SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc)
-    if cfg.nope_every:
-        for layer in range(cfg.nope_every - 1, cfg.n_layer, cfg.nope_every):
-            layers[layer] = NoPE(cfg)
+        enc = SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc
+        without = cfg.nope_every and (layer + 1) % cfg.nope_every == 0
+        layers.append(NoPE(cfg) if without else enc)
     return layers
 
 
