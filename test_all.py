@@ -287,11 +287,8 @@ def test_fire():
         enc.L.fill_(1.2)  # in units of 12 / 4: L = 3.6
     W_1, b_1, W_2, b_2 = enc.mlp.parameters()
 
-    def psi(x):
-        return math.log(0.3 * x + 1)
-
     def score(q, k, t, s, h, b):
-        x = psi(t - s) / (psi(max(t, 3.6)) + 1e-6)
+        x = math.log(0.3 * (t - s) + 1) / (math.log(0.3 * max(t, 3.6) + 1) + 1e-6)
         return content(q, k) + W_2[h] @ (W_1[:, 0] * x + b_1).relu() + b_2[h]
 
     check_logits(enc, score)
@@ -349,16 +346,14 @@ def test_path():
 
 
 def test_stickbreaking():
-    """The latest key takes sigmoid(z) of the stick, the one before it of what is left, ..."""
+    """A key takes sigmoid(z) of the stick that the keys between it and the query have left."""
     q, k, v, pos = qkv()
-    y = encoding('stickbreaking').attend(q, k, v, pos)
+    share = torch.sigmoid(q @ k.mT / math.sqrt(8))
+    alpha = torch.zeros_like(share)
     for t in range(10):
-        stick, total = 1.0, torch.zeros(2, 2, 8).double()
-        for s in reversed(range(t)):
-            z = (q[:, :, t] * k[:, :, s]).sum(dim=-1, keepdim=True) / math.sqrt(8)
-            total += stick * torch.sigmoid(z) * v[:, :, s]
-            stick = stick * (1 - torch.sigmoid(z))
-        close(y[:, :, t], total)
+        for s in range(t):
+            alpha[..., t, s] = share[..., t, s] * (1 - share[..., t, s + 1:t]).prod(dim=-1)
+    close(encoding('stickbreaking').attend(q, k, v, pos), alpha @ v)
 
 
 @pytest.mark.parametrize('name, theta', [('ssmax', 0 * THETA), ('rope+ssmax', THETA)])
@@ -376,13 +371,10 @@ def test_vrope():
     """Each value arrives rotated by its distance: y_t = sum_s alpha_ts R_(s-t) v_s."""
     q, k, v, pos = qkv()
     enc = encoding('vrope')
-    alpha = enc.logits(q, k, pos).softmax(-1)[..., None]  # (B, H, T, T, 1)
-    pairs = torch.view_as_complex(v.unflatten(-1, (4, 2)))  # (B, H, T, D/2)
-    expected = torch.zeros_like(pairs)
-    for t in range(10):
-        for s in range(t + 1):
-            expected[:, :, t] += alpha[:, :, t, s] * pairs[:, :, s] * torch.exp(
-                1j * (s - t) * THETA)
+    alpha = enc.logits(q, k, pos).softmax(-1)
+    turn = torch.exp(1j * (pos - pos[:, None])[..., None] * THETA)  # (t, s, D/2)
+    pairs = torch.view_as_complex(v.unflatten(-1, (4, 2)))  # (B, H, s, D/2)
+    expected = torch.einsum('bhts,tsc,bhsc->bhtc', alpha + 0j, turn, pairs)
     close(enc.attend(q, k, v, pos), torch.view_as_real(expected).flatten(-2))
 
 
@@ -917,18 +909,18 @@ def test_optimizer_groups_hold_every_parameter_once():
 @pytest.mark.parametrize('kw, says', [
     (dict(d_model=30, n_head=4), 'divisible'), (dict(dropout=1.5), 'dropout'),
     (dict(n_head=3, d_model=30, attention='mla'), 'even'),
-    (dict(pe='rop'), 'unknown.*shifted_ape'),  # lists what there is
+    (dict(pe='rop'), "mean 'rope'.*shifted_ape"),  # lists what there is
     (dict(pe='rope', d_model=20, n_head=4), 'even'), (dict(rope_fraction=2.0), 'at most 1'),
     (dict(pe='ape', rope_heads=1), 'acts on the embedding'), (dict(rope_heads=9), 'rope_heads'),
     (dict(pe='vipe', vipe_s='both'), 'length'), (dict(pe='prism', nope_every=2), 'leave prism'),
     (dict(nope_every=3), 'nope_every must be 0, or from 2 to n_layer=2'),
     (dict(positions='randomized', positions_max=100), '128 tokens require positions_max=128'),
     (dict(pe='path+rope'), 'PaTH and RoPE cannot be added'), (dict(pe='path+path'), 'cannot be'),
-    (dict(pe='prism+prism'), 'cannot be added'), (dict(pe='ssmax+path'), 'change the product'),
+    (dict(pe='prism+prism'), 'appends features'), (dict(pe='ssmax+path'), 'change the product'),
     (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
     (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')], ids=str)
 def test_what_does_not_fit_together_says_what_to_do(kw, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(pe.UserError, match=says):
         Transformer(ModelConfig(**kw))
 
 
