@@ -19,6 +19,7 @@ encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, 
 import copy
 import difflib
 import math
+import signal
 import sys
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Literal, get_args, get_origin
@@ -30,6 +31,12 @@ import torch.nn.functional as F
 
 class UserError(ValueError):
     """Something that the caller can mend, as the message says: train.py prints it as one line."""
+
+
+def need(condition, says):
+    """Raise UserError unless the condition is true."""
+    if not condition:
+        raise UserError(says)
 
 
 @dataclass
@@ -56,31 +63,30 @@ class SharedConfig:
     def __post_init__(self):
         for f in fields(self):
             value, choices = getattr(self, f.name), get_args(f.type)
-            if get_origin(f.type) is Literal and value not in choices:
-                raise UserError(f'{f.name} must be one of {", ".join(choices)}, got {value!r}')
+            need(get_origin(f.type) is not Literal or value in choices,
+                 f'{f.name} must be one of {", ".join(map(str, choices))}, got {value!r}')
         # widths, bases and counts; where 0 has a meaning it is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
-        if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
-            raise UserError(f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got '
-                            f'{self.nope_every}')
-        if self.d_model % self.n_head:
-            raise UserError(f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
-        if self.attention == 'mla' and self.n_head % 2:
-            raise UserError(f'n_head must be even for mla, which pairs heads, got {self.n_head}')
+        need(not self.nope_every or 2 <= self.nope_every <= self.n_layer,
+             f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got {self.nope_every}')
+        need(self.d_model % self.n_head == 0,
+             f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
+        need(self.attention == 'mha' or self.n_head % 2 == 0,
+             f'n_head must be even for mla, which pairs heads, got {self.n_head}')
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
         self.layer = 0                 # counts up in build()
-        if self.rope_heads is not None and not 1 <= self.rope_heads <= self.heads:
-            raise UserError(f'rope_heads must be from 1 to {self.heads}, the number of heads, '
-                            f"got {self.rope_heads}; for none use pe='nope'")
+        need(self.rope_heads is None or 1 <= self.rope_heads <= self.heads,
+             f'rope_heads must be from 1 to {self.heads}, the number of heads, got '
+             f"{self.rope_heads}; for none use pe='nope'")
 
 
 def check_positive(cfg, *keys):
     """Raise UserError if one of these fields is a number that is not positive and finite."""
     for key in keys:
         value = getattr(cfg, key)
-        if type(value) in (int, float) and not 0 < value < math.inf:
-            raise UserError(f'{key} must be positive and finite, got {value}')
+        need(type(value) not in (int, float) or 0 < value < math.inf,
+             f'{key} must be positive and finite, got {value}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,8 +139,8 @@ class Encoding(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        if self.needs_causal and not cfg.causal:
-            raise UserError(f'{type(self).__name__} requires a causal mask: causal=True')
+        need(cfg.causal or not self.needs_causal,
+             f'{type(self).__name__} requires a causal mask: causal=True')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
@@ -170,7 +176,7 @@ class Encoding(nn.Module):
         if state is None:
             state = self.state(None, pos)
         s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
-        q_len = q.shape[2] if q_len is None else q_len
+        q_len = q.shape[2] if q_len is None else q_len      # mix() has no q
         return At(q, k, s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def logits(self, q, k, pos, state=None, x=None):
@@ -256,8 +262,7 @@ def kernels(required=True):
     try:
         import kernels
     except ModuleNotFoundError:
-        if required:
-            raise UserError("kernel='triton' requires kernels.py beside pe.py") from None
+        need(not required, "kernel='triton' requires kernels.py beside pe.py")
         return None
     return kernels if required or kernels.triton else None
 
@@ -277,27 +282,24 @@ def changed(encoding, hook):
 
 def check_shapes(cfg, q, k, v, pos, x=None):
     """Raise UserError if these do not fit together, or not the encoding that was built for cfg."""
-    H, T = k.shape[1], k.shape[2]
-    if H != cfg.heads or q.shape[1] != H or {q.shape[3], k.shape[3], v.shape[3]} != {cfg.head_dim}:
-        raise UserError(f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}: q is '
-                        f'{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat grouped '
-                        'keys and values, k.repeat_interleave(groups, dim=1)')
-    if v.shape[:3] != k.shape[:3] or q.shape[2] > T:
-        raise UserError('k and v must have length T; q covers all T positions or the last few; '
-                        f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
-    if x is not None and x.shape[:2] != (len(k), T):
-        raise UserError(f'x must be the inputs of all {T} keys, got {list(x.shape)}')
-    if pos.shape not in ((T,), (len(k), T)):
-        raise UserError(f'pos must have a position for each of the {T} keys, [{T}] or '
-                        f'[{len(k)}, {T}] if rows differ; got {list(pos.shape)}')
+    B, H, T, _ = k.shape
+    got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
+    need({(z.shape[1], z.shape[3]) for z in (q, k, v)} == {(cfg.heads, cfg.head_dim)},
+         f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, {got}; repeat grouped '
+         'keys and values, k.repeat_interleave(groups, dim=1)')
+    need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T,
+         f'k and v must have length T; q covers all T positions or the last few; {got}')
+    if x is not None:
+        need(x.shape[:2] == (B, T), f'x must be the inputs of all {T} keys, got {list(x.shape)}')
+    need(pos.shape in ((T,), (B, T)), f'pos must have a position for each of the {T} keys, [{T}] '
+         f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
 
 
 def positions(cfg, tokens, training, total_len=None):
     """Positions [T] of tokens [B, T], as cfg.positions says.
 
     index: 0..T-1. randomized (Ruoss et al. 2023): T different ones of 0..positions_max-1 in order,
-    one draw for the whole batch; in evaluation one draw for each total_len, by default T. Seeds
-    that train together draw other positions than each alone.
+    one draw for the whole batch; in evaluation one draw for each total_len, by default T.
     """
     T = tokens.shape[1]
     if cfg.positions == 'index':
@@ -340,60 +342,18 @@ def rotate(x, angle):
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-def short_conv(x, weight):
-    """A causal convolution of each feature: x [B, T, F], weight [F, n], sum_j weight_j x_(t-j)."""
-    n = weight.shape[1]
-    x = F.pad(x.transpose(1, 2), (n - 1, 0))  # (B, F, n - 1 + T)
-    return (x.unfold(-1, n, 1) * weight.flip(1)[:, None]).sum(dim=-1).transpose(1, 2)
-
-
-def check_even(n, name, what):
-    """Raise UserError if n is odd."""
-    if n % 2:
-        raise UserError(f'{name} rotates pairs of features: {what} must be even, not {n}')
-
-
-# --------------------------------------------------------------------------------------------------
-# PyTorch's fused attention, which has no vmap rule of its own
-
 def fused_attention(q, k, v, mask, scale):
     """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
     added to the logits and takes the place of causality."""
-    if mask is not None:
-        mask = mask.to(q.dtype).expand(*mask.shape[:-3], q.shape[1], -1, -1)
-        mask = mask.contiguous().view(-1, *mask.shape[-3:])  # (1 or B, H, Tq, T)
+    if mask is not None:                        # contiguous rows: the fused kernels require it
+        mask = mask.to(q.dtype).contiguous().expand(*q.shape[:2], -1, -1)   # (B, H, Tq, T)
     width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
     if q.is_cuda and q.shape[-1] != width:
         wide += -wide % 8                       # the fused CUDA kernels require it
     q, k, v = (z if z.shape[-1] == wide else F.pad(z, (0, wide - z.shape[-1]))
                for z in (q, k, v))              # zeros change no product and no other feature of y
-    if torch._C._functorch.is_batchedtensor(q):  # many seeds at once, under vmap
-        return seeds_attention(q, k, v, mask, scale)[..., :width]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                           scale=scale)[..., :width]
-
-
-@torch.library.custom_op('nanope::seeds_attention', mutates_args=())
-def seeds_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-                    scale: float) -> torch.Tensor:
-    """fused_attention under vmap, which has no rule for it: seeds_attention_rule is the rule."""
-    raise NotImplementedError('seeds_attention exists for its vmap rule only')
-
-
-@seeds_attention.register_vmap
-def seeds_attention_rule(info, in_dims, q, k, v, mask, scale):
-    """q, k, v with a seed axis at in_dims -> (attention with a seed axis, its place)."""
-    S = info.batch_size
-    q, k, v = (x.expand(S, *x.shape) if d is None else x.movedim(d, 0)
-               for x, d in zip((q, k, v), in_dims))  # (S, B, H, T, D)
-    if mask is None or in_dims[3] is None and len(mask) == 1:  # one mask: seeds into the batch
-        y = fused_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask, scale)
-        return y.unflatten(0, (S, -1)), 0
-    H = q.shape[2]  # a mask per seed or row: seeds into the heads
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
-    mask = mask.expand(S, *mask.shape) if in_dims[3] is None else mask.movedim(in_dims[3], 0)
-    mask = mask.transpose(0, 1).flatten(1, 2)  # (1 or B, S H, Tq, T)
-    return fused_attention(q, k, v, mask, scale).unflatten(1, (S, H)), 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -411,7 +371,7 @@ class APE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.d_model, 'ape', 'd_model')
+        need(cfg.d_model % 2 == 0, f'ape requires an even d_model, got {cfg.d_model}')
 
     def embed(self, x, pos):
         return x + sinusoids(pos, x.shape[-1], self.cfg.rope_base, x).to(x.dtype)
@@ -422,17 +382,10 @@ class ShiftedAPE(APE):
     m ~ U{0..max_shift} per sequence in training, 0 in evaluation."""
     max_shift: int = 512           # largest random offset in training
 
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.register_buffer('start', torch.randint(2 ** 62, ()))
-        self.register_buffer('used', torch.zeros((), dtype=torch.int64))
-
     def embed(self, x, pos):
         if self.training:
-            count = self.used + torch.arange(x.shape[0], device=x.device)       # (B,)
-            m = self.start + count * -7046029254386353131   # steps of 2^64 / golden ratio: uniform
-            self.used += x.shape[0]
-            pos = pos + (m >> 33).remainder(self.max_shift + 1)[:, None]    # (B, T)
+            m = torch.randint(self.max_shift + 1, (len(x), 1), device=x.device)     # (B, 1)
+            pos = pos + m                                                           # (B, T)
         return super().embed(x, pos)
 
 
@@ -471,13 +424,12 @@ class RoPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.head_dim, 'rope', 'the head dimension')
-        if self.rope_fraction > 1:
-            raise UserError(f'rope_fraction must be at most 1, got {self.rope_fraction}')
+        need(cfg.head_dim % 2 == 0, f'rope rotates pairs of features: {cfg.head_dim} is not even')
+        need(self.rope_fraction <= 1, f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
-        theta[math.ceil(self.rope_fraction * len(theta)):] = 0
+        theta[math.ceil(self.rope_fraction * len(theta)):] = 0        # the slow ones stand still
         return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
 
 
@@ -486,7 +438,7 @@ class LatentRoPE(RoPE):
     (the Toeplitz study, eq. 3). build() takes it for pe='rope' with attention='mla'."""
     def qk(self, q, k, at):
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
-        q_p, k_p = super().qk(q_p, k_p, at)
+        q_p, k_p = super().qk(q_p, k_p, at)                           # (B, H, T, D/2)
         return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
 
 
@@ -504,11 +456,10 @@ class YaRN(RoPE):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
     def scaled_frequencies(self, s, q):             # -> (D/2,)
-        d, base, ends = q.shape[-1], self.cfg.rope_base, []
-        for turns in self.yarn_beta_fast, self.yarn_beta_slow:      # c of this number of turns
-            ratio = self.cfg.train_len / (2 * math.pi * turns)
-            ends.append(d * math.log(ratio) / (2 * math.log(base)))
-        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), d - 1)
+        d, base = q.shape[-1], self.cfg.rope_base
+        fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * turns)) / 2 / math.log(base)
+                      for turns in (self.yarn_beta_fast, self.yarn_beta_slow))  # c of these turns
+        low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
@@ -516,29 +467,9 @@ class YaRN(RoPE):
 
     def qk(self, q, k, at):
         theta = self.scaled_frequencies(at.state, q)  # (D/2,)
-        temperature = 0.1 * math.log(at.state) + 1
+        temperature = 0.1 * math.log(at.state) + 1    # of q and of k: squared in the logits
         return (rotate(q, at.t[..., None] * theta) * temperature,
                 rotate(k, at.s[..., None] * theta) * temperature)
-
-
-class SelectiveRoPE(RoPE):
-    """Selective RoPE (Movahedi et al. 2025): logit_ts = q_t^T R_(phi_s - phi_t) k_s / sqrt(d),
-    R_phi rotating pair c by theta_c phi_c, phi_t = sum_{u<=t} conv(W_2 W_1 x)_u per head."""
-    needs_causal = True
-    path_rank: int = 32            # rank of W_2 W_1
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        width = cfg.heads * cfg.head_dim // 2
-        self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
-                               nn.Linear(self.path_rank, width, bias=False))
-        self.conv = nn.Parameter(torch.empty(width, 4).uniform_(-0.5, 0.5))     # of 4 tokens
-
-    def qk(self, q, k, at):
-        theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
-        phi = short_conv(self.W(at.x), self.conv).to(theta.dtype).cumsum(dim=1)  # (B, T, H D/2)
-        angle = phi.unflatten(-1, (self.cfg.heads, -1)).transpose(1, 2) * theta  # (B, H, T, D/2)
-        return rotate(q, angle[..., -q.shape[2]:, :]), rotate(k, angle)
 
 
 class PoPE(Encoding):
@@ -559,7 +490,7 @@ class PoPE(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         if self.pope_frequencies == 'half':
-            check_even(cfg.head_dim, 'pope with half the frequencies', 'the head dimension')
+            need(cfg.head_dim % 2 == 0, f'half of {cfg.head_dim} features must be an integer')
             self.fusable = False                  # kernels.polar has d frequencies
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if self.pope_delta == 'uniform':
@@ -608,7 +539,7 @@ class ALiBi(Encoding):
         super().__init__(cfg)
         n = 2 ** int(math.log2(cfg.heads))
         slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
-        slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]
+        slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]     # of 2n heads
         self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
 
     def bias(self, at):
@@ -628,8 +559,8 @@ class T5(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
-            raise UserError('t5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
+        need(self.t5_buckets >= 2 and self.t5_max_distance > self.t5_buckets // 2,
+             't5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
     def bucket(self, d):                            # distances [..] -> [..]
@@ -653,7 +584,7 @@ class FIRE(Encoding):
         super().__init__(cfg)
         n = self.fire_width
         self.mlp = nn.Sequential(nn.Linear(1, n), nn.ReLU(), nn.Linear(n, cfg.heads))
-        self.c = nn.Parameter(torch.tensor(0.1))
+        self.c = nn.Parameter(torch.tensor(0.1))  # |c| is used
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 
     def psi(self, x):
@@ -662,10 +593,9 @@ class FIRE(Encoding):
     def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
-        distance = at.distance.to(reach.dtype)
-        x = self.psi(distance) / (self.psi(reach)[..., None] + 1e-6)    # (.., 1, Tq, T)
-        f = self.mlp(x[..., None])                                      # (.., 1, Tq, T, H)
-        return f.transpose(-4, -1).squeeze(-1)                          # (.., H, Tq, T)
+        x = self.psi(at.distance.to(reach.dtype)) / (self.psi(reach)[..., None] + 1e-6)
+        f = self.mlp(x[..., None])              # x (.., 1, Tq, T) -> (.., 1, Tq, T, H)
+        return f.transpose(-4, -1).squeeze(-1)                      # (.., H, Tq, T)
 
 
 class Kerple(Encoding):
@@ -682,22 +612,6 @@ class Kerple(Encoding):
         # the gradient passes the clamp, so that a parameter below can come back
         a, b = ((p + (p.clamp(min=0.01) - p).detach())[:, None, None] for p in (self.a, self.b))
         return -a * torch.log(1 + b * at.distance)
-
-
-class DAPE(Kerple):
-    """DAPE (Zheng et al. 2024) on KERPLE's bias B: logits = S + B + f([S ; B]), S = QK^T / sqrt(d),
-    f: an MLP 2H -> dape_width -> H across the heads of each pair (t, s), with LeakyReLU."""
-    dape_width: int = 32           # hidden width of the MLP
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.mlp = nn.Sequential(nn.Linear(2 * cfg.heads, self.dape_width), nn.LeakyReLU(),
-                                 nn.Linear(self.dape_width, cfg.heads))
-
-    def adjust(self, logits, at):
-        B = self.bias(at)[..., -logits.shape[2]:, :].expand_as(logits)
-        both = torch.cat([logits - B, B], dim=1).movedim(1, -1)  # (B, Tq, T, 2H)
-        return logits + self.mlp(both).movedim(-1, 1)
 
 
 class FoX(Encoding):
@@ -756,7 +670,8 @@ class PaTH(Encoding):
         self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
 
     def adjust(self, logits, at):
-        w = short_conv(self.W(at.x), self.conv).unflatten(-1, (self.cfg.heads, -1))
+        latest = F.pad(self.W(at.x), (0, 0, 2, 0)).unfold(1, 3, 1)              # (B, T, H D, 3)
+        w = (latest * self.conv.flip(1)).sum(dim=-1).unflatten(-1, (self.cfg.heads, -1))
         w = F.normalize(w, dim=-1).transpose(1, 2)                              # (B, H, T, D)
         beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
         Tq, T = logits.shape[-2:]
@@ -807,7 +722,7 @@ class VRoPE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.head_dim, 'vrope', 'the head dimension')
+        need(cfg.head_dim % 2 == 0, f'vrope rotates pairs of features: {cfg.head_dim} is not even')
 
     def rotated(self, v, pos):
         d = self.cfg.head_dim  # other encodings' channels stay
@@ -913,33 +828,28 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
     return h
 
 
-def cursor_scan(reset, step, gamma, table, copy=None, chunk=8):
+def cursor_scan(reset, step, gamma, table, copy=None):
     """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms: the superpositions
     e_t = sum_d h_t[d] f(d) [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
 
     reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: as in algorithm_1, for each
     token; jumps to k > t are not made and their mass is lost. table [2P+1, d_pe] = f(-P..P),
-    P >= T. All in float32 or float64. `chunk` tokens at once: a matter of time and memory only.
+    P >= T. All in float32 or float64.
     """
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
     assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], of -{T}..{T} or more'
     h = table.new_ones(B, C, 1)                                 # all mass starts at offset 0
-    histograms, encodings = [], []
     gamma = None if gamma is None else gamma[:, None]           # (C, 1)
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
+    encodings = []
     for t, (p_reset, p_step) in enumerate(gates):               # (B, C, 1), (B, C, 3, 1)
         p_copy = None
         if copy is not None:                                    # jumps to 0..t, and none
             p_copy = torch.cat([copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
         h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)    # (B, C, 2t+3)
-        histograms.append(h)
-        if len(histograms) == chunk or t == T - 1:              # Algorithm 2: one product
-            padded = [F.pad(h, 2 * [t + 1 - h.shape[-1] // 2]) for h in histograms]
-            f = table[P - t - 1:P + t + 2]                      # (2t+3, d_pe)
-            encodings.append(torch.stack(padded, dim=2) @ f)    # (B, C, chunk, d_pe)
-            histograms = []
-    return torch.cat(encodings, dim=2)                          # (B, C, T, d_pe)
+        encodings.append(h @ table[P - t - 1:P + t + 2])        # Algorithm 2: (B, C, d_pe)
+    return torch.stack(encodings, dim=2)                        # (B, C, T, d_pe)
 
 
 def algorithm_3(e, pos, cfg):
@@ -989,24 +899,14 @@ class Gates(nn.Module):
         eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
         return 1e-3 * (W.T @ W - eye).square().sum()
 
-    def gru(self, x):
-        """[B, T, C] -> its states u [B, T, hidden] (Cho et al. 2014; nn.GRU has no vmap rule)."""
-        W_h = self.W_recurrent()
-        u = x.new_zeros(x.shape[0], self.cfg.prism_hidden)      # (B, hidden)
-        states = []
-        for from_x in self.W_x(x).unbind(dim=1):                # (B, 3 hidden)
-            r_x, z_x, n_x = from_x.chunk(3, dim=-1)             # (B, hidden) each
-            r_u, z_u, n_u = F.linear(u, W_h, self.W_h.bias).chunk(3, dim=-1)
-            z = torch.sigmoid(z_x + z_u)                        # update gate
-            new = torch.tanh(n_x + torch.sigmoid(r_x + r_u) * n_u)      # r: reset gate of the GRU
-            u = (1 - z) * new + z * u
-            states.append(u)
-        return torch.stack(states, dim=1)                       # (B, T, hidden)
-
     def forward(self, x):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
         x = 0.5 * F.layer_norm(x, x.shape[-1:])
-        u = self.gru(x)
+        weights = [self.W_x.weight, self.W_recurrent(), self.W_x.bias, self.W_h.bias]
+        start = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # u before the first token
+        with torch.backends.cudnn.flags(enabled=False):         # cuDNN's GRU rounds to TF32
+            u, _ = torch.gru(x, start, weights, has_biases=True, num_layers=1, dropout=0.0,
+                             train=True, bidirectional=False, batch_first=True)
         w = self.W(u).unflatten(-1, (self.n, 4))                # (B, T, n, 4)
         w = w.permute(3, 0, 2, 1)                               # (4, B, n, T): a faster softmax
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
@@ -1057,11 +957,9 @@ class Cursors(nn.Module):
         if self.cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
             # so a jump to token k meets the key of the token after it
-            t, fixed = torch.arange(x.shape[1], device=x.device), (1, self.count, None, 5)
-            counting = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)         # (T, 3)
-            counting = counting.expand_as(step[:, self.count::5])                   # (B, C', T, 3)
-            reset = reset.slice_scatter(torch.zeros_like(counting[..., 0]), *fixed)
-            step = step.slice_scatter(counting, *fixed)
+            t, reset, step = torch.arange(x.shape[1], device=x.device), reset.clone(), step.clone()
+            reset[:, self.count::5] = 0                                             # (B, C', T)
+            step[:, self.count::5] = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
@@ -1124,23 +1022,22 @@ class PRISM(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        check_even(cfg.prism_d_pe, 'prism', 'prism_d_pe')
+        need(cfg.prism_d_pe % 2 == 0, f'prism_d_pe must be even, got {cfg.prism_d_pe}')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
-        if not starts or min(starts) != 0 or max(starts) >= cfg.n_layer:
-            raise UserError(f'prism_layers must be 1 and others up to n_layer={cfg.n_layer}, got '
-                            f'{cfg.prism_layers}')
+        need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must be 1 '
+             f'and others up to n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
-        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, cfg.prism_cursors + cfg.prism_absolute))
+        branches = cfg.prism_cursors + cfg.prism_absolute               # of a head
+        self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, branches))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
             self.cursors = Cursors(cfg, end - cfg.layer)    # for the layers before the next one's
 
     def state(self, x, pos, total_len=None):
-        if x is None:
-            raise UserError("prism requires state=enc.state(x, pos) of the first layer's "
-                            'encoding, x [B, T, C] the embedded tokens')
+        need(x is not None, "prism requires state=enc.state(x, pos) of the first layer's encoding, "
+             'x [B, T, C] the embedded tokens')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
@@ -1153,8 +1050,8 @@ class PRISM(Encoding):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
         g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
         mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
-        factor = 4 if self.cfg.prism_norm == 'none' else 1
-        factor = factor * (self.cfg.head_dim / g_q.shape[-1]) ** 0.5    # qk is / sqrt(d)
+        factor = (self.cfg.head_dim / g_q.shape[-1]) ** 0.5             # qk is / sqrt(d)
+        factor *= 4 if self.cfg.prism_norm == 'none' else 1
         weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
         weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)  # (H, 1, branches d_pe)
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
@@ -1163,20 +1060,16 @@ class PRISM(Encoding):
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
              't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
-             'selective_rope': SelectiveRoPE, 'kerple': Kerple, 'dape': DAPE, 'fox': FoX,
-             'cope': CoPE, 'path': PaTH, 'stickbreaking': StickBreaking, 'ssmax': SSMax}
+             'kerple': Kerple, 'fox': FoX, 'cope': CoPE, 'path': PaTH,
+             'stickbreaking': StickBreaking, 'ssmax': SSMax}
 
 
-def option_fields():
-    """(name, type, default) of every option of every encoding, for the fields of PEConfig."""
-    found = {}
-    for cls in ENCODINGS.values():
-        for key, option in options_of(cls).items():
-            assert found.setdefault(key, option) == option, f'{key} has two defaults or types'
-    return [(key, kind, default) for key, (kind, default) in found.items()]
-
-
-PEConfig = make_dataclass('PEConfig', option_fields(), bases=(SharedConfig,),
+OPTIONS = {}                                        # {option: (type, default)} of every encoding
+for encoding in ENCODINGS.values():
+    for name, option in options_of(encoding).items():
+        assert OPTIONS.setdefault(name, option) == option, f'{name} has two defaults or types'
+PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIONS.items()],
+                          bases=(SharedConfig,),
                           namespace=dict(__doc__=SharedConfig.__doc__, __module__=__name__))
 
 
@@ -1188,31 +1081,26 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag in 'fp32', 'triton_pays', 'dense', 'mean_distance':
-            setattr(self, flag, any(getattr(p, flag) for p in parts))
-        self.fusable = all(p.fusable for p in parts)
-        self.shift_invariant = all(p.shift_invariant for p in parts)
-        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)
+        for flag, over in dict(fp32=any, dense=any, triton_pays=any, mean_distance=any,
+                               fusable=all, shift_invariant=all).items():
+            setattr(self, flag, over(getattr(p, flag) for p in parts))
+        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)      # each adds its width
+        kinds = [type(p) for p in parts]
+        changing = [p for p in parts if changed(p, 'qk')]
         softmax = [p for p in parts if changed(p, 'weigh')]
-        for p in softmax:
+        for p in softmax:                               # at most one, as checked below
             self.weigh = p.weigh
-        changing = [p for p in parts if changed(p, 'qk') or isinstance(p, PaTH)]
         for group, why in (
-                ([p for p in parts if p.order == 1], 'each appends features to q and k'),
+                ([p for p in changing if p.order == 1], 'each appends features to q and k'),
+                ([p for p in changing if p.order == 0] if PoPE in kinds else (),
+                 'polar coordinates leave no pairs of features to rotate'),
+                ([p for p in parts if p in changing or isinstance(p, PaTH)] if PaTH in kinds
+                 else (), 'both change the product of q and k'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
-                 'the mean distance requires weights that sum to 1, of one encoding'),
-                (changing if PaTH in map(type, parts) else (),
-                 'both change the product of q and k')):
-            if len(group) > 1:
-                names = ' and '.join(type(p).__name__ for p in group)
-                raise UserError(f'{names} cannot be added: {why}')
-        rotating = [p for p in parts if changed(p, 'qk') and p.order == 0]
-        if any(isinstance(p, PoPE) for p in rotating[:-1]):
-            raise UserError('pope doubles the width of q and k: write it once, and last, as in '
-                            'selective_rope+pope')
-        if len(rotating) > 1 and isinstance(rotating[-1], PoPE):
-            self.shift_invariant = self.fusable = False     # polar() is not a rotation
+                 'the mean distance requires weights that sum to 1, of one encoding')):
+            names = ' and '.join(type(p).__name__ for p in group)           # PaTH and RoPE
+            need(len(group) < 2, f'{names} cannot be added: {why}')
 
     def each(self, at):
         """[(part, the At with that part's state)]."""
@@ -1234,14 +1122,13 @@ class Sum(Encoding):
 
     def qk(self, q, k, at):
         for p, here in sorted(self.each(at), key=lambda pair: pair[0].order):
-            q, k = p.qk(q, k, here)
+            q, k = p.qk(q, k, here)                     # rotate, append features, scale
         return q, k
 
     def bias(self, at):
         biases = [p.bias(here) for p, here in self.each(at)]
-        biases = [b for b in biases if b is not None]
-        rows = min([b.shape[-2] for b in biases], default=0)  # those that all have
-        return sum(b[..., b.shape[-2] - rows:, :] for b in biases) if biases else None
+        biases = [b[..., -at.t.shape[-1]:, :] for b in biases if b is not None]     # the last Tq
+        return sum(biases) if biases else None
 
     def adjust(self, logits, at):
         for p, here in self.each(at):
@@ -1254,7 +1141,7 @@ class Sum(Encoding):
         return v
 
     def out(self, y, at):
-        for p, here in reversed(self.each(at)):
+        for p, here in reversed(self.each(at)):         # the last to widen v comes first
             y = p.out(y, here)
         return y
 
@@ -1266,8 +1153,7 @@ class SomeHeads(Encoding):
         super().__init__(cfg)
         self.parts = nn.ModuleList([first])
         self.k, self.rest, self.out_dim = first.cfg.heads, rest, first.out_dim
-        for flag in 'shift_invariant', 'fp32', 'dense':
-            setattr(self, flag, getattr(first, flag))
+        self.shift_invariant = first.shift_invariant
         self.embed, self.state = first.embed, first.state
         self.restate, self.penalty = first.restate, first.penalty
 
@@ -1294,24 +1180,24 @@ class SomeHeads(Encoding):
 def check_names(cfg, names):
     """Raise UserError if the encodings of these names do not fit the other keys."""
     for name in names:
-        if name not in ENCODINGS:
-            near = difflib.get_close_matches(name, ENCODINGS, 1)
-            hint = f', did you mean {near[0]!r}?' if near else '.'
-            raise UserError(f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
-    longest = max(cfg.train_len, cfg.eval_len)
-    if cfg.positions == 'randomized' and longest > cfg.positions_max:
-        raise UserError(f'{longest} tokens require positions_max={longest} or more')
-    table = {'learned', 'random'} & set(names)
-    if cfg.positions == 'randomized' and table and cfg.max_len < cfg.positions_max:
-        raise UserError(f'{min(table)} has max_len={cfg.max_len} rows; randomized positions '
-                        f'require max_len={cfg.positions_max}')
-    if cfg.attention == 'mla' and cfg.pe not in ('rope', 'nope'):
-        raise UserError(f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
-    if cfg.nope_every and 'prism' in names:
-        raise UserError('nope_every would leave prism cursors that nothing reads: set it to 0')
-    if (cfg.rope_heads or cfg.nope_every) and hooks_of(cfg.pe) == ['embed']:
-        raise UserError(f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts '
-                        'on the embedding, which all heads and layers share')
+        near = difflib.get_close_matches(name, ENCODINGS, 1)
+        hint = f', did you mean {near[0]!r}?' if near else '.'
+        need(name in ENCODINGS,
+             f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
+    if cfg.positions == 'randomized':
+        longest = max(cfg.train_len, cfg.eval_len)
+        need(longest <= cfg.positions_max,
+             f'{longest} tokens require positions_max={longest} or more')
+        need(cfg.max_len >= cfg.positions_max or not {'learned', 'random'} & set(names),
+             f'the table of {cfg.pe} has max_len={cfg.max_len} rows; randomized positions require '
+             f'max_len={cfg.positions_max}')
+    need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
+         f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
+    need(not cfg.nope_every or 'prism' not in names,
+         'nope_every would leave prism cursors that nothing reads: set it to 0')
+    need(not (cfg.rope_heads or cfg.nope_every) or hooks_of(cfg.pe) != ['embed'],
+         f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts on the '
+         'embedding, which all heads and layers share')
 
 
 def build(cfg):
@@ -1333,10 +1219,9 @@ def build(cfg):
         parts = [shared.get(cls) or cls(here) for cls in classes]
         shared |= {type(part): part for part in parts if part.shared}
         enc = parts[0] if len(parts) == 1 else Sum(here, *parts)
-        layers.append(SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc)
-    if cfg.nope_every:
-        for layer in range(cfg.nope_every - 1, cfg.n_layer, cfg.nope_every):
-            layers[layer] = NoPE(cfg)
+        enc = SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc
+        without = cfg.nope_every and (layer + 1) % cfg.nope_every == 0
+        layers.append(NoPE(cfg) if without else enc)
     return layers
 
 
@@ -1388,7 +1273,7 @@ def picture(name, T):
 def draw(path, T=48):
     """Draw the encodings side by side, except where this content has nothing to show."""
     from matplotlib.figure import Figure  # pip install matplotlib
-    left_out = 'nope shifted_ape prism dape path stickbreaking ssmax'.split()
+    left_out = 'nope shifted_ape prism path stickbreaking ssmax'.split()
     names = [name for name in ENCODINGS if name not in left_out] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
@@ -1401,6 +1286,8 @@ def draw(path, T=48):
 
 
 if __name__ == '__main__':
+    if hasattr(signal, 'SIGPIPE'):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # python pe.py | head
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
     elif not sys.argv[1:]:
