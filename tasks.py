@@ -12,7 +12,6 @@ that `labels` its tokens has their labels as targets instead.
 To add a task, write a class and register an instance in TASKS.
 """
 import argparse
-import collections
 import contextlib
 import copy
 import functools
@@ -25,7 +24,6 @@ import pathlib
 import re
 import string
 import sys
-import sysconfig
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ class Task:
     """Base of all tasks. A subclass defines problems(n, length, draw) -> (tokens, targets)."""
     name = 'the task'      # as given to make()
     separator = ' '        # between tokens in a text
-    end = None
+    end = None             # the index of the token that ends an answer, if there is one
     min_length = 1
     max_length = math.inf
     corpus = False         # next-token prediction, evaluated by its loss
@@ -63,9 +61,9 @@ class Task:
     def sample(self, n, length, generator=None):
         """Return n problems of a length as (tokens, targets), both [n, T]. Raise DataError if the
         task has no problems of that length."""
-        require(self.min_length <= length <= self.max_length,
-                f'{self.name} has problems of lengths from {self.min_length} to {self.max_length}, '
-                f'not {length} (keys train_lengths and eval_lengths)')
+        known = f'{self.min_length} to {self.max_length}'.replace('to inf', 'and more')
+        require(self.min_length <= length <= self.max_length, f'{self.name} has problems of lengths'
+                f' {known}, not {length} (options train_lengths and eval_lengths)')
         return self.problems(n, length, Draw(generator))
 
     def pool(self, n, length, generator):
@@ -86,6 +84,7 @@ class Task:
 
     def width(self, lengths):
         """The number of tokens in the longest sequence of these lengths."""
+        # all sequences of a length are padded to one width: one problem shows it
         ends = min(lengths), max(lengths)
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
@@ -95,11 +94,10 @@ class Task:
 
     def encode(self, text):
         """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
-        words = self.tokenize(text)
-        unknown = ' '.join(sorted(set(words) - set(self.vocab[1:])))
+        words, index = self.tokenize(text), {word: i for i, word in enumerate(self.vocab) if i}
+        unknown = ' '.join(sorted({*words} - index.keys()))
         require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
                              f'with {" ".join(self.vocab[1:33])!r}')
-        index = {word: i for i, word in enumerate(self.vocab)}
         return torch.tensor([index[word] for word in words], dtype=torch.int64)
 
     def tokenize(self, text):
@@ -118,17 +116,19 @@ class Draw:
         if isinstance(high, int):
             return torch.randint(high, shape, generator=self.g, device=self.device)
         u = torch.rand(shape, generator=self.g, device=self.device, dtype=torch.float64)
-        return torch.minimum((u * high).long(), high - 1)
+        return torch.minimum((u * high).long(), high - 1)  # u * high can round up to high
 
     def permutation(self, n, size):
         """n random orders of 0..size-1 [n, size]."""
-        return torch.rand(n, size, generator=self.g, device=self.device).argsort(dim=1)
+        u = torch.rand(n, size, generator=self.g, device=self.device)   # one for each item
+        return u.argsort(dim=1)
 
 
 def supervise(tokens, start):
     """Targets [n, T]: predict every token from index `start` (int or [n, 1]) on, but no padding."""
     targets = tokens.roll(-1, dims=1)   # targets[t] = tokens[t + 1]
     t = torch.arange(tokens.shape[1], device=tokens.device)
+    # the last position has no next token: roll put the first one there
     unasked = (t + 1 < start) | (t + 1 == len(t)) | (targets == PAD)
     return targets.masked_fill(unasked, -100)
 
@@ -136,16 +136,12 @@ def supervise(tokens, start):
 def compose(prompt, answer):
     """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Both
     are lists of tokens, the same in every row or [n, k]; padding moves to the end of its row."""
-    first = next(filter(torch.is_tensor, prompt))[:, :1]    # [n, 1]
-
-    def columns(parts):
-        return torch.cat([part if torch.is_tensor(part) else torch.full_like(first, part)
-                          for part in parts], dim=1)
-
-    prompt, answer = columns(prompt), columns(answer)       # [n, k], [n, T - k]
-    start = (prompt != PAD).sum(dim=1, keepdim=True)        # [n, 1]
-    tokens = torch.cat([prompt, answer], dim=1)             # [n, T]
-    padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)
+    one = next(filter(torch.is_tensor, prompt))[:, :1]      # [n, 1]
+    columns = [part if torch.is_tensor(part) else torch.full_like(one, part)
+               for part in [*prompt, *answer]]
+    tokens = torch.cat(columns, dim=1)                      # [n, T]
+    start = (torch.cat(columns[:len(prompt)], dim=1) != PAD).sum(dim=1, keepdim=True)   # of answers
+    padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)   # the rest keeps its order
     tokens = tokens.gather(1, padding_last)
     return tokens, supervise(tokens, start)
 
@@ -163,8 +159,7 @@ class Iterative(Task):
     states, end of sequence. `length` is L; the states s and EoS are supervised. steps=0, as in
     parity:steps=0, keeps only the last state (A.1: no chain of thought). A subclass defines the
     symbols, and the states of inputs that are uniform on the symbols.
-    >>> examples(5, 'copy', 'parity', 'polynomial', 'product', 'product:own=1', 'reverse', 'count',
-    ...          'mode', 'sort')
+    >>> examples(5, 'copy parity polynomial product product:own=1 reverse count mode sort')
     copy                BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS
     parity              BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS
     polynomial          BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS
@@ -184,8 +179,8 @@ class Iterative(Task):
 
     def problems(self, n, length, draw):
         x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices into symbols
-        s = s if self.steps else s[:, -1:]
-        return compose([BOS, x + 4, EOI], [s + 4, EOS])
+        s = s if self.steps else s[:, -1:]              # [n, 1] without steps
+        return compose([BOS, x + 4, EOI], [s + 4, EOS])  # symbol 0 is token 4
 
     def inputs_and_states(self, n, length, draw):
         x = draw.integers(len(self.symbols), n, length)
@@ -217,7 +212,7 @@ class Product(Iterative):
     product:own=1 draws a beta for each position once, so no model can know beta beyond the training
     lengths. (The toy model of ViPE's section 3, where the numbers are real.)"""
     max_length = 1000
-    symbols = range(1, 5)
+    symbols = range(1, 5)   # without 0, which would end the dependence on what came before
 
     def __init__(self, own=False, steps=True):
         g = torch.Generator().manual_seed(0)
@@ -246,7 +241,7 @@ class Count(Iterative):
     def inputs_and_states(self, n, length, draw):
         start = draw.integers(self.max_length + 1 - length, n, 1)
         s = start + torch.arange(length, device=draw.device)    # [n, L]
-        return s[:, [0, -1]], s
+        return s[:, [0, -1]], s                                 # [n, 2], [n, L]
 
 
 class Mode(Iterative):
@@ -256,14 +251,15 @@ class Mode(Iterative):
 
     def inputs_and_states(self, n, length, draw):
         x = draw.integers(10, n, length)
-        counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)  # [n, 10]
-        tied = counts == counts.amax(dim=1, keepdim=True)
+        counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)    # [n, 10]
+        tied = counts == counts.amax(dim=1, keepdim=True)       # with the most frequent letter
+        # random orders of the letters, those that do not tie last
         priority = draw.permutation(n, 10).masked_fill(~tied, -1)
-        mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)  # [n], [n]
-        place = (x == second[:, None]).int().argmax(dim=1)  # where the second first occurs
+        mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)    # [n], [n]
+        place = (x == second[:, None]).int().argmax(dim=1)      # where the second first occurs
         row = torch.arange(n, device=x.device)
         x[row, place] = torch.where(tied.sum(dim=1) > 1, mode, x[row, place])
-        return x, mode[:, None]
+        return x, mode[:, None]                                 # [n, L], [n, 1]
 
 
 class Sort(Iterative):
@@ -272,7 +268,7 @@ class Sort(Iterative):
     symbols = range(100)
 
     def inputs_and_states(self, n, length, draw):
-        x = draw.permutation(n, 100)[:, :length]
+        x = draw.permutation(n, 100)[:, :length]    # [n, L], all different
         return x, x.sort(dim=1).values
 
 
@@ -281,7 +277,7 @@ class IndirectIndexing(Task):
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
     shift is uniform on the shifts in -15..+15 that stay inside it; the last letter is supervised.
     >>> examples(20, 'indirect_indexing')
-    indirect_indexing   MjrbCDsiSNgcktphwTOe, t, -3, g
+    indirect_indexing   MjrbCDsiSNgcktphwTOe,t,-3,g
     """
     separator = ''
 
@@ -289,23 +285,20 @@ class IndirectIndexing(Task):
         require(1 <= letters <= 52 and shift < 100,
                 f'letters must be 1 to 52 and shift 0 to 99, got {letters} and {shift}')
         self.max_length, self.max_shift = letters, shift
-        alphabet = string.ascii_uppercase + string.ascii_lowercase
-        self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet[:letters]]
+        alphabet = (string.ascii_uppercase + string.ascii_lowercase)[:letters]
+        self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet]
 
     def problems(self, n, length, draw):
         comma, plus, minus, digit, letter = 1, 2, 3, 4, 14  # the first of each in the vocabulary
         source = draw.permutation(n, self.max_length)[:, :length] + letter  # [n, length]
-        i = draw.integers(length, n, 1)                                     # [n, 1]
-        low = (-i).clamp(min=-self.max_shift)
+        i = draw.integers(length, n, 1)                     # [n, 1], as all below
+        low = (-i).clamp(min=-self.max_shift)               # 0 <= i + shift < length
         high = (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
         sign, size = torch.where(shift < 0, minus, plus), shift.abs()
-        tens = torch.where(size < 10, PAD, size // 10 + digit)
-        return compose([source, comma, source.gather(1, i), comma, sign, tens, size % 10 + digit,
-                        comma], [source.gather(1, i + shift)])
-
-    def decode(self, row):
-        return super().decode(row).replace(',', ', ')
+        tens = torch.where(size < 10, PAD, size // 10 + digit)  # padding: no leading zero
+        prompt = [source, comma, source.gather(1, i), comma, sign, tens, size % 10 + digit, comma]
+        return compose(prompt, [source.gather(1, i + shift)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,15 +307,15 @@ class IndirectIndexing(Task):
 class Classification(Task):
     """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
     uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class).
-    >>> examples(9, 'distance', 'distance_sum', 'trigger_count')
+    >>> examples(9, 'distance distance_sum trigger_count')
     distance            w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1
     distance_sum        w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1
     trigger_count       trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3
     """
-    query, first_class, classes, triggers = 1, 2, 32, 0
+    query, first_class, first_trigger = 1, 2, 34    # the first of each kind in the vocabulary
+    classes, triggers = 32, 0                       # how many of each kind
 
     def __init__(self):
-        self.first_trigger = self.first_class + self.classes
         self.first_word = self.first_trigger + self.triggers
         counts = {'class': self.classes, 'trigger': self.triggers, 'w': 574 - self.first_word}
         words = [f'{word}{i}' for word, count in counts.items() for i in range(count)]
@@ -348,19 +341,19 @@ class Distance(Classification):
     def place(self, words, draw):
         n, length = words.shape
         pairs = self.triggers // 2
-        places = torch.zeros(n, 2 * pairs, dtype=torch.int64, device=draw.device)
-        clash = torch.ones(n, 1, dtype=torch.bool, device=draw.device)
+        places = torch.zeros(n, pairs, 2, dtype=torch.int64, device=draw.device)
+        clash = torch.ones(n, dtype=torch.bool, device=draw.device)
         while clash.any():  # draw a row again while two of its triggers share a position
-            d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)
-            i = draw.integers(length - d, n, pairs)
-            drawn = torch.stack([i, i + d], dim=2).flatten(1)   # [n, pairs, 2] -> [n, triggers]
-            places = torch.where(clash, drawn, places)
-            clash = (places.sort(dim=1).values.diff(dim=1) == 0).any(dim=1, keepdim=True)
-        flip = draw.integers(2, n, pairs)  # which of a pair comes first
-        first = 2 * torch.arange(pairs, device=draw.device)
-        order = torch.stack([first + flip, first + 1 - flip], dim=2).flatten(1)
-        words.scatter_(1, places, self.first_trigger + order)
-        total = (places[:, 1::2] - places[:, ::2]).sum(dim=1, keepdim=True)     # [n, 1]
+            d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)     # distances
+            i = draw.integers(length - d, n, pairs)             # where each pair begins
+            drawn = torch.stack([i, i + d], dim=2)              # [n, pairs, 2]
+            places = torch.where(clash[:, None, None], drawn, places)
+            clash = (places.flatten(1).sort(dim=1).values.diff(dim=1) == 0).any(dim=1)  # [n]
+        first = draw.integers(2, n, pairs)  # 1: trigger 1 (or 3) comes before trigger 0 (or 2)
+        trigger = torch.stack([first, 1 - first], dim=2)        # [n, pairs, 2]
+        trigger += self.first_trigger + 2 * torch.arange(pairs, device=draw.device)[:, None]
+        words.scatter_(1, places.flatten(1), trigger.flatten(1))
+        total = places.diff(dim=2).sum(dim=1)                   # [n, 1], of the pairs' distances
         return words, total * self.classes // (pairs * self.span)
 
 
@@ -382,7 +375,7 @@ class TriggerCount(Classification):
 
     def place(self, words, draw):
         n, length = words.shape
-        count = draw.integers(min(length, self.most) + 1, n, 1)
+        count = draw.integers(min(length, self.most) + 1, n, 1)     # [n, 1], the class
         chosen = draw.permutation(n, length) < count    # [n, length], `count` positions of each row
         trigger = self.first_trigger + draw.integers(self.triggers, n, length)
         return torch.where(chosen, trigger, words), count
@@ -396,20 +389,19 @@ CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the
 
 
 class Characters(Task):
-    """prompt=answer. with everything after "=" supervised; by default x=answer(x). for a string x
-    of `length` digits below `symbols`. A subclass defines answer, or inputs() and write(*inputs),
-    which returns the prompt and the answer: lists of texts and of numbers [n, k]: digits, or
-    -1 for nothing.
-    >>> examples(6, 'string_copy', 'copy_repeated', 'string_reverse', 'bucket_sort', 'odds_first',
-    ...          'stack', 'dyn_str_cpy')
+    """prompt=answer. in characters, with everything after "=" supervised; x=answer(x). by default,
+    for a string x of `length` digits below `symbols`. A subclass defines answer, or
+    write(n, length, draw) -> (prompt, answer): lists of texts and of numbers [n, k], which are
+    digits, or -1 for nothing.
+    >>> examples(6, 'string_copy copy_repeated string_reverse bucket_sort odds_first stack')
     string_copy         493039=493039.
     copy_repeated       444444=444444.
     string_reverse      ^493039=930394.
     bucket_sort         443034=033444.
     odds_first          493039=909433.
     stack               110112=1011200.
-    dyn_str_cpy         047878,4=47878.
-    >>> examples(3, 'addition', 'addition:reversed=1', 'addition_cot', 'multiplication_cot')
+    >>> examples(3, 'dyn_str_cpy addition addition:reversed=1 addition_cot multiplication_cot')
+    dyn_str_cpy         047,4=47.
     addition            33+794=827.
     addition:reversed=1 33+497=728.
     addition_cot        33+497=3407,3912,0708→728.
@@ -421,18 +413,15 @@ class Characters(Task):
     symbols = 10
 
     def problems(self, n, length, draw):
-        prompt_and_answer = []
-        for parts in self.write(*self.inputs(n, length, draw)):
-            tokens = []
-            for part in parts:      # number 0 is token 1, and -1 becomes padding
-                tokens += [part + 1] if torch.is_tensor(part) else map(CHARACTERS.index, part)
-            prompt_and_answer.append(tokens)
-        return compose(*prompt_and_answer)
+        def tokens(part):       # number 0 is token 1, and -1 becomes padding
+            return [part + 1] if torch.is_tensor(part) else map(CHARACTERS.index, part)
 
-    def inputs(self, n, length, draw):
-        return [draw.integers(self.symbols, n, length)]
+        prompt, answer = ([token for part in parts for token in tokens(part)]
+                          for parts in self.write(n, length, draw))
+        return compose(prompt, answer)
 
-    def write(self, x):
+    def write(self, n, length, draw):
+        x = draw.integers(self.symbols, n, length)
         return [x, '='], [self.answer(x), '.']
 
 
@@ -442,18 +431,18 @@ class StringCopy(Characters):
         return x
 
 
-class CopyRepeated(StringCopy):
+class CopyRepeated(Characters):
     """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023)."""
-    def inputs(self, n, length, draw):
-        x = draw.integers(35, n, 1)
-        letter = CHARACTERS.index('a') - 1      # the number that becomes an a
-        return [torch.where(x < 10, x, x - 10 + letter).expand(-1, length)]
+    def write(self, n, length, draw):
+        x = draw.integers(35, n, 1)     # digits, then letters; CHARACTERS has 13 signs between them
+        x = torch.where(x < 10, x, x + 13).expand(-1, length)
+        return [x, '='], [x, '.']
 
 
 class StringReverse(Characters):
-    """Reverse a string of digits. The answer ends with the digit that follows the start symbol,
-    which PRISM's Figure 15 names."""
-    def write(self, x):
+    """Reverse a string of digits, from its end to the digit after ^ (PRISM's Figure 15)."""
+    def write(self, n, length, draw):
+        x = draw.integers(self.symbols, n, length)
         return ['^', x, '='], [x.flip(1), '.']
 
 
@@ -475,34 +464,28 @@ class Stack(Characters):
     """A stack of 0 and 1, bottom first, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
     The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
     actions; the size of the stack is uniform on 1..length-1."""
-    def inputs(self, n, length, draw):
+    def write(self, n, length, draw):
         size = 1 + draw.integers(max(1, length - 1), n, 1)
-        stack = draw.integers(2, n, length)
-        actions = 2 + draw.integers(3, n, length)
-        return [torch.where(torch.arange(length, device=draw.device) < size, stack, actions)]
-
-    def answer(self, x):
-        n, length = x.shape
+        start, actions = draw.integers(2, n, length), 2 + draw.integers(3, n, length)
+        x = torch.where(torch.arange(length, device=draw.device) < size, start, actions)
         stack = x.new_zeros(n, length + 1)      # from the bottom, in use up to depth
         depth = x.new_zeros(n, 1)
-        for action in x.split(1, dim=1):        # [n, 1]
+        for action in x.split(1, dim=1):        # [n, 1]; 0 and 1 of the start are pushed as well
             stack.scatter_(1, depth, action % 3)    # 0 and 3 write 0, 1 and 4 write 1
             depth = torch.where(action == 2, depth - 1, depth + 1).clamp(min=0)
-        i = depth - 1 - torch.arange(length + 1, device=x.device)  # [n, length + 1], top to bottom
+        i = depth - 1 - torch.arange(length + 1, device=draw.device)    # [n, length + 1], top first
         bits = stack.gather(1, i.clamp(min=0))
-        return torch.where(i >= 0, bits, torch.where(i == -1, 2, 0))
+        return [x, '='], [torch.where(i >= 0, bits, torch.where(i == -1, 2, 0)), '.']
 
 
 class DynStrCpy(Characters):
     """The suffix of the string that begins at a given digit, which occurs once."""
-    def inputs(self, n, length, draw):
+    def write(self, n, length, draw):
         d = draw.integers(10, n, 1)
         x = draw.integers(9, n, length)
-        x = x + (x >= d)  # any digit but d
-        return x.scatter(1, draw.integers(length, n, 1), d), d
-
-    def write(self, x, d):
-        suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)
+        x = x + (x >= d)    # any digit but d
+        x = x.scatter(1, draw.integers(length, n, 1), d)
+        suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)     # nothing before the d
         return [x, ',', d, '='], [suffix, '.']
 
 
@@ -510,36 +493,31 @@ class AdditionCoT(Characters):
     """Add two numbers, both written lowest digit first, with a chain of thought.
     For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
     digits of the longer number. The other's number is uniform on 1..length; no leading zeros."""
-    def inputs(self, n, length, draw):
+    def write(self, n, length, draw):
         long = number(n, length, draw, length)
         short = number(n, length, draw, 1 + draw.integers(length, n, 1))
         swap = draw.integers(2, n, 1) == 1
-        return torch.where(swap, short, long), torch.where(swap, long, short)
-
-    def add(self, a, b):
-        """The steps, column by column, and the digits of the sum, the last of them its carry."""
-        carry = torch.zeros_like(a[:, :1])
+        a, b = torch.where(swap, short, long), torch.where(swap, long, short)
+        carry = torch.zeros_like(swap).long()
         steps, total = [], []
         for column in torch.stack([a, b]).clamp(min=0).split(1, dim=2):     # [2, n, 1]
-            s = column.sum(dim=0) + carry
+            s = column.sum(dim=0) + carry       # [n, 1]
             carry = s // 10
             total.append(s % 10)
             steps += [*column, carry, s % 10, ',']
-        return steps[:-1], [*total, torch.where(carry == 1, 1, -1)]
-
-    def write(self, a, b):
-        steps, total = self.add(a, b)
-        return [a, '+', b, '='], [*steps, '→', *total, '.']
+        total.append(torch.where(carry == 1, 1, -1))    # nothing instead of a leading zero
+        return [a, '+', b, '='], [*steps[:-1], '→', *total, '.']
 
 
 class Addition(AdditionCoT):
-    """Add two numbers without a chain of thought. `length` as in addition_cot. Option reversed=1:
-    lowest digits first."""
+    """Add two numbers without a chain of thought. `length`: digits of the longer number.
+    The highest digit is first or, with addition:reversed=1, the lowest."""
     def __init__(self, reversed=False):
         self.reversed = reversed
 
-    def write(self, a, b):
-        numbers = a, b, torch.cat(self.add(a, b)[1], dim=1)
+    def write(self, n, length, draw):
+        (a, _, b, _), steps = super().write(n, length, draw)
+        numbers = a, b, torch.cat(steps[-length - 2:-1], dim=1)     # the sum and . are last
         a, b, total = numbers if self.reversed else (x.flip(1) for x in numbers)
         return [a, '+', b, '='], [total, '.']
 
@@ -548,13 +526,10 @@ class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
     For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
     digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros."""
-    def inputs(self, n, length, draw):
-        a = number(n, length, draw, 1 + draw.integers(length, n, 1))
-        b = number(n, length, draw, length)
-        return a.flip(1), b.flip(1)
-
-    def write(self, a, b):
-        digits_of_b = b.split(1, dim=1)     # [n, 1] each
+    def write(self, n, length, draw):
+        a = number(n, length, draw, 1 + draw.integers(length, n, 1)).flip(1)
+        b = number(n, length, draw, length).flip(1)     # highest digit first
+        digits_of_b = b.split(1, dim=1)                 # [n, 1] each
         terms = []
         for i, digit in enumerate(digits_of_b):
             terms += ['+', digit, '*(', digit, '+1)']
@@ -568,7 +543,7 @@ def number(n, length, draw, size):
     x = draw.integers(10, n, length)
     highest = 1 + draw.integers(9, n, length)
     t = torch.arange(length, device=draw.device)
-    x = torch.where((t == size - 1) & (size > 1), highest, x)  # no leading zeros
+    x = torch.where((t == size - 1) & (size > 1), highest, x)   # no leading zeros, except for 0
     return torch.where(t >= size, -1, x)
 
 
@@ -589,23 +564,23 @@ class FlipFlop(Task):
         self.ignore = ignore
 
     def problems(self, n, length, draw):
-        write, ignore, read, zero = 1, 2, 3, 4
-        what = torch.where(draw.integers(2, n, length) == 1, write, read)
+        write, ignore, read, zero = 1, 2, 3, 4      # in the vocabulary
+        what = torch.where(draw.integers(2, n, length) == 1, write, read)   # [n, length]
         what[draw.integers(100, n, length) < self.ignore] = ignore
-        what[:, 0], what[:, -1] = write, read
+        what[:, 0], what[:, -1] = write, read       # so that there is a bit to recall
         bit = draw.integers(2, n, length)
         t = torch.arange(length, device=draw.device)
-        last_write = torch.where(what == write, t, 0).cummax(dim=1).values
+        last_write = torch.where(what == write, t, 0).cummax(dim=1).values  # [n, length]
         bit = torch.where(what == read, bit.gather(1, last_write), bit)
         tokens = torch.stack([what, bit + zero], dim=2).flatten(1)      # [n, 2 length]
         return tokens, torch.where(tokens == read, tokens.roll(-1, dims=1), -100)
 
 
 class Group(Task):
-    """State tracking (Merrill et al. 2024): token t is an element x_t of a group, its label the
-    product of x_1 to x_t, without a chain of thought. `length`: elements, uniform. Option `name`:
-    s2 to s5, permutations; the left factor is applied first. Without the start symbol,
-    attention that depends on distances alone could not distinguish `x x` from `x`.
+    """State tracking (Merrill et al. 2024): the products of permutations x_1 to x_t.
+    Token t is x_t, its label the product, the left factor applied first. `length`: permutations,
+    uniform; option `name`: their group, s2 to s5. Without the start symbol, attention that depends
+    on distances alone could not distinguish `x x` from `x`.
     >>> examples(5, 'group:name=s3')
     group:name=s3       ^ 102 120 210 012 021
     """
@@ -613,7 +588,7 @@ class Group(Task):
 
     def __init__(self, name='s5'):
         require(name in ('s2', 's3', 's4', 's5'), f'group:name must be s2 to s5, got {name!r}')
-        elements = list(itertools.permutations(range(int(name[1]))))
+        elements = list(itertools.permutations(range(int(name[1]))))    # 120 of s5
         products = [[elements.index(tuple(b[i] for i in a)) for b in elements] for a in elements]
         self.table = torch.tensor(products)     # table[a, b]: a, then b
         self.vocab = ['<pad>', '^', *(''.join(map(str, p)) for p in elements)]
@@ -621,15 +596,16 @@ class Group(Task):
     def problems(self, n, length, draw):
         x = draw.integers(len(self.table), n, length)
         table = self.table.to(draw.device)
-        products = iterate(lambda a, b: table[a, b], x)
+        products = iterate(lambda a, b: table[a, b], x)         # [n, length]
         tokens = pad(pad(x + 2, (1, 0), value=1), (0, 1))       # [n, 1 + length + 1], padding last
         return tokens, pad(products + 2, (1, 1), value=-100)
 
 
 class MQAR(Task):
-    """Multi-query associative recall (Arora et al. 2023): pairs of key and value, then each pair
-    again, in any order, among noise; the repeated values are supervised. `length`: pairs of tokens.
-    Options `keys`: how many; `words`: the number of different keys, of values and of noise.
+    """Multi-query associative recall (Arora et al. 2023) of the values of some keys.
+    Pairs of key and value, then each pair again, in any order, among noise; the repeated values are
+    supervised. `length`: pairs of tokens. Options `keys`: how many; `words`: the number of
+    different keys, of values and of noise.
     >>> examples(6, 'mqar:keys=2:words=9')
     mqar:keys=2:words=9 key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8
     """
@@ -644,12 +620,13 @@ class MQAR(Task):
         keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
         values = draw.integers(self.words, n, self.keys) + self.words
         pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
-        slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1
+        slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1  # of noise
+        # the pairs again, each in a slot of its own
         place = draw.permutation(n, length - self.keys)[:, :self.keys, None].expand(-1, -1, 2)
         asked = slots.scatter(1, place, pairs)                      # [n, length - keys, 2]
         tokens = torch.cat([pairs, asked], dim=1).flatten(1)        # [n, 2 length]
         value = (tokens > self.words) & (tokens <= 2 * self.words)
-        value[:, :2 * self.keys] = False
+        value[:, :2 * self.keys] = False                            # not when first seen
         return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
 
 
@@ -657,29 +634,29 @@ class MQAR(Task):
 # data sets of commands and answers in words
 
 class Pairs(Task):
-    """A fixed data set in parts. A subclass defines `texts`, {part: [(length, text)]}. marks[0]
-    ends the command, marks[1] the answer, which is supervised."""
+    """A fixed data set. A subclass defines `texts`, [(part, length, text)]. marks[0] ends the
+    command, marks[1] the answer, which is supervised."""
     fixed = True
     end = EOS
+    min_length = -math.inf  # find() raises for lengths without problems
     marks = ('EoI', 'EoS')  # tokens EOI and EOS, whatever they are called
 
     @functools.cached_property
     def vocab(self):
-        words = set(' '.join(text for part in PARTS for _, text in self.texts[part]).split())
+        words = set(' '.join(text for _, _, text in self.texts).split())
         return ['<pad>', 'BoS', *self.marks, *sorted(words - {'BoS', *self.marks})]
 
     @functools.cached_property
     def rows(self):
-        """{(part, length): (tokens, targets)}."""
-        rows = collections.defaultdict(list)
-        for part in PARTS:
-            for length, text in self.texts[part]:
-                rows[part, length].append(self.encode(text))
+        """{(part, length): (tokens, targets)}, both [n, T]."""
+        rows = {}
+        for part, length, text in self.texts:
+            rows.setdefault((part, length), []).append(self.encode(text))           # [t]
         for key, group in rows.items():
             tokens = pad_sequence(group, batch_first=True, padding_value=PAD)       # [n, T]
             mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)               # [n, 1]
-            rows[key] = tokens, supervise(tokens, mark + 1)
-        return dict(rows)
+            rows[key] = tokens, supervise(tokens, mark + 1)     # the answer follows its mark
+        return rows
 
     def find(self, length, *parts):
         """(tokens, targets) of a length in the first of the parts that has it."""
@@ -691,11 +668,11 @@ class Pairs(Task):
     def problems(self, n, length, draw):
         """n training problems of a length, with replacement; of val or test where it has none."""
         tokens, targets = self.find(length, *PARTS)
-        i = draw.integers(len(tokens), n).cpu()
-        return tokens[i].to(draw.device), targets[i].to(draw.device)
+        i = draw.integers(len(tokens), n).cpu()     # [n]; the rows are on the CPU
+        return [x[i].to(draw.device) for x in (tokens, targets)]
 
     def pool(self, n, length, generator):
-        return [x.to(Draw(generator).device) for x in self.rows['train', length]]
+        return [x.to(generator.device) for x in self.find(length, 'train')]
 
     def held_out(self, split, n, lengths, generator):
         """Validation (split='eval') or test problems; where a length has none, of other parts."""
@@ -703,16 +680,16 @@ class Pairs(Task):
         sets = {}
         for length in lengths:
             tokens, targets = self.find(length, *order)
-            i = torch.randperm(len(tokens), generator=generator(length))[:n]
+            i = torch.randperm(len(tokens), generator=generator(length))[:n]    # without repeats
             sets[length] = tokens[i], targets[i]
         return sets
 
     def existing(self, lengths, part):
-        parts = [part] if part else PARTS
-        return [n for n in lengths if any((part, n) in self.rows for part in parts)]
+        known = {n for p, n in self.rows if part in (p, None)}      # lengths
+        return [n for n in lengths if n in known]
 
     def count(self, lengths):
-        return sum(len(self.rows['train', n][0]) for n in lengths)
+        return sum(len(self.rows['train', n][0]) for n in self.existing(lengths, 'train'))
 
     def width(self, lengths):
         return max(tokens.shape[1] for (_, n), (tokens, _) in self.rows.items() if n in lengths)
@@ -720,83 +697,72 @@ class Pairs(Task):
 
 @functools.cache
 def scan():
-    """SCAN's grammar (Lake & Baroni 2018): {command: (actions, plan, steps)}. plan is the command
-    with twice and thrice written out; steps are its clauses and their actions, as executed."""
-    verbs = {'walk': 'I_WALK', 'look': 'I_LOOK', 'run': 'I_RUN', 'jump': 'I_JUMP'}
-    clauses = dict(verbs)
-    for direction, turn in (('left', 'I_TURN_LEFT'), ('right', 'I_TURN_RIGHT')):
-        for verb, act in [('turn', ''), *verbs.items()]:
-            step = f'{turn} {act}'.strip()
-            clauses[f'{verb} {direction}'] = step
-            clauses[f'{verb} opposite {direction}'] = f'{turn} {step}'
-            clauses[f'{verb} around {direction}'] = ' '.join([step] * 4)
-    phrases = {}
-    for clause, actions in clauses.items():
+    """SCAN's grammar (Lake & Baroni 2018), {command: (plan, steps)} of its 20,910 commands. plan is
+    the command with twice and thrice written out; steps are its clauses and their actions, as
+    executed: [(clause, actions)]."""
+    verbs = ['walk', 'look', 'run', 'jump']
+    clauses = {verb: ['I_' + verb.upper()] for verb in verbs}       # {clause: its actions}
+    for direction, verb in itertools.product(('left', 'right'), ('turn', *verbs)):
+        turn, act = ['I_TURN_' + direction.upper()], clauses.get(verb, [])  # `turn` is no act
+        clauses[f'{verb} {direction}'] = turn + act
+        clauses[f'{verb} opposite {direction}'] = turn + turn + act
+        clauses[f'{verb} around {direction}'] = (turn + act) * 4
+    commands = {}
+    for clause, actions in clauses.items():     # 34 clauses, 102 phrases
         for n, times in enumerate(('', ' twice', ' thrice'), 1):
-            steps = ' '.join([f'{clause} : {actions}'] * n)
-            phrases[clause + times] = ' '.join([actions] * n), ' + '.join([clause] * n), steps
-    commands = dict(phrases)
-    for x, (actions_x, plan_x, steps_x) in phrases.items():
-        for y, (actions_y, plan_y, steps_y) in phrases.items():
-            commands[f'{x} and {y}'] = (
-                f'{actions_x} {actions_y}', f'{plan_x} and {plan_y}', f'{steps_x} {steps_y}')
-            commands[f'{x} after {y}'] = (
-                f'{actions_y} {actions_x}', f'{plan_x} after {plan_y}', f'{steps_y} {steps_x}')
+            commands[clause + times] = ' + '.join([clause] * n), [(clause, actions)] * n
+    phrases = list(commands.items())            # the commands of two phrases: 2 * 102 ** 2
+    for (x, (plan_x, steps_x)), (y, (plan_y, steps_y)) in itertools.product(phrases, repeat=2):
+        commands[f'{x} and {y}'] = f'{plan_x} and {plan_y}', steps_x + steps_y
+        commands[f'{x} after {y}'] = f'{plan_x} after {plan_y}', steps_y + steps_x
     return commands
-
-
-def scan_pairs(split='length', part='train'):
-    """Return [(command, actions)] of SCAN's 20,910, for part train or test of a split.
-    length: at most 22 actions (16,990), and 24 to 48 (3,920). simple: a random 80 % (16,728), and
-    the rest (4,182); the published files are another draw."""
-    assert split in ('length', 'simple') and part in ('train', 'test'), (split, part)
-    pairs = [(command, actions) for command, (actions, _, _) in scan().items()]
-    if split == 'length':
-        return [pair for pair in pairs if (len(pair[1].split()) <= 22) == (part == 'train')]
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
-    return [pairs[i] for i in (order[:16728] if part == 'train' else order[16728:])]
 
 
 class SCAN(Pairs):
     """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions.
-    scan is split by length, 1 to 22 in training and 24 to 48 in the test; scan_simple at random.
+    scan trains on 1 to 22 actions (16,990 commands) and tests 24 to 48 (3,920). scan_simple trains
+    on a random 80 % (16,728) and tests the rest; the published files are another draw.
     >>> examples(4, 'scan')
     scan                BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS
     """
     def __init__(self, simple=False):
-        self.split = 'simple' if simple else 'length'
+        self.simple = simple
 
     @functools.cached_property
     def texts(self):
-        pairs = {part: scan_pairs(self.split, part) for part in ('train', 'test')} | {'val': []}
-        return {part: [(len(actions.split()), self.text(command, actions))
-                       for command, actions in pairs[part]] for part in PARTS}
+        texts = []
+        for command, (plan, steps) in scan().items():
+            length = sum(len(actions) for _, actions in steps)
+            part = 'train' if length <= 22 else 'test'
+            texts.append((part, length, self.text(command, plan, steps)))
+        if self.simple:
+            order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+            texts = [('train' if place < 16728 else 'test', *texts[i][1:])     # 80 %
+                     for place, i in enumerate(order)]
+        return texts
 
-    def text(self, command, actions):
-        return f'BoS {command} EoI {actions} EoS'
+    def text(self, command, plan, steps):
+        return f'BoS {command} EoI {" ".join(act for _, actions in steps for act in actions)} EoS'
 
 
 class SCANCoT(SCAN):
     """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: the actions in SCAN.
     twice and thrice are written out, then the actions of every clause, in the order of execution.
-    >>> print(SCANCoT().text('jump and look twice', 'I_JUMP I_LOOK I_LOOK'))
+    >>> print(SCANCoT().text('jump and look twice', *scan()['jump and look twice']))
     jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .
     """
     marks = ('=', '.')
 
-    def text(self, command, actions):
-        _, plan, steps = scan()[command]
+    def text(self, command, plan, steps):
+        steps = ' '.join(f'{clause} : {" ".join(actions)}' for clause, actions in steps)
         return f'{command} = {plan} → {steps} .'
 
 
 class CFQ(Pairs):
     """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
     Entities are M0, M1, ... as in its authors' baselines. The random split, or cfq:mcd=1, 2 or 3.
-    `length`: words of the query.
-    >>> print(CFQ.text({
-    ...     'questionPatternModEntities': "Did M0 's writer write M1", 'sparqlPatternModEntities':
-    ...     'SELECT count(*) WHERE {\\nM0 ns:film.x ?x0 .\\n?x0 a ns:m.05\\n}'})[1])
-    BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . ?x0 a m_05 } EoS
+    `length`: words of the query. Its texts:
+    BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . } EoS
     """
     own_vocab = True
     needs = 'the folder in cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset)'
@@ -822,8 +788,8 @@ class CFQ(Pairs):
         with reading(folder, self.needs):
             entries = json.loads((folder / 'dataset.json').read_bytes())
             split = json.loads((folder / f'splits/{self.split}.json').read_bytes())
-            numbers = dict(zip(PARTS, (split['trainIdxs'], split['devIdxs'], split['testIdxs'])))
-            return {part: [self.text(entries[i]) for i in numbers[part]] for part in PARTS}
+            numbers = zip(PARTS, (split['trainIdxs'], split['devIdxs'], split['testIdxs']))
+            return [(part, *self.text(entries[i])) for part, indices in numbers for i in indices]
 
 
 @contextlib.contextmanager
@@ -857,23 +823,22 @@ class Corpus(Task):
 
     def read(self):
         """Yield (part or None, document) of all files."""
-        for part, path in self.files():
+        for path in self.files():
+            # the names of folders and file below `data`; none if it is the file itself
+            names = [pathlib.Path(x).stem.lower() for x in path.relative_to(self.data).parts]
+            part = next((PART_NAMES[x] for x in names if x in PART_NAMES), None)
             with reading(path, self.needs):
-                documents = self.documents(path)
-            yield from ((part, document) for document in documents)
+                yield from [(part, document) for document in self.documents(path)]
 
     def files(self):
-        """[(part or None, path)] of the file `data`, or of the files in that folder and below that
-        have one of the endings. Hidden files and folders are left out."""
-        files = [(None, self.data)] if os.path.isfile(self.data) else []
+        """The paths of the file `data`, or of the files in that folder and below that have one of
+        the endings, in a fixed order. Hidden files and folders are left out."""
+        files = [pathlib.Path(self.data)] if os.path.isfile(self.data) else []
         for folder, folders, names in os.walk(self.data):
+            # os.walk goes on to what is left in `folders`
             folders[:] = sorted(x for x in folders if x[0] != '.' and x not in self.skip)
-            for name in sorted(names):
-                if name.lower().endswith(self.endings) and name[0] != '.':
-                    path = os.path.join(folder, name)
-                    words = os.path.splitext(os.path.relpath(path, self.data))[0].lower()
-                    parts = [PART_NAMES[x] for x in words.split(os.sep) if x in PART_NAMES]
-                    files.append((parts[0] if parts else None, path))
+            files += [pathlib.Path(folder, name) for name in sorted(names)
+                      if name[0] != '.' and name.lower().endswith(self.endings)]
         require(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
         return files
 
@@ -882,7 +847,7 @@ class Corpus(Task):
         """{part: [documents]}."""
         found = [(part, document) for part, document in self.read() if len(document) > 1]
         require(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
-        if any(part for part, _ in found):
+        if any(part for part, _ in found):      # what has no part's name is for training
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
             return named | dict(val=val or test, test=test or val)
@@ -891,7 +856,7 @@ class Corpus(Task):
             return np.split(x, [int(0.9 * len(x)), int(0.95 * len(x))])
 
         documents = [document for _, document in found]
-        if len(documents) < 20:
+        if len(documents) < 20:     # three pieces of each -> [pieces] of each part
             return dict(zip(PARTS, zip(*map(cut, documents))))
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).numpy()
         return {part: [documents[i] for i in numbers] for part, numbers in zip(PARTS, cut(order))}
@@ -905,14 +870,13 @@ class Corpus(Task):
 
     def lay_out(self, pieces, length):
         """Pieces of documents as (tokens, targets) [len(pieces), length], padded on the right."""
-        size = len(self.vocab) - self.first
-        tokens = np.zeros((len(pieces), length), dtype=np.int64)
+        size = len(self.vocab) - self.first     # the number of symbols
+        tokens = np.full((len(pieces), length), PAD, dtype=np.int64)    # [n, T]
         for row, piece in zip(tokens, pieces):
-            row[:len(piece)] = piece
-            wrong = row[(row < 0) | (row >= size)]
-            require(not len(wrong), f'{self.data} contains the symbol {wrong[:1]}, which is not '
-                                    f'in the vocabulary of 0 to {size - 1}')
-            row[:len(piece)] += self.first
+            symbols = np.asarray(piece, dtype=np.int64)     # [t]; of uint16 the sum could overflow
+            require(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols up '
+                    f'to {symbols.max()}, which are not in the vocabulary of 0 to {size - 1}')
+            row[:len(piece)] = symbols + self.first
         tokens = torch.from_numpy(tokens)
         return tokens, supervise(tokens, 1)
 
@@ -920,35 +884,35 @@ class Corpus(Task):
         """Training contexts: sample a document in proportion to its length, then a uniform start.
         A shorter document is taken whole."""
         documents = self.of_part('train')
+        # a uniform token of all documents chooses its document
         ends = np.cumsum([len(document) for document in documents])
-        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n], over all documents
+        tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n]
         chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
         places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
         starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
         pieces = [document[i:i + length] for document, i in zip(chosen, starts.tolist())]
-        tokens, targets = self.lay_out(pieces, length)
-        return tokens.to(draw.device), targets.to(draw.device)
+        return [x.to(draw.device) for x in self.lay_out(pieces, length)]
 
     def held_out(self, split, n, lengths, generator):
         """The same text for every length: n segments of max(lengths) tokens (shorter ones only if
-        there are too few), each cut into contexts of `length` tokens. Contexts overlap by one
-        token, so that every token of a segment except the first is predicted once. The last context
-        may be short. With a stride, contexts are up to a stride shorter."""
-        def step(length):  # from one context's start to the next: the predictions in a whole one
+        there are too few), cut into contexts of `length` tokens. Contexts overlap by one token, so
+        that every token of a segment except the first is predicted once. The last context may be
+        short; with a stride, all are up to a stride shorter."""
+        def step(length):   # from one context's start to the next: predictions in a whole one
             return (length - 1) // self.stride * self.stride
 
+        def contexts(text, length):
+            return [text[i:i + step(length) + 1] for i in range(0, len(text) - 1, step(length))]
+
+        longest = max(lengths)
         documents = self.of_part('val' if split == 'eval' else 'test')
-        longest = step(max(lengths))
-        segments = [(document, start) for document in documents
-                    for start in range(0, len(document) - 1, longest)]
-        order = torch.randperm(len(segments), generator=generator(max(lengths)))
+        segments = [x for document in documents for x in contexts(document, longest)]
+        order = torch.randperm(len(segments), generator=generator(longest))
         segments = [segments[i] for i in order]
-        segments.sort(key=lambda x: len(x[0]) - x[1] <= longest)  # whole ones first
-        texts = [document[start:start + longest + 1] for document, start in segments[:n]]
+        segments.sort(key=lambda text: len(text) <= step(longest))      # whole ones first; stable
         sets = {}
         for length in lengths:
-            pieces = [text[i:i + step(length) + 1]
-                      for text in texts for i in range(0, len(text) - 1, step(length))]
+            pieces = [x for segment in segments[:n] for x in contexts(segment, length)]
             sets[length] = self.lay_out(pieces, length)
         return sets
 
@@ -961,15 +925,15 @@ class Corpus(Task):
 
 def mapped(path, dtype):
     """A file as an array. A file of more than a megabyte stays on disk."""
-    if os.path.getsize(path) <= 2 ** 20:
-        return np.frombuffer(pathlib.Path(path).read_bytes(), dtype)
+    if path.stat().st_size <= 2 ** 20:      # a map would keep each of many small files open
+        return np.frombuffer(path.read_bytes(), dtype)
     return np.memmap(path, dtype, 'r')
 
 
 def read_text(path):
     """The content of a text file. Raise DataError if it is not UTF-8."""
     with reading(path, 'UTF-8 text (task text reads any bytes)'):
-        return pathlib.Path(path).read_bytes().decode()
+        return pathlib.Path(path).read_bytes().decode()     # line ends as they are
 
 
 class Text(Corpus):
@@ -988,38 +952,30 @@ class Text(Corpus):
 
 
 class StandardLibrary(Text):
-    """The source of Python's standard library as bytes, without tests and installed packages.
-    `length`: bytes in a context.
-    >>> make('stdlib').decode(make('stdlib').encode('def f(x):'))
-    'def f(x):'
-    """
+    """The source of Python's standard library as bytes, without tests and installed packages."""
     needs = ''
-    data = sysconfig.get_path('stdlib')
+    data = os.path.dirname(os.__file__)
     endings = '.py'
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
 
 
 class TextCharacters(Corpus):
     """Text files by characters, those that occur in them. `length`: characters in a context."""
-    needs = ('a text file (UTF-8), or a folder of them, as tinyshakespeare of '
-             'github.com/karpathy/char-rnn')
+    needs = 'UTF-8 text, a file or a folder (tinyshakespeare: github.com/karpathy/char-rnn)'
     own_vocab = True
     separator = ''
-    first = 0
+    first = 0               # documents are tokens already
 
     @functools.cached_property
     def vocab(self):
-        return ['<pad>', *sorted(set().union(*(read_text(path) for _, path in self.files())))]
+        return ['<pad>', *sorted(set().union(*map(read_text, self.files())))]
 
     def documents(self, path):
         return [self.encode(read_text(path)).numpy().astype(np.uint16)]
 
 
 class Tokens(Corpus):
-    """Files of tokens below `size`, as in tokens:size=1000. `length`: tokens in a context.
-    >>> make('tokens:size=100', 'FILE').decode(torch.tensor([1, 100]))
-    '0 99'
-    """
+    """Files of tokens below `size`, as in tokens:size=1000. `length`: tokens in a context."""
     needs = 'a .bin (uint16) or .npy file of tokens, or a folder of them'
     endings = ('.bin', '.npy')
 
@@ -1027,8 +983,11 @@ class Tokens(Corpus):
         self.vocab = ['<pad>', *map(str, range(size))]
 
     def documents(self, path):
-        if path.lower().endswith('.bin'):
-            return [mapped(path, np.uint16)]
+        if path.suffix.lower() == '.bin':
+            tokens = mapped(path, np.uint16)
+            low, high = tokens[:1000:2], tokens[1:1000:2]       # halves, if these are uint32
+            require(high.any() or not low.any(), 'every other token is 0, as in a file of uint32')
+            return [tokens]
         array = np.load(path, mmap_mode='r')
         require(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
         return [array]
@@ -1036,11 +995,9 @@ class Tokens(Corpus):
 
 class GPT2(Tokens):
     """GPT-2's byte pairs in files of tokens, as nanoGPT's prepare.py writes them for OpenWebText.
-    Unused tokens fill the vocabulary to a multiple of 64, for an aligned output matrix. Text to and
-    from tokens, as for --prompt, requires `tiktoken`. `length`: tokens in a context."""
+    Text to and from tokens, as for --prompt, requires `tiktoken`. `length`: tokens in a context."""
     def __init__(self):
-        super().__init__(50257)
-        self.vocab += [f'<unused{i}>' for i in range(-len(self.vocab) % 64)]
+        super().__init__(50303)     # 46 unused: with padding 50304 = 64 * 786, which suits GPUs
 
     @functools.cached_property
     def byte_pairs(self):
@@ -1073,7 +1030,7 @@ class JSB(Corpus):
             for part, name in zip(PARTS, ('train', 'valid', 'test')):
                 for chorale in chorales[name]:
                     pitches = np.array(chorale).reshape(-1, 4)      # [T, 4], -1 is silence
-                    yield part, np.where(pitches < 0, 0, pitches - 20).ravel()
+                    yield part, np.where(pitches < 0, 0, pitches - 20).ravel()  # [4 T]
 
 
 class MIDI(Corpus):
@@ -1102,23 +1059,13 @@ class MIDI(Corpus):
         return [np.array([bos, *track.ids, eos], dtype=np.uint16) for track in self.remi(path)]
 
     def problems(self, n, length, draw):
-        tokens, _ = super().problems(n, length, draw)
-        shift = draw.integers(7, n, 1)      # of each context, as a row of `transposed`
-        tokens = self.transposed.to(tokens.device)[shift, tokens]       # [n, length]
+        """Training contexts, transposed. A pitch that leaves the piano comes back by an octave."""
+        tokens, _ = super().problems(n, length, draw)                   # [n, length]
+        low, high = self.vocab.index('Pitch_21'), self.vocab.index('Pitch_108')
+        moved = tokens + draw.integers(7, n, 1) - 3     # consecutive tokens are a semitone apart
+        moved += 12 * (moved < low) - 12 * (moved > high)               # [n, length]
+        tokens = torch.where((low <= tokens) & (tokens <= high), moved, tokens)
         return tokens, supervise(tokens, 1)
-
-    @functools.cached_property
-    def transposed(self):
-        """[7, vocabulary]: what each token becomes, -3 to 3 semitones up. A pitch that leaves the
-        piano comes back by an octave."""
-        table = torch.arange(len(self.vocab)).repeat(7, 1)
-        pitches = {int(name[6:]): i for i, name in enumerate(self.vocab) if name[:6] == 'Pitch_'}
-        for row, shift in zip(table, range(-3, 4)):
-            for pitch, i in pitches.items():
-                octave = 12 if shift < 0 else -12
-                moved = pitch + shift
-                row[i] = pitches[moved if moved in pitches else moved + octave]
-        return table
 
 
 class Genome(Corpus):
@@ -1138,12 +1085,12 @@ class Genome(Corpus):
 
     def tokenize(self, text):
         letters = re.sub('[^ACGT]', 'N', ''.join(text.split()).upper())
-        return re.findall('[ACGT]{6}|.', letters)
+        return re.findall('[ACGT]{6}|.', letters)       # from the left, six letters or else one
 
     def documents(self, path):
         head, *records = ('\n' + read_text(path)).split('\n>')
         require(not head.strip(), 'it does not begin with ">"')
-        sequences = [record.partition('\n')[2] for record in records]       # without the name
+        sequences = [record.partition('\n')[2] for record in records]   # without the name
         return [self.encode(text).numpy().astype(np.uint16) for text in sequences]
 
 
@@ -1176,7 +1123,7 @@ def make(name, data=''):
     require(task.needs or not data, f'{base} reads no files: remove --data={data}')
     takes, given = inspect.signature(type(task)).parameters, {}
     for option in options:
-        key, _, value = option.partition('=')
+        key, _, value = option.partition('=')   # value is text, a number, or 0 or 1 for a bool
         kind = type(takes[key].default) if key in takes else None
         fits = kind is str or value.isdecimal() and (kind is int or kind is bool and value in '01')
         require(fits, f'{option!r} is not an option of {base}, whose options are: '
@@ -1194,9 +1141,9 @@ def options_of(task):
     return options.replace('True', '1').replace('False', '0')
 
 
-def examples(length, *names):
-    """Print the first problem of each task of that length from seed 0."""
-    for name in names:
+def examples(length, names):
+    """Print the first problem of a length of each task from seed 0."""
+    for name in names.split():
         tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
         print(f'{name:19}', make(name).decode(tokens[0]))
 
@@ -1212,11 +1159,11 @@ def main(argv):
     args = parser.parse_args(argv)
     if not args.name:
         for name, task in TASKS.items():
-            says = ' '.join(type(task).__doc__.partition('>>>')[0].split())
-            print(f'{name:18} {re.split(r"(?<!al)[.] ", says + " ")[0]}.')
+            print(f'{name:18} {inspect.getdoc(task).splitlines()[0]}')
         return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
     task = make(args.name, args.data)
-    length = args.length or (64 if task.corpus else max(5, task.min_length))
+    usual = 64 if task.corpus else max(5, task.min_length)
+    length = usual if args.length is None else args.length
     tokens, targets = task.sample(5, length)
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     print('options:', options_of(task) or 'none')
