@@ -56,8 +56,7 @@ class Layer:
 
     stream, after [B, T, C]: the residual stream before and after the layer. x [B, T, C]: the input
     of attention, after the norm. pos, state: its other inputs. q, k, v [B, H, T, D]: before the
-    encoding. y [B, H, T, out_dim]: the output of each head. logits, weights [B, H, T, T]: computed
-    when they are first read.
+    encoding. y [B, H, T, out_dim]: output of each head. logits, weights [B, H, T, T], on demand.
     """
     def __init__(self, attn):
         self.attn, self.enc = attn, attn.pe
@@ -83,8 +82,7 @@ class Layer:
 
     def keep(self, output, *inputs):
         """A hook that stores a module's output and inputs under these names."""
-        return lambda module, args, result: vars(self).update(
-            zip(inputs, args), **{output: result})
+        return lambda _, args, result: vars(self).update(zip(inputs, args), **{output: result})
 
 
 def project(attn, x):
@@ -143,8 +141,7 @@ def trace(model, tokens):
 
 def measured(model, rows, measure):
     """measure(layer), a tensor, for each of the sequences `rows` and each layer: [n, L, ..]."""
-    return torch.stack([torch.stack([measure(layer) for layer in trace(model, row)])
-                        for row in rows])
+    return torch.stack([torch.stack([measure(x) for x in trace(model, row)]) for row in rows])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -544,8 +541,7 @@ def linear(model, task, cfg, n=32):
     found, floor, at = predictions(model), predictions(untrained), dict(position=1, distance=2)
     rows, lines, summary = [], {}, {}
     for (target, layer, part), (y, y_hat) in found.items():
-        scores = agreement(y, y_hat)
-        scores['untrained'] = agreement(*floor[target, layer, part])['r2']
+        scores = agreement(y, y_hat) | dict(untrained=agreement(*floor[target, layer, part])['r2'])
         scores = {name: number(x) for name, x in scores.items()}
         rows.append(dict(target=target, layer=layer, lengths=part) | scores)
         if part == '3x':  # not drawn
@@ -917,16 +913,13 @@ def jacobians(model, tokens, targets):
 
 
 def gradients_by_layer(model, tokens, targets, edge):
-    """(rows of gradients() for a model, H [L, H, T])."""
+    """(rows of gradients() for a model, H(d) of appendix C [L, H, T])."""
     net = copy.deepcopy(model).double().eval()
     with recording(net, change=lambda i, layer: None) as layers:
         total = train.token_losses(net(tokens)[0], targets).sum()  # uses the stored logits
     b, u, j, d = edge
-    H = []
-    for layer in layers:
-        dS, = torch.autograd.grad(total, layer.logits, retain_graph=True)  # (B, H, T, T)
-        H.append(dS.new_zeros(dS.shape[1:3]).index_add(1, d, dS[b, :, u, j].T))  # (H, T)
-    H = torch.stack(H)  # (L, H, T): H(d) of appendix C
+    dS = torch.autograd.grad(total, [layer.logits for layer in layers])  # L of (B, H, T, T)
+    H = torch.stack([x.new_zeros(x.shape[1:3]).index_add(1, d, x[b, :, u, j].T) for x in dS])
     (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))  # each (L,)
     s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)  # (L, 4 C)
     margin = first - second  # Margin_l of eq. 5
@@ -1156,8 +1149,7 @@ def displacement(c, first):
 def logits_at(layer, pos_q, pos_k, q=None):
     """Unmasked logits [B, H, Tq, Tk] of a layer's queries, or of q, at positions pos_q and its keys
     at pos_k, of encodings that depend on distances only."""
-    enc = layer.enc
-    q = layer.q if q is None else q
+    enc, q = layer.enc, layer.q if q is None else q
     at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # keys at pos_k, ...
     q, k, bias = rotated(enc, q, layer.k, dataclasses.replace(at, t=pos_q[None]))
     logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
@@ -1168,7 +1160,7 @@ def sees_distances(model, tokens):
     """Whether logits depend on positions, and through distances only, as logits_at() requires."""
     layer, pos = trace(model, tokens[:1])[0], torch.arange(tokens.shape[1])
     try:
-        own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)
+        own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)  # (1, H, T, T)
         shifted = logits_at(layer, pos + 1, pos + 1)  # the same distances
     except encodings.InputMissing:  # positions come from the content
         return False
@@ -1187,7 +1179,7 @@ def check_distances(model, tokens, cfg):
 
 def fit_figure(title, W, fit, components, ylabel='query i'):
     """A draw(plt) of logits W [T, T], their fit and its components {label: [T]}."""
-    visible = W.isfinite()
+    visible = W.isfinite()  # (T, T), i >= j; all of fake logits
     ends = tuple(np.nanquantile(W[visible], (0.005, 0.995)))
     maps = [partial(show_map, values=x.where(visible, torch.nan), title=name, label='logit',
                     xlabel='key j', ylabel=ylabel, ends=ends)
@@ -1215,7 +1207,7 @@ def three_axes(W, ridge=1e-6):
 
 def axes_fit(W):
     """[2, H]: r of logits W [H, T, T] with their three axes over i >= j; and row-centred."""
-    lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T)
+    lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T), the visible entries
     maps = [x.double().masked_fill(~lower, 0) for x in (W, three_axes(W)[-1])]
     centred = [x - x.sum(dim=-1, keepdim=True) / lower.sum(dim=-1, keepdim=True) for x in maps]
     return torch.stack([correlation(*(x[:, lower] for x in pair)) for pair in (maps, centred)])
@@ -1227,8 +1219,7 @@ def axes(model, task, cfg, length=0, n=8):
 
     The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest training
     length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of logits
-    and fit over i >= j (noise: sqrt(6 / T)); `r_centred`: r without the means of rows, which
-    softmax ignores.
+    and fit over i >= j (noise: sqrt(6 / T)); `r_centred`: without row means, which softmax ignores.
     """
     need(cfg.causal, NOT_CAUSAL)
     rows = sequences(task, cfg.train_lengths, length, n)
@@ -1263,7 +1254,7 @@ def slow_dominating(zq, zk, theta, length):
     """(Mean product of norms over the head's median; which pairs are slow and dominating) [.., n]
     of zq, zk [.., T, n]. Ours, as the paper states no threshold: above 3, and rotating < pi / 2."""
     product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)  # (.., n)
-    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)
+    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)  # over the median pair
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
 
 
@@ -1279,7 +1270,7 @@ def analytic(zq, zk, theta, pairs):
     f = ((conj * kbar) @ turn.conj().T).real  # (H, T, distance)
     f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))  # (H, T, T)
     g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real  # (H, T, T)
-    return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real
+    return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real  # conj(q_i) k_j e^(-i (i-j) theta)
 
 
 def analytic_fit(W, zq, zk, theta, pairs):
@@ -1313,12 +1304,11 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
         r = [correlation(W.flatten(1), two_axes(W)[-1].flatten(1)) for W in fakes]
         parts = [torch.stack(r).nanmean(dim=0, keepdim=True)]  # (queries, H) -> (1, H)
         if rotates:
-            z = polar(layer.enc, layer.q[0], layer.k[0])
+            z = polar(layer.enc, layer.q[0], layer.k[0])  # zq, zk, theta
             parts.append(analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1]))
         return torch.cat(parts)
-    found = measured(model, rows, measure).nanmean(dim=0)  # (L, 1 or 4, H)
-    names, T = ('r', 'slow_fg', 'dominance', 'r_fg'), rows[0].shape[1]
-    columns = dict(zip(names, found.unbind(dim=1)))  # each (L, H)
+    found, T = measured(model, rows, measure).nanmean(dim=0), rows[0].shape[1]  # (L, 1 or 4, H)
+    columns = dict(zip(('r', 'slow_fg', 'dominance', 'r_fg'), found.unbind(dim=1)))  # each (L, H)
     summary = {'mean_' + name: number(x.nanmean()) for name, x in columns.items()}
     i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])  # best head
     W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
@@ -1341,21 +1331,20 @@ def tuples(model, task, cfg, length=0, n=4):
     found = [[polar(layer.enc, layer.q[0], layer.k[0]) for layer in trace(model, row)]
              for row in sequences(task, cfg.train_lengths, length, n)]
     zq, zk = (torch.cat([torch.stack([z[i] for z in layers]) for layers in found], dim=-2)
-              for i in (0, 1))    # (L, H, T, n) of all sequences
-    theta = found[0][0][2]
-    ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)    # (L, H, n)
-    kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)
-    angle, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len
+              for i in (0, 1))  # (L, H, T, n), the tokens of all sequences
+    theta = found[0][0][2]  # (n,)
+    ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)  # (L, H, n)
+    kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)  # (L, H, n)
+    arg, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len  # (L, H, n)
     fixed = (zk - kbar[..., None, :]).abs().mean(dim=-2) / kbar.abs().clamp(min=1e-12)
-    columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=angle)
-    columns |= dict(fixed=fixed)
+    columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=arg, fixed=fixed)
     rows = [dict(layer=i + 1, head=h + 1, pair=c + 1) |
             {name: number(x[i, h, c]) for name, x in columns.items()}
             for i, h, c in slow.nonzero().tolist()]
     rows.sort(key=lambda row: -row['ratio'])
     summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(),
                    of_heads=slow[..., 0].numel(), fixed=number(fixed[slow].median()))
-    lines = {'': {'slow dominating pairs': ((np.pi - angle.abs())[slow], turn[slow]),
+    lines = {'': {'slow dominating pairs': ((np.pi - arg.abs())[slow], turn[slow]),
                   '_equal': ([0, np.pi], [0, np.pi])}}
     title = (f'{titled(cfg)}: slow dominating pairs (position generalization, Figure 4). Points '
              'below the diagonal (grey) rotate by less than their gap: Observation 1.')
@@ -1371,7 +1360,7 @@ def transposition(T, gamma, l_max, source):
     for i in torch.randperm(T, generator=source).tolist():
         if swaps and order[i] == i:  # i has not moved yet
             near = range(max(0, i - l_max), min(T, i + l_max + 1))
-            free = [j for j in near if j != i and order[j] == j]
+            free = [j for j in near if j != i and order[j] == j]  # nor have these
             if free:
                 j = free[int(side[i] * len(free))]  # farther for a larger l_max
                 order[i], order[j] = j, i
@@ -1432,9 +1421,8 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     moves by at most l_max. `text`: tokens swap in pairs; `feature`: keys swap in pairs, which
     differ between layers; `position`: the position of a key changes (only if attention uses
     distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
-    same `before`, all on the targets that have not moved; `cost`: loss minus loss before; `output`:
-    |o' - o| / |o| of attention's outputs where tokens have not moved. Summary: unperturbed, over
-    all targets.
+    same `before`, on targets that did not move; `cost`: loss minus loss before; `output`:
+    |o' - o| / |o| of attention's outputs where tokens did not. Summary: unperturbed, over all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
@@ -1446,10 +1434,9 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     original = perturb_scores(before, before, targets)
     summary = {key: original[key] for key in ('loss', 'token', 'exact')}
     rows = [dict(kind='original', gamma=None, l_max=None) | summary]
-    for kind, gamma, size in itertools.product(kinds, gammas, sizes):
-        after = perturbed(model, tokens, targets, kind, gamma, size)
-        rows.append(dict(kind=kind, gamma=gamma, l_max=size)
-                    | perturb_scores(after, before, targets))
+    for level in itertools.product(kinds, gammas, sizes):
+        scores = perturb_scores(perturbed(model, tokens, targets, *level), before, targets)
+        rows.append(dict(zip(('kind', 'gamma', 'l_max'), level)) | scores)
     lines = {f'{kind}: {key}': {f'within {size} tokens': (gammas, [
         row[key] for row in rows if (row['kind'], row['l_max']) == (kind, size)])
         for size in sizes} for kind in kinds for key in ('cost', 'output')}  # rows by gamma
@@ -1470,8 +1457,7 @@ def sliding(layer, t, start, window, first=0):
 
 
 def nearest(x, normal):
-    """Distances [..] of points x [.., D] to the nearest of normal [N, D], over their median among
-    normal points."""
+    """Distances [..] of x [.., D] to the nearest of normal [N, D], over their median within it."""
     apart = torch.cdist(normal, normal)  # (N, N)
     apart[apart < 1e-4 * apart.max()] = torch.inf  # itself, or of another sequence that began so
     return torch.cdist(x, normal).amin(dim=-1) / apart.amin(dim=-1).median()
@@ -1506,10 +1492,9 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     found = {kind: torch.cat([kinds[kind] for kinds in found]).double() for kind in found[0]}
     normal = found.pop('normal')  # (n window, H out_dim)
     apart = {kind: nearest(x, normal) for kind, x in found.items()}
-    rows = [dict(outputs=kind, points=len(x), median=number(x.quantile(0.5)))
-            for kind, x in apart.items()]
-    summary = dict(window=window, tokens=T, layer=layer) | {
-        row['outputs']: row['median'] for row in rows}
+    medians = {kind: number(x.quantile(0.5)) for kind, x in apart.items()}
+    rows = [dict(outputs=kind, points=len(apart[kind]), median=x) for kind, x in medians.items()]
+    summary = dict(window=window, tokens=T, layer=layer) | medians
     lines = {kind: (np.linspace(0, 1, len(x)), x.sort()[0]) for kind, x in apart.items()}
     title = (f'{titled(cfg)}: attention outputs of layer {layer} at more than {window} tokens '
              '(position generalization, Figure 6). Curves near 1 stay among normal outputs.')
@@ -1619,11 +1604,8 @@ def load_llama(path, text):
 # --------------------------------------------------------------------------------------------------
 # circuits set by hand
 
-RULES = {
-    'copy': lambda s, x: x,
-    'parity': lambda s, x: (s + x) % 2,
-    'polynomial': lambda s, x: (s * x + 1) % 5,
-}
+RULES = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2,
+         'polynomial': lambda s, x: (s * x + 1) % 5}  # s_t of s_(t-1) and x_t
 
 
 def iteration_head(name):
