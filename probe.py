@@ -1422,7 +1422,7 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     differ between layers; `position`: the position of a key changes (only if attention uses
     distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
     same `before`, on targets that did not move; `cost`: loss minus loss before; `output`:
-    |o' - o| / |o| of attention's outputs where tokens did not. Summary: unperturbed, over all targets.
+    |o' - o| / |o| of attention's outputs where tokens did not. Summary: unperturbed, all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
