@@ -23,7 +23,6 @@ import json
 import os
 import pathlib
 import textwrap
-import types
 from functools import cached_property, partial
 
 import numpy as np
@@ -230,6 +229,17 @@ def head_rows(columns):
 # --------------------------------------------------------------------------------------------------
 # pictures
 
+def pyplot():
+    """matplotlib.pyplot that draws into files; None if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use('Agg')  # without a display
+    import matplotlib.pyplot as plt
+    return plt
+
+
 def figure(title, *panels):
     """A draw(plt) of one panel for each function panel(ax), at most three in a row."""
     def draw(plt):
@@ -275,10 +285,8 @@ def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None,
                       extent=extent or (-0.5, columns - 0.5, rows - 0.5, -0.5))
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     ax.figure.colorbar(image, ax=ax, label=label)
-    if words:
-        label_tokens(ax.xaxis, words)
-    if words and ylabel == 'query':
-        label_tokens(ax.yaxis, words)
+    for axis in [ax.xaxis] + [ax.yaxis] * (ylabel == 'query') if words else []:
+        label_tokens(axis, words)
 
 
 def label_tokens(axis, words):
@@ -385,8 +393,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     problems with every answer token correct. states: states correct. LAYER.HEAD: mean weight on the
     correct key. Summary: right_to: the longest length to which 90 % of the states are correct;
     aligned_to: to which the best head puts half its weight on the key. --distances=1,3,7 adds
-    Figure 4, best with --n=512: states correct at that many tokens after EoI, at positions that
-    were trained, so that only the context is longer.
+    Figure 4 (best with --n=512): states correct d tokens after EoI, always at trained positions.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     need(ladder(cfg, longest), f'{cfg.task} does not define a unique correct key for each state: '
@@ -581,10 +588,9 @@ def loss(model, task, cfg, length=0, n=32):
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
     title = f'{titled(cfg)}: loss by position (PoPE Figure 2). A rise: long contexts harm.'
     middles = [(row['first'] + row['last']) / 2 for row in rows]
-    return rows, summary, curves(
-        title, {'': {name: (middles, [row[name] for row in rows])}},
-        f'position in the context; trained to {cfg.train_len} (red line)',
-        'loss (nats per token)', mark=cfg.train_len)
+    return rows, summary, curves(title, {'': {name: (middles, [row[name] for row in rows])}},
+                                 f'position; trained to {cfg.train_len} (red line)',
+                                 'loss (nats per token)', mark=cfg.train_len)
 
 
 def rotating(enc):
@@ -622,9 +628,8 @@ def norms(model, task, cfg, length=0, n=8):
 
     PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
     place of frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean
-    norm of queries (q) and keys (k), and the largest of a head. Summary: `used`: exp(entropy of the
-    norms' fractions) / number of frequencies; `fast`: the fraction of the norm in the faster half;
-    `fast_after_first`: the same without layer 1.
+    norm of queries (q) and keys (k), and the largest of a head. Summary of the norms' fractions:
+    `used`: exp(entropy) / their number; `fast`: of the faster half; `fast_after_first`: after layer 1.
     """
     need(not cfg.nope_every, NOT_ALIKE)
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
@@ -661,7 +666,7 @@ def tuning_curves(model, row, length, contents):
     """Logits by distance [L, contents, H, length] of a query and a key at any distance."""
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
-    zeros = torch.zeros(1, length, model.cfg.d_model)
+    zeros = torch.zeros(1, length, model.cfg.d_model)  # (1, length, C), in place of a stream
     state = model.blocks[0].attn.pe.state(zeros, pos)  # of a sequence of `length` tokens
     # query t and key s at every position; key j is length - 1 - j tokens before the last query
     return measured(model, [row], lambda layer: torch.stack([
@@ -990,8 +995,7 @@ def cursors_of(model, tokens):
         if prism.layer == 0:  # new cursors are computed before this layer
             cursors, x = prism.cursors, inputs[prism.cursors]
             reset, step, copy_gate = cursors.actions(x)  # (B, cursors, T), the same with 3, or None
-            one_hot = torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype)  # in place of sinusoids f
-            histograms = cursors.scan(x, one_hot)  # h_t: (B, cursors, T, 2T+1)
+            histograms = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype))
         alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()  # (H, cursors of a head)
         weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha  # eq. 9: (H, cursors of a head)
         for of, start in (('query', 0), ('key', cursors.count)):
@@ -1063,9 +1067,9 @@ def cursor_panels(model, task, shown):
         modes.append(partial(show_modes, found=found, words=words, title=f'modes, length {length}'))
         best = found[0]  # the strongest query cursor
         weights = trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]  # (T, T)
-        title = f'head {best["layer"]}.{best["head"]}, length {length}'
-        heads.append(partial(show_map, values=weights, title=title, label='attention weight',
-                             words=words, ends=(0, 1)))
+        heads.append(partial(
+            show_map, values=weights, label='attention weight', words=words, ends=(0, 1),
+            title=f'head {best["layer"]}.{best["head"]}, length {length}'))
     histogram, T = best['histogram'][0], len(words)  # (T, offsets -T..T), of the longer problem
     used = (histogram.amax(dim=0) > 0.01).nonzero()  # offsets that are not empty throughout
     low, high = used.min().item(), used.max().item()
@@ -1137,7 +1141,7 @@ def displacement(c, first):
     displacement -n..n over the n tokens from `first` on, the scan restarted there."""
     gates = {name: gate[:1, None, first:].double() for name, gate in c['gates'].items()}
     step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)  # (1, 1, n, 3)
-    g = getattr(c['module'], 'g', None)  # none without sharpening
+    g = getattr(c['module'], 'g', None)  # (2C,), none without sharpening
     gamma = None if g is None else 1 + F.softplus(g[c['index']].double())[None]  # (1,)
     table = torch.eye(2 * step.shape[2] + 1).double()  # (2n+1, 2n+1)
     return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]  # after n tokens
@@ -1596,7 +1600,7 @@ def load_llama(path, text):
         raise UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
     model, name = Llama(net).eval(), os.path.basename(os.path.normpath(path))
     lengths = [model.cfg.train_len]
-    return model, types.SimpleNamespace(
+    return model, argparse.Namespace(
         **vars(model.cfg), task=name, data=text, the_task=LlamaText(tokenizer, text),
         train_lengths=lengths, eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
 
@@ -1728,7 +1732,7 @@ def main(argv):
                 star = '*' if function in LLAMA else ' '
                 print(f'  {function.__name__:12}{star} {inspect.getdoc(function).splitlines()[0]}')
         return print('\n* also accepts a Llama-family checkpoint')
-    name, *argv = argv
+    name, *argv = argv  # the probe, then its options
     check_name('probe', name, PROBES)
     given, own = read_options(PROBES[name], argv)
     need(not given.picture or given.picture.endswith(('.png', '.svg', '.pdf')),
@@ -1739,18 +1743,14 @@ def main(argv):
     model, cfg = load(given.run, given.seed) if given.run else load_llama(given.hf, given.text)
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
     print(as_text(rows, summary))
-    folder = given.out_dir or cfg.out_dir
+    folder, plt = given.out_dir or cfg.out_dir, pyplot()
     path = os.path.join(folder, f'probe_{name}')
     os.makedirs(folder, exist_ok=True)
     train.write_file(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
     pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
     picture = given.picture or path + '.png'
-    try:
-        import matplotlib
-    except ImportError:
+    if plt is None:
         return print(f'wrote {path}.json (pip install matplotlib to draw {picture})')
-    matplotlib.use('Agg')  # draws into files, without a display
-    import matplotlib.pyplot as plt
     draw(plt).savefig(picture, dpi=150)
     plt.close('all')
     print(f'wrote {path}.json and drew {picture}')
