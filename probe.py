@@ -629,7 +629,7 @@ def norms(model, task, cfg, length=0, n=8):
     PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
     place of frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean
     norm of queries (q) and keys (k), and the largest of a head. Summary of the norms' fractions:
-    `used`: exp(entropy) / their number; `fast`: of the faster half; `fast_after_first`: above layer 1.
+    `used`: exp(entropy) / count; `fast`: of the faster half; `fast_after_first`: above layer 1.
     """
     need(not cfg.nope_every, NOT_ALIKE)
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)

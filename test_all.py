@@ -3192,8 +3192,8 @@ def test_cursors_of_two_layers_with_a_copy_branch():
         peak, mode = c['histogram'].max(dim=-1)
         moves = [line[s] - line[s - 1] for line in mode.tolist() for s in t if s > 0]
         steady = moves.count(statistics.mode(moves)) / len(moves)
-        close([row[key] for key in ('incr', 'peak', 'moves', 'steady')], [
-            c['gates']['incr'][:, t].mean(), peak[:, t].mean(), statistics.mean(moves), steady], 6e-4)
+        means = c['gates']['incr'][:, t].mean(), peak[:, t].mean(), statistics.mean(moves), steady
+        close([row[key] for key in ('incr', 'peak', 'moves', 'steady')], means, 6e-4)
         if row['part'] == ('answer' if c['of'] == 'query' else 'prompt'):
             used.append((steady * c['weight'], c['weight']))
         if c['of'] == 'query':
