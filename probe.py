@@ -17,15 +17,13 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 import itertools
 import json
 import os
 import pathlib
 import textwrap
-import types
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -41,7 +39,6 @@ COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()
 RED = dict(color='crimson', lw=1)  # the line where training ended
 KINDS = 'text', 'feature', 'position'  # of perturb()
-FITS = 'slow_fg', 'dominance', 'r_fg'  # of disentangle(), with eq. 15
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
 NOT_ALIKE = 'this probe compares layers of the same encoding: train with --nope_every=0'
@@ -58,8 +55,7 @@ class Layer:
 
     stream, after [B, T, C]: the residual stream before and after the layer. x [B, T, C]: the input
     of attention, after the norm. pos, state: its other inputs. q, k, v [B, H, T, D]: before the
-    encoding. y [B, H, T, out_dim]: the output of each head. logits, weights [B, H, T, T]: computed
-    when they are first read.
+    encoding. y [B, H, T, out_dim]: output of each head. logits, weights [B, H, T, T], on demand.
     """
     def __init__(self, attn):
         self.attn, self.enc = attn, attn.pe
@@ -69,14 +65,14 @@ class Layer:
     def v(self):
         return project(self.attn, self.x)[2]  # (B, H, T, D)
 
-    @functools.cached_property
+    @cached_property
     @torch.no_grad()
     def logits(self):
         return self.enc.logits(self.q, self.k, self.pos, self.state, self.x)  # (B, H, T, T)
 
     @property
     def weights(self):
-        return self.enc.weigh(self.logits)
+        return self.enc.weigh(self.logits)  # (B, H, T, T), rows add up to 1
 
     def begin(self, attn, inputs):
         """A hook before attention; it also drops the logits of an earlier forward pass."""
@@ -85,8 +81,7 @@ class Layer:
 
     def keep(self, output, *inputs):
         """A hook that stores a module's output and inputs under these names."""
-        return lambda module, args, result: vars(self).update(
-            zip(inputs, args), **{output: result})
+        return lambda _, args, result: vars(self).update(zip(inputs, args), **{output: result})
 
 
 def project(attn, x):
@@ -111,7 +106,7 @@ def recording(model, change=None):
     with contextlib.ExitStack() as stack:
         for i, (block, layer) in enumerate(zip(model.blocks, layers)):
             def replace(module, _, logits, i=i, layer=layer):
-                layer.logits = logits
+                layer.logits = logits  # its own, computed once
                 return change(i, layer)
 
             attn = layer.attn
@@ -129,7 +124,7 @@ def rotated(enc, q, k, at):
     encoding has some heads only; the others are padded to its width, and their bias is 0."""
     if not isinstance(enc, encodings.SomeHeads):
         return *enc.qk(q, k, at), enc.bias(at)
-    first = enc.parts[0]
+    first = enc.parts[0]  # the encoding of heads 1..enc.k; the others have none
     some, bias = first.qk(q[:, :enc.k], k[:, :enc.k], at), first.bias(at)
     q, k = (enc.join(x, z[:, enc.k:]) for x, z in zip(some, (q, k)))  # (B, H, T, width)
     return q, k, None if bias is None else F.pad(bias, (0, 0, 0, 0, 0, enc.cfg.heads - enc.k))
@@ -145,8 +140,7 @@ def trace(model, tokens):
 
 def measured(model, rows, measure):
     """measure(layer), a tensor, for each of the sequences `rows` and each layer: [n, L, ..]."""
-    return torch.stack([torch.stack([measure(layer) for layer in trace(model, row)])
-                        for row in rows])
+    return torch.stack([torch.stack([measure(x) for x in trace(model, row)]) for row in rows])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,7 +171,7 @@ def need(condition, says):
 
 
 def problems(task, lengths, n, split='test'):
-    """{length: (tokens, targets)}: up to n held-out problems of each length, both [n, T]."""
+    """{length: (tokens, targets)}, both [n, T]: the first n that a run is scored on, or fewer."""
     missing = set(lengths) - set(task.existing(lengths, None))
     need(not missing, f'the task has no problems of length {min(missing, default=0)}')
     found = task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length))
@@ -185,14 +179,12 @@ def problems(task, lengths, n, split='test'):
 
 
 def batch(task, lengths, length, n):
-    """(length, tokens [n, T], targets [n, T]) of held-out problems. length 0: the longest of
-    `lengths`, of a text at most 512 tokens."""
+    """(length, tokens, targets), both [n, T], of problems(). length 0: the longest of `lengths`, of
+    a text at most 512 tokens."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
-    need(not task.corpus or 8 <= length <= 2 ** 13,
-         f'--length={length}: this probe computes length x length maps, so take 8 to 8,192')
     tokens, targets = problems(task, [length], n)[length]
-    need(2 <= tokens.shape[1] <= 2 ** 13,
-         f'--length={length} has {tokens.shape[1]} tokens: this probe takes 2 to 8,192')
+    need(2 <= tokens.shape[1] <= 2 ** 13, f'--length={length} has {tokens.shape[1]} tokens: this '
+         'probe computes maps of tokens x tokens, of 2 to 8,192')
     return length, tokens, targets
 
 
@@ -204,7 +196,7 @@ def sequences(task, lengths, length, n):
 
 def fewer(cfg, *tensors, limit=2 ** 26):
     """The first problems of tensors [n, T] whose attention maps have at most `limit` numbers."""
-    n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))
+    n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))  # L H T^2 a problem
     return [x[:n] for x in tensors]
 
 
@@ -218,16 +210,14 @@ def number(x, digits=4):
 
 def correlation(x, y):
     """Pearson's r along the last dimension; nan where x or y is constant."""
-    x = x.double() - x.double().mean(dim=-1, keepdim=True)
-    y = y.double() - y.double().mean(dim=-1, keepdim=True)
+    x, y = (z.double() - z.double().mean(dim=-1, keepdim=True) for z in (x, y))
     norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()  # |x| |y|
     # rounding leaves a constant with a tiny norm, so compare with that and not with 0
     return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
 
 
 def head_rows(columns):
-    """Rows of {name: [L, H]}, one for each head; of more than 60 heads one for each layer, with the
-    means over its heads."""
+    """Rows of {name: [L, H]} for each head; of more than 60 heads their means for each layer."""
     many = next(iter(columns.values())).numel() > 60
     if many:
         columns = {name: x.nanmean(dim=1, keepdim=True) for name, x in columns.items()}  # (L, 1)
@@ -245,7 +235,7 @@ def pyplot():
         import matplotlib
     except ImportError:
         return None
-    matplotlib.use('Agg')
+    matplotlib.use('Agg')  # without a display
     import matplotlib.pyplot as plt
     return plt
 
@@ -254,12 +244,11 @@ def figure(title, *panels):
     """A draw(plt) of one panel for each function panel(ax), at most three in a row."""
     def draw(plt):
         across = 2 if len(panels) == 4 else min(3, len(panels))
-        down = -(-len(panels) // across)
+        down = -(-len(panels) // across)  # rounded up
         fig = plt.figure(figsize=(4.6 * across + 0.4, 4.1 * down + 0.4), layout='constrained')
         fig.suptitle(textwrap.fill(title, 12 + 38 * across))
-        axs = [fig.add_subplot(down, across, i + 1) for i in range(len(panels))]
-        for panel, ax in zip(panels, axs):
-            panel(ax)
+        for i, panel in enumerate(panels, 1):
+            panel(fig.add_subplot(down, across, i))
         return fig
     return draw
 
@@ -278,7 +267,7 @@ def show_curves(ax, each, mark=None, ls='-', **settings):
         x, y = y if isinstance(y, tuple) else (range(len(y)), y)
         look = dict(ls=ls, marker='.' if len(y) < 60 else '')
         if label.startswith('_'):
-            look = dict(color='0.7', lw=0.7, zorder=1)
+            look = dict(color='0.7', lw=0.7, zorder=1)  # grey, behind the others
         ax.plot(x, y, label=label, **look)
     if mark is not None:
         ax.axvline(mark, **RED)
@@ -296,10 +285,8 @@ def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None,
                       extent=extent or (-0.5, columns - 0.5, rows - 0.5, -0.5))
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     ax.figure.colorbar(image, ax=ax, label=label)
-    if words:
-        label_tokens(ax.xaxis, words)
-    if words and ylabel == 'query':
-        label_tokens(ax.yaxis, words)
+    for axis in [ax.xaxis] + [ax.yaxis] * (ylabel == 'query') if words else []:
+        label_tokens(axis, words)
 
 
 def label_tokens(axis, words):
@@ -308,34 +295,27 @@ def label_tokens(axis, words):
     if len(words) <= 40 or 0 < len(marks) < 6:
         axis.set_ticks(list(marks), marks.values(), fontsize=6)
         if axis.axis_name == 'x' and max(map(len, words)) > 1:
-            axis.set_tick_params(labelrotation=90)
+            axis.set_tick_params(labelrotation=90)  # long words overlap otherwise
 
 
 # --------------------------------------------------------------------------------------------------
 # ViPE: does attention find the correct token as the input grows, and where are positions stored?
 
-def is_iterative(cfg):
-    """Whether each state of the task's answer has exactly one correct key."""
-    name, _, options = cfg.task.partition(':')
-    one_key = 'copy', 'parity', 'polynomial', 'product', 'reverse'
-    return name in one_key and 'steps=0' not in options
-
-
 def ladder(cfg, length):
-    """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) are, and the input x_t that each needs."""
-    need(is_iterative(cfg), f'{cfg.task} does not define a unique correct key for each state: '
-         'train copy, parity, polynomial, product or reverse, with steps')
+    """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) are, and the input x_t that each needs; None
+    for a task that does not define exactly one correct key for each state."""
+    name, _, options = cfg.task.partition(':')
+    if name not in ('copy', 'parity', 'polynomial', 'product', 'reverse') or 'steps=0' in options:
+        return None
     t = torch.arange(1, length + 1)  # BoS is token 0, x_t token t, EoI token L + 1
     return length + t, length + 1 - t if cfg.task.startswith('reverse') else t
 
 
 def by_length(cfg, title, rows, shown):
     """A draw(plt) of {panel title: [columns]} of the rows by input length, where they have them."""
-    lines, trained = {}, max(cfg.train_lengths)
-    for name, columns in shown.items():
-        points = {key: [(row['length'], row[key.lstrip('_')]) for row in rows
-                        if key.lstrip('_') in row] for key in columns}
-        lines[name] = {key: tuple(zip(*known)) for key, known in points.items() if known}
+    x, trained = [row['length'] for row in rows], max(cfg.train_lengths)
+    lines = {name: {key: (x, [row.get(key.lstrip('_'), np.nan) for row in rows])  # _: in grey
+                    for key in columns} for name, columns in shown.items()}
     return curves(title, lines, f'input length; training length {trained} (red line)', 'fraction',
                   mark=trained, ylim=(-0.03, 1.03))
 
@@ -351,10 +331,9 @@ def attention(model, task, cfg, length=0, n=16):
     """
     trained = max(cfg.train_lengths)
     length = length or min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else np.inf)
-    rows, maps, words, summary = [], {}, {}, dict(trained=trained, length=length)
+    rows, maps, summary = [], [], dict(trained=trained, length=length)
     for L in sorted({min(trained, length) if task.corpus else trained, length}):
         tokens, targets = fewer(cfg, *batch(task, cfg.eval_lengths, L, n)[1:])  # (n, T)
-        words[L] = [task.vocab[i] for i in tokens[0].tolist() if i]
         layers = trace(model, tokens)
         means = [attention_means(x.weights, tokens, targets != -100, task, cfg, L) for x in layers]
         columns = {name: torch.stack([mean[name] for mean in means]) for name in means[0]}  # (L, H)
@@ -363,22 +342,21 @@ def attention(model, task, cfg, length=0, n=16):
             summary[f's_to_x_t, length {L}'] = number(columns['s_to_x_t'].max())
         if not maps:  # heads are chosen at the shorter length
             chosen = sharpest_heads(layers, columns.get('s_to_x_t'))
-        maps |= {(L, i, h): layers[i].weights[0, h, :len(words[L]), :len(words[L])]  # no padding
-                 for i, h in chosen}
+        words = [task.vocab[i] for i in tokens[0].tolist() if i]  # of the first problem, unpadded
+        maps += [(layers[i].weights[0, h, :len(words), :len(words)], words,
+                  f'head {i + 1}.{h + 1}, length {L}') for i, h in chosen]
     # one scale for all maps; BoS, to which many heads attend, does not count
-    top = torch.cat([x[1:, 1:].amax(dim=1) for x in maps.values()]).quantile(0.9).item()
+    top = torch.cat([x[1:, 1:].amax(dim=1) for x, *_ in maps]).quantile(0.9).item()
 
-    def panel(ax, at):
-        L, i, h = at
-        show_map(ax, maps[at], f'head {i + 1}.{h + 1}, length {L}', 'attention weight',
-                 words=words[L], ends=(0, top))
-        if len(maps[at]) > cfg.train_len:
+    def panel(ax, weights, words, title):
+        show_map(ax, weights, title, 'attention weight', words=words, ends=(0, top))
+        if len(words) > cfg.train_len:
             ax.axvline(cfg.train_len - 0.5, **RED)
             ax.axhline(cfg.train_len - 0.5, **RED)
     title = (f'{titled(cfg)}: attention at the training length and at length {length}; red: end of '
              f'the {cfg.train_len} trained tokens.')
     return rows, summary | dict(n=len(tokens)), figure(
-        title, *[partial(panel, at=at) for at in maps])
+        title, *[partial(panel, weights=x, words=words, title=name) for x, words, name in maps])
 
 
 def sharpest_heads(layers, on_x_t):
@@ -388,27 +366,23 @@ def sharpest_heads(layers, on_x_t):
     if on_x_t is not None:
         score.view(-1)[on_x_t.argmax()] = 2.0  # above every weight
     most, heads = score.max(dim=1)  # (L, H) -> (L,)
-    shown = most.argsort(descending=True)[:3].sort().values.tolist()
+    shown = most.argsort(descending=True)[:3].sort().values.tolist()  # layers in their order
     return [(i, heads[i].item()) for i in shown]
 
 
 def attention_means(weights, tokens, asked, task, cfg, length):
     """{column: [H]} of a layer's weights [B, H, T, T]; asked [B, T]: queries of the answer."""
-    def over(queries, mass):
-        return mass.transpose(1, 2)[queries].mean(dim=0)  # mass (B, H, T) -> (H,)
-
-    means = {}
-    is_a = {name: tokens == task.vocab.index(name) for name in ('BoS', 'EoI') if name in task.vocab}
-    to = {name: (weights * is_it[:, None, None]).sum(dim=-1) for name, is_it in is_a.items()}
-    if 'BoS' in to:
-        means['x_to_BoS'] = over((asked.cumsum(dim=1) == 0) & ~is_a['BoS'], to['BoS'])
-    if 'EoI' in to:
-        means['s_to_EoI'] = over(asked & ~is_a['EoI'], to['EoI'])
-    if is_iterative(cfg):
+    means, inputs = {}, asked.cumsum(dim=1) == 0  # (B, T), before the answer
+    for column, queries, name in (('x_to_BoS', inputs, 'BoS'), ('s_to_EoI', asked, 'EoI')):
+        if name in task.vocab:
+            is_it = tokens == task.vocab.index(name)  # (B, T)
+            mass = (weights * is_it[:, None, None]).sum(dim=-1)  # (B, H, T), of each query
+            means[column] = mass.transpose(1, 2)[queries & ~is_it].mean(dim=0)  # (H,)
+    if ladder(cfg, length):
         q, k = ladder(cfg, length)
         means['s_to_x_t'] = weights[:, :, q, k].mean(dim=(0, 2))  # (B, H, L) -> (H,)
     entropy = torch.special.entr(weights).sum(dim=-1)  # (B, H, T)
-    return means | dict(entropy=over(asked, entropy))
+    return means | dict(entropy=entropy.transpose(1, 2)[asked].mean(dim=0))
 
 
 @torch.no_grad()
@@ -419,11 +393,11 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     problems with every answer token correct. states: states correct. LAYER.HEAD: mean weight on the
     correct key. Summary: right_to: the longest length to which 90 % of the states are correct;
     aligned_to: to which the best head puts half its weight on the key. --distances=1,3,7 adds
-    Figure 4, best with --n=512: states correct at that many tokens after EoI, at positions that
-    were trained, so that only the context is longer.
+    Figure 4 (best with --n=512): states correct d tokens after EoI, always at trained positions.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
-    ladder(cfg, longest)  # raises UserError without correct keys
+    need(ladder(cfg, longest), f'{cfg.task} does not define a unique correct key for each state: '
+         'train copy, parity, polynomial, product or reverse, with steps')
     # query L + 1 + d, L > d, and its target are within train_len
     need(not distances or 0 <= 2 * min(distances) < cfg.train_len - 3, '--distances '
          f'must be ≥ 0, one of them within the trained {cfg.train_len} tokens')
@@ -432,7 +406,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
                *range(1, cfg.train_len - 2 - min(distances, default=cfg.train_len))}
     rows, mass = [], {}
     for L, pair in problems(task, sorted(lengths), n).items():
-        tokens, targets = fewer(cfg, *pair)
+        tokens, targets = fewer(cfg, *pair)  # (n, T)
         q, k = ladder(cfg, L)  # (L,)
         mass[L] = torch.cat([layer.weights[:, :, q, k].mean(dim=0)
                              for layer in trace(model, tokens)])  # (heads of all layers, L)
@@ -440,12 +414,12 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         columns = dict(exact=(right | (targets == -100)).all(dim=1), states=right[:, q])
         columns |= {f'd={d}': right[:, L + 1 + d] for d in distances
                     if d < L and L + d + 2 < cfg.train_len}
-        rows.append(dict(length=L) | {key: number(x.double().mean()) for key, x in columns.items()
-                                      if x.numel()})
+        rows.append(dict(length=L) | {
+            key: number(x.double().mean()) for key, x in columns.items()})
+    heads = [f'{i + 1}.{h + 1}' for i, h in np.ndindex(cfg.n_layer, cfg.heads)]
     # the most weight at all trained lengths, every state alike
-    best = sum(x.sum(dim=1) for L, x in mass.items() if L <= trained).argmax().item()
-    heads = [f'{i}.{h}' for i in range(1, cfg.n_layer + 1) for h in range(1, cfg.heads + 1)]
-    best, listed = heads[best], heads if len(heads) <= 8 else [heads[best]]  # more: too wide
+    best = heads[sum(x.sum(dim=1) for L, x in mass.items() if L <= trained).argmax()]
+    listed = heads if len(heads) <= 8 else [best]  # more columns are too wide
     for row in rows:
         weights = dict(zip(heads, mass[row['length']].double().mean(dim=1)))
         row |= {head: number(weights[head]) for head in listed}
@@ -453,7 +427,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     longer = [row for row in rows if row['length'] >= trained]
     for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', best, 0.5)):
         held = itertools.takewhile(lambda row, key=key, least=least: row[key] >= least, longer)
-        summary[name] = max((row['length'] for row in held), default=0)
+        summary[name] = max((row['length'] for row in held), default=0)  # 0: not even the trained
     title = f'{titled(cfg)}: attention to the correct key. Answers fail where it falls.'
     shown = {f'weight of head {best} (grey: others)': [
         best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
@@ -469,30 +443,25 @@ def squeeze(model, task, cfg, length=0, n=256):
     --length: the longest (0: of eval_lengths). Columns, fractions correct of problems (exact) and
     of tokens. squeezed: of T tokens, more than the T_0 trained on, token t is at position
     t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023), which makes distances shorter.
-    hidden: keys T_0 or more tokens back are masked. Control: NoPE, on which squeezing has no
-    effect.
+    hidden: keys T_0 or more tokens back are masked. Control: squeezing has no effect on NoPE.
     """
     need(cfg.positions == 'index', 'squeeze moves the index: take a run with positions=index')
     longest, rows = length or max(cfg.eval_lengths), []
     lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
     for L, pair in problems(task, sorted(lengths), n).items():
         # three forward passes, in which PRISM's histograms are as large as maps
-        tokens, targets = fewer(cfg, *pair, limit=2 ** 23)
+        tokens, targets = fewer(cfg, *pair, limit=2 ** 23)  # (n, T)
         t = torch.arange(tokens.shape[1])
-        far = t[:, None] - t >= cfg.train_len  # (T, T)
-
-        def hide(i, layer, far=far):
-            return layer.logits.masked_fill(far, -torch.inf)  # (B, H, T, T)
-
+        far = t[:, None] - t >= cfg.train_len  # (T, T): distances that were never trained
         found = dict.fromkeys(('', ', squeezed', ', hidden'), model(tokens)[0])
         if len(t) > cfg.train_len:  # else nothing is squeezed or hidden
             squeezed = t * ((cfg.train_len - 1) / t[-1].item())  # the last token is at T_0 - 1
             found[', squeezed'] = model(tokens, pos=squeezed)[0]
-            with recording(model, hide):
+            with recording(model, lambda i, x, far=far: x.logits.masked_fill(far, -torch.inf)):
                 found[', hidden'] = model(tokens)[0]
         row, asked = dict(length=L), targets != -100
         for name, logits in found.items():  # (n, T, V)
-            right = logits.argmax(dim=-1) == targets
+            right = logits.argmax(dim=-1) == targets  # (n, T)
             row['exact' + name] = number((right | ~asked).all(dim=1).double().mean())
             row['tokens' + name] = number(right.sum() / asked.sum())
         rows.append(row)
@@ -509,7 +478,7 @@ def ridge(x, y, penalty=1e-6):
     std = std.clamp(min=1e-9 * std.max() + 1e-30)  # a constant feature
     z = (x - mean) / std  # (N, C)
     gram = z.T @ z / len(z) + penalty * torch.eye(z.shape[1], dtype=z.dtype)  # (C, C)
-    w = torch.linalg.solve(gram, z.T @ (y - y.mean()) / len(z)) / std
+    w = torch.linalg.solve(gram, z.T @ (y - y.mean()) / len(z)) / std  # of x, not of z
     return w, y.mean() - mean @ w
 
 
@@ -539,7 +508,7 @@ def hidden_states(model, task, lengths, n, split):
         for target, parts in found.items():
             if target == 'distance':
                 y = y - (tokens == task.vocab.index('EoI')).int().argmax(dim=1, keepdim=True)
-                known = known & (y > 0)
+                known = known & (y > 0)  # tokens after EoI
             parts.append([x[known] for x in (y, *states)])  # (N,), (N, C), ..
     return {target: [torch.cat(x) for x in zip(*parts)] for target, parts in found.items()}
 
@@ -560,28 +529,29 @@ def linear(model, task, cfg, n=32):
     if task.existing([3 * trained], None):
         lengths['3x'] = [3 * trained]
     need(longer, f'linear requires eval_lengths above {trained}, the longest training length')
-    with torch.random.fork_rng():
+    with torch.random.fork_rng():  # the caller's random numbers stay as they are
         torch.manual_seed(cfg.seeds[0])
         untrained = Transformer(cfg).to(next(model.parameters()).dtype).eval()
 
     def predictions(net):
         """{(target, layer, part): (y, y_hat)}, both [N]."""
         fit, found = hidden_states(net, task, cfg.train_lengths, n, 'eval'), {}
-        for part, those in lengths.items():
-            for target, (y, *layers) in hidden_states(net, task, those, n, 'test').items():
-                for layer, x in enumerate(layers):
-                    w, b = ridge(fit[target][1 + layer], fit[target][0])  # (C,), ()
-                    found[target, layer, part] = y, x.double() @ w + b  # (N,)
+        new = {part: hidden_states(net, task, lengths[part], n, 'test') for part in lengths}
+        for target, (y, *layers) in fit.items():
+            for layer, x in enumerate(layers):
+                w, b = ridge(x, y)  # (C,), ()
+                for part, states in new.items():
+                    y_hat = states[target][1 + layer].double() @ w + b  # (N,)
+                    found[target, layer, part] = states[target][0], y_hat
         return found
 
     found, floor, at = predictions(model), predictions(untrained), dict(position=1, distance=2)
     rows, lines, summary = [], {}, {}
-    for key in sorted(found, key=lambda key: (key[0] == 'distance', key[1])):
-        (target, layer, part), (y, y_hat) = key, found[key]
-        scores = agreement(y, y_hat) | dict(untrained=agreement(*floor[key])['r2'])
+    for (target, layer, part), (y, y_hat) in found.items():
+        scores = agreement(y, y_hat) | dict(untrained=agreement(*floor[target, layer, part])['r2'])
         scores = {name: number(x) for name, x in scores.items()}
         rows.append(dict(target=target, layer=layer, lengths=part) | scores)
-        if part == '3x':
+        if part == '3x':  # not drawn
             continue
         if layer == min(at[target], cfg.n_layer):  # the paper's choice
             summary[f'{target} from layer {layer}, r2 {part}'] = scores['r2']
@@ -600,11 +570,11 @@ def linear(model, task, cfg, n=32):
 def loss(model, task, cfg, length=0, n=32):
     """Where does distant context help, and where does a model break? Loss by position.
 
-    After PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss in
-    nats per token over 16 parts of the context.
+    After PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss,
+    in nats per token, of 16 parts of the context.
     """
     length, name = length or max(cfg.eval_lengths), name_of(cfg)
-    tokens, targets = problems(task, [length], n)[length]
+    tokens, targets = problems(task, [length], n)[length]  # (n, T)
     total, many = 0, max(1, 2 ** 13 // tokens.shape[1])  # limits memory
     for x, y in zip(tokens.split(many), targets.split(many)):
         total = total + train.token_losses(model(x)[0], y).double().sum(dim=0)  # (n, T) -> (T,)
@@ -618,19 +588,16 @@ def loss(model, task, cfg, length=0, n=32):
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
     title = f'{titled(cfg)}: loss by position (PoPE Figure 2). A rise: long contexts harm.'
     middles = [(row['first'] + row['last']) / 2 for row in rows]
-    return rows, summary, curves(
-        title, {'': {name: (middles, [row[name] for row in rows])}},
-        f'position in the context; trained to {cfg.train_len} (red line)',
-        'loss (nats per token)', mark=cfg.train_len)
+    return rows, summary, curves(title, {'': {name: (middles, [row[name] for row in rows])}},
+                                 f'position; trained to {cfg.train_len} (red line)',
+                                 'loss (nats per token)', mark=cfg.train_len)
 
 
 def rotating(enc):
     """The RoPE or PoPE in an encoding; None if there is none."""
-    parts = (m for m in enc.modules() if isinstance(m, (encodings.RoPE, encodings.PoPE)))
-    return next(parts, None)
+    return next((x for x in enc.modules() if isinstance(x, (encodings.RoPE, encodings.PoPE))), None)
 
 
-@torch.no_grad()
 def polar(enc, q, k):
     """What an encoding rotates: complex zq, zk [H, T, n] of q, k [H, T, D], and theta [n].
 
@@ -648,11 +615,11 @@ def polar(enc, q, k):
     if is_pope:
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
         phases = part.delta[:, None].expand_as(mu_k)  # (H, T, D)
-        return mu_q + 0j, torch.polar(torch.ones_like(mu_k), phases) * mu_k, part.theta(q)
+        return mu_q + 0j, torch.polar(torch.ones_like(mu_k), phases) * mu_k, part.theta(q)  # eq. 6
     theta = getattr(part, 'theta', None)  # a checkpoint stores its own
     if theta is None:
         theta = encodings.frequencies(width // 2, c.rope_base, q)  # (D/2,)
-    return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), theta
+    return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), theta  # eq. 2
 
 
 @torch.no_grad()
@@ -661,9 +628,8 @@ def norms(model, task, cfg, length=0, n=8):
 
     PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
     place of frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean
-    norm of queries (q) and keys (k), and the largest of a head. Summary: `used`, exp(entropy of the
-    norms' fractions) / number of frequencies; `fast`, the fraction of the norm in the faster half;
-    `fast_after_first`, without layer 1.
+    norm of queries (q) and keys (k), and the largest of a head. Summary of the norms' fractions:
+    `used`: exp(entropy) / count; `fast`: of the faster half; `fast_after_first`: above layer 1.
     """
     need(not cfg.nope_every, NOT_ALIKE)
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
@@ -675,7 +641,7 @@ def norms(model, task, cfg, length=0, n=8):
         rotated_parts(layer)[:2]).abs().mean(dim=2)).mean(dim=0)  # (L, 2, H, count)
     waves = 2 * np.pi / rotated_parts(trace(model, sample[0])[0])[2]  # (count,), nan of features
     L, _, H, count = found.shape  # count: frequencies, or features
-    mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # (2, count)
+    mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # (2, count), of q and of k
     rows = [dict(number=c + 1, wavelength=number(waves[c], 1),
                  q=number(mean[0, c]), k=number(mean[1, c]),
                  largest_q=number(top[0, c]), largest_k=number(top[1, c])) for c in range(count)]
@@ -696,21 +662,16 @@ def norms(model, task, cfg, length=0, n=8):
                                  'Figures 3-6). Rows that stay dark are not used.', *maps)
 
 
-@torch.no_grad()
 def tuning_curves(model, row, length, contents):
     """Logits by distance [L, contents, H, length] of a query and a key at any distance."""
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
-    zeros = torch.zeros(1, length, model.cfg.d_model)
+    zeros = torch.zeros(1, length, model.cfg.d_model)  # (1, length, C), in place of a stream
     state = model.blocks[0].attn.pe.state(zeros, pos)  # of a sequence of `length` tokens
-
-    def everywhere(x, i):
-        """The vector at position i of x [1, H, T, D], at every position."""
-        return x[:, :, i:i + 1].expand(-1, -1, length, -1).contiguous()  # (1, H, length, D)
+    # query t and key s at every position; key j is length - 1 - j tokens before the last query
     return measured(model, [row], lambda layer: torch.stack([
-        layer.enc.logits(everywhere(layer.q, t), everywhere(layer.k, s), pos,
-                         state)[0, :, -1].flip(-1)  # the last query: key s is length-1-s back
-        for t, s in pairs]))[0]
+        layer.enc.logits(layer.q[:, :, [t] * length], layer.k[:, :, [s] * length], pos,
+                         state)[0, :, -1].flip(-1) for t, s in pairs]))[0]  # each (H, length)
 
 
 @torch.no_grad()
@@ -718,17 +679,16 @@ def tuning(model, task, cfg, length=0, contents=24):
     """At which distance is the logit of a query and a key largest? Logits for fixed content.
 
     PoPE eq. 2 and 6. length: distances 0..length-1 (0: twice the trained tokens, at most 512).
-    contents: pairs of a query and a key drawn from a held-out sequence. Rows: `range`, largest
-    minus smallest mean logit; `peak`, the median preferred distance; `shift`, the interquartile
-    range of the preferred distance over contents, which PoPE's phases keep small and RoPE's
-    confound does not.
+    contents: pairs of a query and a key drawn from a held-out sequence. Rows: `range`: largest
+    minus smallest mean logit; `peak`: the median preferred distance; `shift`: its interquartile
+    range over contents, which PoPE's phases keep small and RoPE's confound does not.
     """
     need(cfg.causal, NOT_CAUSAL)
     need(not any(getattr(m, 'reads_content', False) for m in model.modules()),
          f'tuning moves positions, and those of {cfg.pe} come from the content: see probe cursor')
     length = length or min(512, 2 * cfg.train_len)
     need(length > 1, '--length=1: tuning compares distances and requires 2 or more')
-    row, = sequences(task, cfg.train_lengths, 0, 1)
+    row, = sequences(task, cfg.train_lengths, 0, 1)  # (1, T)
     try:
         logits = tuning_curves(model, row, length, contents).double()  # (L, contents, H, length)
     except encodings.InputMissing:
@@ -743,7 +703,7 @@ def tuning(model, task, cfg, length=0, contents=24):
     summary = {key: number(x.mean()) for key, x in columns.items()} | dict(distances=length)
     strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()  # heads to draw
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
-        f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}
+        f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: drawn in grey
         for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
     title = f'{titled(cfg)}: logits by distance. Grey: one query and key; blue: their mean.'
     return head_rows(columns), summary, curves(
@@ -766,7 +726,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
     """
     check_name('what', what, ('heads', 'positions'))
-    length, tokens, targets = batch(task, cfg.train_lengths, length, n)
+    length, tokens, targets = batch(task, cfg.train_lengths, length, n)  # (n, T)
     metric = 'loss' if task.corpus else 'exact'
 
     def score(*hooks):
@@ -778,7 +738,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
         metric = 'token'  # no problem is solved: count tokens
     unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens correct (%)')[metric]
     base = score()
-    summary = dict(length=length, n=len(tokens), unit=unit, base=round(abs(base), 4))
+    summary = dict(length=length, n=len(tokens), unit=unit, base=number(abs(base)))
     if what == 'heads':
         rows, found, lines = without_heads(model, cfg, base, score)
         summary |= found
@@ -786,7 +746,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     else:
         rows, lines = without_positions(model, cfg, tokens, score)
         paper, xlabel, ls = 'Figure 8', 'p is subtracted before layer', '-'
-    x = range(1, 1 + len(lines[0][1]))
+    x = range(1, 1 + len(lines[0][1]))  # heads or layers
     lines = {label: (x, y) for label, y in lines} | {'whole model': (x, [abs(base)] * len(x))}
     title = (f'{titled(cfg)}, length {length}: score after an ablation (Toeplitz study, {paper}). '
              'A single low dot marks what the answer depends on.')
@@ -795,7 +755,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
 
 def effective(x):
     """How many numbers share the sum of x [.., H], negative ones as 0: (sum)^2 / sum of squares."""
-    return x.clamp(min=0).sum(dim=-1) ** 2 / x.clamp(min=0).square().sum(dim=-1)
+    return x.clamp(min=0).sum(dim=-1) ** 2 / x.clamp(min=0).square().sum(dim=-1)  # 1 to H
 
 
 def without_heads(model, cfg, base, score):
@@ -817,7 +777,7 @@ def without_heads(model, cfg, base, score):
     for i, drop in enumerate(drops, 1):
         each = {f'drop {head}': number(x, 3) for head, x in enumerate(drop, 1)}
         rows.append(dict(layer=i) | each | dict(effective=number(effective(drop), 3)))
-    layer, head = divmod(drops.argmax().item(), cfg.heads)
+    layer, head = divmod(drops.argmax().item(), cfg.heads)  # of the largest drop
     largest, second = (number(x, 3) for x in drops.flatten().topk(2).values)
     summary = dict(layer=layer + 1, head=head + 1, largest=largest, second=second)
     return rows, summary, [(f'layer {i}', row.abs()) for i, row in enumerate(scores, 1)]
@@ -832,9 +792,9 @@ def without_positions(model, cfg, tokens, score):
         return lambda module, _, x: x - vectors[:x.shape[1]]  # (B, T, C)
 
     size, taps = p.norm(dim=-1, keepdim=True), [x.tap_resid for x in (model, *model.blocks)]
-    for layer, tap in zip(trace(model, tokens[:8]), taps):
+    for layer, tap in zip(trace(model, tokens[:8]), taps):  # the tap before each layer
         noise = F.normalize(torch.randn(4, *p.shape, generator=g, dtype=p.dtype), dim=-1)
-        own, *random = [abs(score((tap, subtracting(x)))) for x in (p, *noise * size)]
+        own, *random = [abs(score((tap, subtracting(x)))) for x in (p, *noise * size)]  # (T, C)
         columns = {'without p': own, 'random': np.mean(random), 'sd': np.std(random),
                    'norm': size.mean() / layer.stream.norm(dim=-1).mean()}
         rows.append(dict(layer=len(rows) + 1) | {key: number(x, 3) for key, x in columns.items()})
@@ -847,16 +807,12 @@ def added_vectors(model, T):
     return model.blocks[0].attn.pe.embed(zeros, torch.arange(T))[0].detach()  # (T, C)
 
 
-def diagonal_means(L):
-    """Means a_d [.., T] of L [.., T, T] along i - j = d >= 0."""
-    T = L.shape[-1]
-    i, j = torch.tril_indices(T, T)  # rows and columns with i >= j
-    return L.new_zeros(L.shape[:-1]).index_add(-1, i - j, L[..., i, j]) / torch.arange(T, 0, -1)
-
-
-def toeplitz_matrix(a):
-    """T_ij = a_(i-j) [.., T, T] for i >= j, 0 above the diagonal, of a [.., T]."""
-    t = torch.arange(a.shape[-1])
+def toeplitz_part(L):
+    """T_ij = a_(i-j) for i >= j, 0 above; a_d: the mean of L [.., T, T] where i - j = d."""
+    t = torch.arange(L.shape[-1])
+    i, j = torch.tril_indices(len(t), len(t))  # rows and columns with i >= j
+    sums = L.new_zeros(L.shape[:-1]).index_add(-1, i - j, L[..., i, j])  # (.., T)
+    a = sums / (len(t) - t)  # diagonal d has T - d entries
     return a[..., (t[:, None] - t).clamp(min=0)].tril()  # (.., T, T)
 
 
@@ -864,7 +820,7 @@ def variance_share(part, L):
     """cov(part, L) / var(L) over i >= j of [.., T, T]: the fractions of all parts add up to 1."""
     i, j = torch.tril_indices(*L.shape[-2:])  # rows and columns with i >= j
     part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
-    return (part * L).sum(dim=-1) / L.square().sum(dim=-1)
+    return (part * L).sum(dim=-1) / L.square().sum(dim=-1)  # (.., entries) -> (..)
 
 
 def eq_1(layer, norm, p):
@@ -874,7 +830,7 @@ def eq_1(layer, norm, p):
     at = enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
     if isinstance(norm, torch.nn.LayerNorm):
         x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))  # LayerNorm subtracts the mean
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps  # None: RMSNorm's default
     p = p * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * norm.weight  # (B, T, C)
     (qc, kc, bias), (qp, kp, _) = (rotated(enc, *project(layer.attn, z)[:2], at)
                                    for z in (layer.x - p, p))  # content, position
@@ -886,16 +842,15 @@ def eq_1(layer, norm, p):
 def logit_shares(layer, norm, p):
     """{column of toeplitz(): [H]} of a layer."""
     L = layer.logits.masked_fill(layer.logits.isinf(), 0)  # (B, H, T, T)
-    terms = {}
-    if not any(isinstance(x, (encodings.PoPE, encodings.ViPE, encodings.PRISM))
-               for x in layer.enc.modules()):
-        terms = eq_1(layer, norm, p)  # the others are not linear in q and k
-    parts = dict(toeplitz=toeplitz_matrix(diagonal_means(L))) | terms
+    curved = encodings.PoPE, encodings.ViPE, encodings.PRISM  # not linear in q and k: no eq. 1
+    linear = not any(isinstance(x, curved) for x in layer.enc.modules())
+    terms = eq_1(layer, norm, p) if linear else {}
+    parts = dict(toeplitz=toeplitz_part(L)) | terms
     shares = {name: variance_share(x.expand_as(L), L).mean(dim=0) for name, x in parts.items()}
-    if 'qp kp' in terms:
-        part = toeplitz_matrix(diagonal_means(terms['qp kp']))
+    if 'qp kp' in terms:  # Assumption 3.2
+        part = toeplitz_part(terms['qp kp'])  # (B, H, T, T)
         shares['qp kp toeplitz'] = variance_share(part, terms['qp kp']).mean(dim=0)
-    return shares
+    return shares  # each (H,), means over problems
 
 
 @torch.no_grad()
@@ -911,14 +866,14 @@ def toeplitz(model, task, cfg, length=0, n=8):
     need(not cfg.nope_every, NOT_ALIKE)
     length, tokens, _ = batch(task, cfg.train_lengths, length, n)
     T = tokens.shape[1]
-    tokens, = fewer(cfg, tokens, limit=2 ** 23 * cfg.n_layer)
+    tokens, = fewer(cfg, tokens, limit=2 ** 23 * cfg.n_layer)  # (n, T)
     net = copy.deepcopy(model).double()
     layers, p = trace(net, tokens), added_vectors(net, T)
     found = [logit_shares(layer, block.norm_1, p) for layer, block in zip(layers, net.blocks)]
     columns = {name: torch.stack([shares[name] for shares in found]) for name in found[0]}  # (L, H)
     means = {name: number(x[x.isfinite()].mean()) for name, x in columns.items()}
     chance = (T - 1) / (T * (T + 1) / 2 - 1)  # T diagonals fitted to T (T + 1) / 2 entries
-    summary = dict(length=length, n=len(tokens), tokens=T, chance=round(chance, 4)) | means
+    summary = dict(length=length, n=len(tokens), tokens=T, chance=number(chance)) | means
     L, H = columns['toeplitz'].shape
     maps = [partial(show_map, values=columns[name], title=name, label='fraction of variance',
                     xlabel='head', ylabel='layer', ends=(0, 1),
@@ -927,7 +882,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
             for name in ('toeplitz', 'qp kp', 'B') if name in columns]
     layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), H)  # most Toeplitz
     logits = layers[layer].logits[0, head]  # (T, T)
-    part = toeplitz_matrix(diagonal_means(logits)).masked_fill(logits.isinf(), torch.nan)
+    part = toeplitz_part(logits).masked_fill(logits.isinf(), torch.nan)
     maps += [partial(show_map, values=x, title=name, label='logit',
                      words=[task.vocab[t] for t in tokens[0]],
                      ends=logits[logits.isfinite()].aminmax())
@@ -944,7 +899,7 @@ def edges(task, tokens):
     if getattr(task, 'triggers', 0) != 2:
         b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)  # each (B T (T + 1) / 2,)
         return b, u, j, u - j
-    first = task.first_trigger
+    first = task.first_trigger  # the other trigger is the next token of the vocabulary
     places = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1]  # (2B,)
     i, j = places.view(B, 2).unbind(dim=1)  # each (B,)
     return torch.arange(B), torch.full_like(j, T - 2), j, j - i  # the query is the last but one
@@ -958,31 +913,27 @@ def jacobians(model, tokens, targets):
     with recording(model) as layers:
         model(tokens)
     return torch.stack([torch.stack([
-        torch.autograd.grad(x.sum(), layer.stream, retain_graph=True)[0][b, last]  # (B, C)
+        torch.autograd.grad(x.sum(), layer.stream, retain_graph=True)[0][b, last]  # (B, C), a row
         for x in layer.after[b, last].unbind(dim=1)], dim=1) for layer in layers])
 
 
 def gradients_by_layer(model, tokens, targets, edge):
-    """(rows of gradients() for a model, H [L, H, T])."""
+    """(rows of gradients() for a model, H(d) of appendix C [L, H, T])."""
     net = copy.deepcopy(model).double().eval()
     with recording(net, change=lambda i, layer: None) as layers:
         total = train.token_losses(net(tokens)[0], targets).sum()  # uses the stored logits
     b, u, j, d = edge
-    H = []
-    for layer in layers:
-        dS, = torch.autograd.grad(total, layer.logits, retain_graph=True)  # (B, H, T, T)
-        H.append(dS.new_zeros(dS.shape[1:3]).index_add(1, d, dS[b, :, u, j].T))  # (H, T)
-    H = torch.stack(H)  # (L, H, T)
+    dS = torch.autograd.grad(total, [layer.logits for layer in layers])  # L of (B, H, T, T)
+    H = torch.stack([x.new_zeros(x.shape[1:3]).index_add(1, d, x[b, :, u, j].T) for x in dS])
     (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))  # each (L,)
     s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)  # (L, 4 C)
-    margin, rows = first - second, []
+    margin = first - second  # Margin_l of eq. 5
     growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)  # the top layer has none
     columns = dict(first=first, margin=margin, growth=growth, effective=effective(H.norm(dim=-1)),
-                   least=s.amin(dim=1), most=s.amax(dim=1))
-    for i in range(len(layers)):
-        rows.append(dict(layer=i + 1, head=head[i].item() + 1) | {  # to 4 significant digits
-            key: float(f'{x[i].item():.4g}') if x[i].isfinite() else None
-            for key, x in columns.items()})
+                   least=s.amin(dim=1), most=s.amax(dim=1))  # each (L,)
+    rows = [dict(layer=i + 1, head=head[i].item() + 1) | {  # to 4 significant digits
+        key: float(f'{x[i]:.4g}') if x[i].isfinite() else None for key, x in columns.items()}
+        for i in range(len(layers))]
     return rows, H
 
 
@@ -1002,7 +953,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     steps = min(200, cfg.max_steps) if steps < 0 else steps
     need(steps <= cfg.max_steps, f'--steps={steps}: this run had {cfg.max_steps}, take fewer')
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)
-    tokens, targets = fewer(cfg, tokens, targets, limit=2 ** 23 * cfg.n_layer)
+    tokens, targets = fewer(cfg, tokens, targets, limit=2 ** 23 * cfg.n_layer)  # (n, T)
     edge = edges(task, tokens)
     again = dataclasses.replace(cfg, compile=False, graph=False)
     trainer, found = train.Trainer(again, again.seeds[0], torch.device('cpu')), {}
@@ -1030,7 +981,6 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
 # --------------------------------------------------------------------------------------------------
 # PRISM: where cursors move, and how precisely scores measure positions
 
-@torch.no_grad()
 def cursors_of(model, tokens):
     """A dictionary for each of PRISM's cursors on tokens [B, T], query cursors first: layer, head,
     cursor, of ('query' or 'key'); gates {incr, decr, keep, reset, and jump where it can copy:
@@ -1047,14 +997,14 @@ def cursors_of(model, tokens):
             reset, step, copy_gate = cursors.actions(x)  # (B, cursors, T), the same with 3, or None
             histograms = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype))
         alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()  # (H, cursors of a head)
-        weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha  # (H, cursors of a head)
+        weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha  # eq. 9: (H, cursors of a head)
         for of, start in (('query', 0), ('key', cursors.count)):
-            first = start + prism.layer * weights.numel()
+            first = start + prism.layer * weights.numel()  # of this layer's cursors
             for c, ((head, cursor), weight) in enumerate(np.ndenumerate(weights), first):
                 gates = dict(zip(('incr', 'decr', 'keep'), step[:, c].unbind(dim=-1)),
                              reset=reset[:, c])  # each (B, T)
-                if copy_gate is not None and of == 'query' and c % 5 == 0:
-                    gates['jump'] = 1 - copy_gate[:, c // 5, :, -1]
+                if copy_gate is not None and of == 'query' and c % 5 == 0:  # one of five (6.0.1)
+                    gates['jump'] = 1 - copy_gate[:, c // 5, :, -1]  # the last entry: no copy
                 found.append(dict(layer=i + 1, head=head + 1, cursor=cursor + 1, of=of,
                                   weight=weight.item(), gates=gates, histogram=histograms[:, c],
                                   module=cursors, index=c))
@@ -1077,19 +1027,18 @@ def cursor(model, task, cfg, length=0, n=32):
     length, tokens, targets = batch(task, cfg.train_lengths, length or 4 * trained, n)
     count = sum(m.count for m in model.modules() if isinstance(m, encodings.Cursors))
     some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))  # a problem has 4 count T^2 bins
-    tokens, targets = tokens[:some], targets[:some]
+    tokens, targets = tokens[:some], targets[:some]  # (n, T)
     answer = targets != -100
-    parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)  # (B, T)
+    parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)  # (n, T)
     rows, work = [], []
     for c in cursors_of(model, tokens):
-        peak, mode = c['histogram'].max(dim=-1)  # (B, T)
+        peak, mode = c['histogram'].max(dim=-1)  # (n, T)
         for part, where in parts.items():
             moves = mode.diff(dim=1)[where[:, 1:]]  # of the mode at these tokens
             _, counts = moves.unique(return_counts=True)
             steady = (counts.max() / len(moves)).item() if len(moves) else torch.nan
-            means = dict(weight=c['weight'], moves=moves.double().mean(), steady=steady,
-                         peak=peak[where].mean())
-            means |= {name: gate[where].mean() for name, gate in c['gates'].items()}
+            means = dict(weight=c['weight'], moves=moves.double().mean(), steady=steady)
+            means |= {name: x[where].mean() for name, x in (dict(peak=peak) | c['gates']).items()}
             rows.append({key: c[key] for key in ('layer', 'head', 'cursor', 'of')} |
                         dict(part=part) | {key: number(x, 3) for key, x in means.items()})
             if (c['of'], part) in (('query', 'answer'), ('key', 'prompt')):
@@ -1100,9 +1049,9 @@ def cursor(model, task, cfg, length=0, n=32):
                    steady=number(steady @ weights / weights.sum()))
     title = (f'{titled(cfg)}, trained to {trained}: cursors; {100 * summary["exact"]:.0f} % '
              f'correct at length {length}. Cursors with a constant pace generalize.')
-    brief = batch(task, cfg.train_lengths, trained, 1)[1]
-    shown = cursor_panels(model, task, [(trained, brief), (length, tokens[:1])])
-    return rows, summary, figure(title, *shown)
+    brief = batch(task, cfg.train_lengths, trained, 1)[1]  # (1, T)
+    return rows, summary, figure(
+        title, *cursor_panels(model, task, [(trained, brief), (length, tokens[:1])]))
 
 
 def cursor_panels(model, task, shown):
@@ -1118,9 +1067,9 @@ def cursor_panels(model, task, shown):
         modes.append(partial(show_modes, found=found, words=words, title=f'modes, length {length}'))
         best = found[0]  # the strongest query cursor
         weights = trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]  # (T, T)
-        title = f'head {best["layer"]}.{best["head"]}, length {length}'
-        heads.append(partial(show_map, values=weights, title=title, label='attention weight',
-                             words=words, ends=(0, 1)))
+        heads.append(partial(
+            show_map, values=weights, label='attention weight', words=words, ends=(0, 1),
+            title=f'head {best["layer"]}.{best["head"]}, length {length}'))
     histogram, T = best['histogram'][0], len(words)  # (T, offsets -T..T), of the longer problem
     used = (histogram.amax(dim=0) > 0.01).nonzero()  # offsets that are not empty throughout
     low, high = used.min().item(), used.max().item()
@@ -1152,19 +1101,16 @@ def kernel(model, task, cfg, length=0):
     which the kernel <f(0), f(r)> / |f|^2 rises again; the largest `eq6` and `mean`.
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
-    length, tokens, targets = batch(task, cfg.train_lengths, length, 1)
+    length, tokens, targets = batch(task, cfg.train_lengths, length, 1)  # (1, T)
     T, start = tokens.shape[1], (targets[0] != -100).nonzero()[0].item()  # answer: from start on
     offsets = torch.arange(-T, T + 1.0).double()  # (2T+1,)
     size = cfg.prism_d_pe / 2  # |f|^2
-
-    def f(z):
-        return encodings.sinusoids(z, cfg.prism_d_pe, cfg.rope_base, z)  # (len(z), d_pe)
-
-    kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / size  # (2T,)
+    f = partial(encodings.sinusoids, width=cfg.prism_d_pe, base=cfg.rope_base, like=offsets)
+    kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / size  # eq. 7: (2T,)
     rows, laws = [], []
     for c in cursors_of(model, tokens):
         h = c['histogram'][0].double()  # (T, 2T+1)
-        far = (h @ f(offsets) - f(h @ offsets))[start:].norm(dim=-1) / size ** 0.5
+        far = (h @ f(offsets) - f(h @ offsets))[start:].norm(dim=-1) / size ** 0.5  # A.3: (n,)
         row = {key: c[key] for key in ('layer', 'head', 'cursor', 'of')}
         row |= dict(peak=number(h[start:].max(dim=-1)[0].mean()), eq6=None, mean=number(far.mean()))
         if 'jump' not in c['gates'] and T - start > 1:
@@ -1195,8 +1141,8 @@ def displacement(c, first):
     displacement -n..n over the n tokens from `first` on, the scan restarted there."""
     gates = {name: gate[:1, None, first:].double() for name, gate in c['gates'].items()}
     step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)  # (1, 1, n, 3)
-    g = getattr(c['module'], 'g', None)  # none without sharpening
-    gamma = None if g is None else 1 + F.softplus(g[c['index']].double())[None]
+    g = getattr(c['module'], 'g', None)  # (2C,), none without sharpening
+    gamma = None if g is None else 1 + F.softplus(g[c['index']].double())[None]  # (1,)
     table = torch.eye(2 * step.shape[2] + 1).double()  # (2n+1, 2n+1)
     return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]  # after n tokens
 
@@ -1207,20 +1153,18 @@ def displacement(c, first):
 def logits_at(layer, pos_q, pos_k, q=None):
     """Unmasked logits [B, H, Tq, Tk] of a layer's queries, or of q, at positions pos_q and its keys
     at pos_k, of encodings that depend on distances only."""
-    enc = layer.enc
-    q = layer.q if q is None else q
+    enc, q = layer.enc, layer.q if q is None else q
     at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # keys at pos_k, ...
     q, k, bias = rotated(enc, q, layer.k, dataclasses.replace(at, t=pos_q[None]))
     logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
     return logits if bias is None else logits + bias
 
 
-@torch.no_grad()
 def sees_distances(model, tokens):
     """Whether logits depend on positions, and through distances only, as logits_at() requires."""
     layer, pos = trace(model, tokens[:1])[0], torch.arange(tokens.shape[1])
     try:
-        own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)
+        own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)  # (1, H, T, T)
         shifted = logits_at(layer, pos + 1, pos + 1)  # the same distances
     except encodings.InputMissing:  # positions come from the content
         return False
@@ -1239,7 +1183,7 @@ def check_distances(model, tokens, cfg):
 
 def fit_figure(title, W, fit, components, ylabel='query i'):
     """A draw(plt) of logits W [T, T], their fit and its components {label: [T]}."""
-    visible = W.isfinite()
+    visible = W.isfinite()  # (T, T), i >= j; all of fake logits
     ends = tuple(np.nanquantile(W[visible], (0.005, 0.995)))
     maps = [partial(show_map, values=x.where(visible, torch.nan), title=name, label='logit',
                     xlabel='key j', ylabel=ylabel, ends=ends)
@@ -1267,7 +1211,7 @@ def three_axes(W, ridge=1e-6):
 
 def axes_fit(W):
     """[2, H]: r of logits W [H, T, T] with their three axes over i >= j; and row-centred."""
-    lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T)
+    lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T), the visible entries
     maps = [x.double().masked_fill(~lower, 0) for x in (W, three_axes(W)[-1])]
     centred = [x - x.sum(dim=-1, keepdim=True) / lower.sum(dim=-1, keepdim=True) for x in maps]
     return torch.stack([correlation(*(x[:, lower] for x in pair)) for pair in (maps, centred)])
@@ -1278,9 +1222,8 @@ def axes(model, task, cfg, length=0, n=8):
     """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j.
 
     The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest training
-    length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of the
-    logits over i >= j with the fit; `r_centred`: both minus the means of their rows, which softmax
-    ignores. Noise scores sqrt(6 / T).
+    length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of logits
+    and fit over i >= j (noise: sqrt(6 / T)); `r_centred`: without row means, which softmax ignores.
     """
     need(cfg.causal, NOT_CAUSAL)
     rows = sequences(task, cfg.train_lengths, length, n)
@@ -1304,7 +1247,6 @@ def two_axes(W):
     return a.squeeze(-1), b.squeeze(-2), a + b
 
 
-@torch.no_grad()
 def fake_logits(layer, i):
     """W'_dj = w(d, q_i, k_j) [H, T, T] of query i and every key j, for the distances d = 0..T-1."""
     pos = torch.arange(layer.k.shape[2])
@@ -1316,7 +1258,7 @@ def slow_dominating(zq, zk, theta, length):
     """(Mean product of norms over the head's median; which pairs are slow and dominating) [.., n]
     of zq, zk [.., T, n]. Ours, as the paper states no threshold: above 3, and rotating < pi / 2."""
     product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)  # (.., n)
-    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)
+    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)  # over the median pair
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
 
 
@@ -1332,11 +1274,11 @@ def analytic(zq, zk, theta, pairs):
     f = ((conj * kbar) @ turn.conj().T).real  # (H, T, distance)
     f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))  # (H, T, T)
     g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real  # (H, T, T)
-    return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real
+    return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real  # conj(q_i) k_j e^(-i (i-j) theta)
 
 
 def analytic_fit(W, zq, zk, theta, pairs):
-    """FITS [3, H], r over i >= j: the pairs' own logits with f + g, all logits W [H, T, T] with the
+    """[3, H], r over i >= j: the pairs' own logits with f + g, all logits W [H, T, T] with the
     pairs' own, and all with f + g; nan where a head has no such pair."""
     f, g, own = analytic(zq, zk, theta, pairs)
     lower, acts = torch.ones(W.shape[1:]).tril() > 0, W[:len(pairs)]  # it may act on some heads
@@ -1352,26 +1294,25 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
     length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
-    over queries. For encodings that rotate, over i >= j, of heads with slow dominating pairs: their
-    own logits with f + g of eq. 15 (slow_fg); all logits with those of these pairs (`dominance`);
-    all logits with f + g (r_fg).
+    over queries. For encodings that rotate, over i >= j, of heads with slow dominating pairs:
+    slow_fg: their logits with f + g of eq. 15; dominance: all logits with theirs; r_fg: with f + g.
     """
     rows = sequences(task, cfg.train_lengths, length, n)
     check_distances(model, rows[0], cfg)
     rotates = rotating(model.blocks[0].attn.pe)
 
     def measure(layer):
-        """[1, H]: r; for an encoding that rotates [4, H]: also FITS."""
+        """[1, H]: r; for an encoding that rotates [4, H]: also analytic_fit()."""
         T = layer.k.shape[2]
         fakes = (fake_logits(layer, i) for i in range(T - 1, -1, -max(1, T // queries))[:queries])
         r = [correlation(W.flatten(1), two_axes(W)[-1].flatten(1)) for W in fakes]
         parts = [torch.stack(r).nanmean(dim=0, keepdim=True)]  # (queries, H) -> (1, H)
         if rotates:
-            z = polar(layer.enc, layer.q[0], layer.k[0])
+            z = polar(layer.enc, layer.q[0], layer.k[0])  # zq, zk, theta
             parts.append(analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1]))
         return torch.cat(parts)
-    found = measured(model, rows, measure).nanmean(dim=0)  # (L, 1 or 4, H)
-    columns, T = dict(zip(('r', *FITS), found.unbind(dim=1))), rows[0].shape[1]
+    found, T = measured(model, rows, measure).nanmean(dim=0), rows[0].shape[1]  # (L, 1 or 4, H)
+    columns = dict(zip(('r', 'slow_fg', 'dominance', 'r_fg'), found.unbind(dim=1)))  # each (L, H)
     summary = {'mean_' + name: number(x.nanmean()) for name, x in columns.items()}
     i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])  # best head
     W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
@@ -1382,6 +1323,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     return head_rows(columns), summary | dict(tokens=T), draw
 
 
+@torch.no_grad()
 def tuples(model, task, cfg, length=0, n=4):
     """Which pairs of features rotate slowly and dominate the logits? Observation 1.
 
@@ -1393,21 +1335,20 @@ def tuples(model, task, cfg, length=0, n=4):
     found = [[polar(layer.enc, layer.q[0], layer.k[0]) for layer in trace(model, row)]
              for row in sequences(task, cfg.train_lengths, length, n)]
     zq, zk = (torch.cat([torch.stack([z[i] for z in layers]) for layers in found], dim=-2)
-              for i in (0, 1))    # (L, H, T, n) of all sequences
-    theta = found[0][0][2]
-    ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)    # (L, H, n)
-    kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)
-    angle, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len
+              for i in (0, 1))  # (L, H, T, n), the tokens of all sequences
+    theta = found[0][0][2]  # (n,)
+    ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)  # (L, H, n)
+    kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)  # (L, H, n)
+    arg, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len  # (L, H, n)
     fixed = (zk - kbar[..., None, :]).abs().mean(dim=-2) / kbar.abs().clamp(min=1e-12)
-    columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=angle,
-                   fixed=fixed)
+    columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=arg, fixed=fixed)
     rows = [dict(layer=i + 1, head=h + 1, pair=c + 1) |
             {name: number(x[i, h, c]) for name, x in columns.items()}
             for i, h, c in slow.nonzero().tolist()]
     rows.sort(key=lambda row: -row['ratio'])
     summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(),
                    of_heads=slow[..., 0].numel(), fixed=number(fixed[slow].median()))
-    lines = {'': {'slow dominating pairs': ((np.pi - angle.abs())[slow], turn[slow]),
+    lines = {'': {'slow dominating pairs': ((np.pi - arg.abs())[slow], turn[slow]),
                   '_equal': ([0, np.pi], [0, np.pi])}}
     title = (f'{titled(cfg)}: slow dominating pairs (position generalization, Figure 4). Points '
              'below the diagonal (grey) rotate by less than their gap: Observation 1.')
@@ -1423,7 +1364,7 @@ def transposition(T, gamma, l_max, source):
     for i in torch.randperm(T, generator=source).tolist():
         if swaps and order[i] == i:  # i has not moved yet
             near = range(max(0, i - l_max), min(T, i + l_max + 1))
-            free = [j for j in near if j != i and order[j] == j]
+            free = [j for j in near if j != i and order[j] == j]  # nor have these
             if free:
                 j = free[int(side[i] * len(free))]  # farther for a larger l_max
                 order[i], order[j] = j, i
@@ -1438,7 +1379,6 @@ def offsets(T, gamma, l_max, source):
     return (chosen < gamma) * (1 + (size * l_max).long()) * (1 - 2 * (sign < 0.5).long())
 
 
-@torch.no_grad()
 def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     """Losses [n, T], which tokens are correct [n, T], outputs of the heads [n, L, H, T, D] and
     which tokens have moved [n, T]. Every sequence and layer has its own draw at all levels."""
@@ -1475,6 +1415,7 @@ def perturb_scores(after, before, targets):
     return {key: number(x) for key, x in row.items()}
 
 
+@torch.no_grad()
 def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5),
             l_max=(5, 10, 100, 1000)):
     """How robust is a model to disordered positions?
@@ -1484,9 +1425,8 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     moves by at most l_max. `text`: tokens swap in pairs; `feature`: keys swap in pairs, which
     differ between layers; `position`: the position of a key changes (only if attention uses
     distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
-    same `before`, all on the targets that have not moved; `cost`: loss minus loss before; `output`:
-    |o' - o| / |o| of attention's outputs where tokens have not moved. Summary: unperturbed, over
-    all targets.
+    same `before`, on targets that did not move; `cost`: loss minus loss before; `output`:
+    |o' - o| / |o| of attention's outputs where tokens did not. Summary: unperturbed, all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
@@ -1497,22 +1437,18 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     before = perturbed(model, tokens, targets)
     original = perturb_scores(before, before, targets)
     summary = {key: original[key] for key in ('loss', 'token', 'exact')}
-    rows, lines = [dict(kind='original', gamma=None, l_max=None) | summary], {}
-    for kind, gamma, size in itertools.product(kinds, gammas, sizes):
-        after = perturbed(model, tokens, targets, kind, gamma, size)
-        row = dict(kind=kind, gamma=gamma, l_max=size) | perturb_scores(after, before, targets)
-        rows.append(row)
-        for key in ('cost', 'output'):
-            panel = lines.setdefault(f'{kind}: {key}', {})
-            x, y = panel.setdefault(f'within {size} tokens', ([], []))
-            x.append(gamma)
-            y.append(np.nan if row[key] is None else row[key])
+    rows = [dict(kind='original', gamma=None, l_max=None) | summary]
+    for level in itertools.product(kinds, gammas, sizes):
+        scores = perturb_scores(perturbed(model, tokens, targets, *level), before, targets)
+        rows.append(dict(zip(('kind', 'gamma', 'l_max'), level)) | scores)
+    lines = {f'{kind}: {key}': {f'within {size} tokens': (gammas, [
+        row[key] for row in rows if (row['kind'], row['l_max']) == (kind, size)])
+        for size in sizes} for kind in kinds for key in ('cost', 'output')}  # rows by gamma
     title = f'{titled(cfg)}, perturbed (Figure 5). Flat: order matters little.'
     return rows, summary, curves(title, lines, 'fraction perturbed, gamma',
                                  'rise of the loss (nats), or change', xscale='log')
 
 
-@torch.no_grad()
 def sliding(layer, t, start, window, first=0):
     """Outputs [queries, H out_dim] of queries t at the end of `window` keys and values from `start`
     on, the first of which are replaced by those of the sequence."""
@@ -1525,13 +1461,13 @@ def sliding(layer, t, start, window, first=0):
 
 
 def nearest(x, normal):
-    """Distances [..] of points x [.., D] to the nearest of normal [N, D], over the median distance
-    of a normal point to the nearest other."""
+    """Distances [..] of x [.., D] to the nearest of normal [N, D], over their median within it."""
     apart = torch.cdist(normal, normal)  # (N, N)
     apart[apart < 1e-4 * apart.max()] = torch.inf  # itself, or of another sequence that began so
     return torch.cdist(x, normal).amin(dim=-1) / apart.amin(dim=-1).median()
 
 
+@torch.no_grad()
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     """Why do sliding windows extend a model? Its attention outputs over them stay normal, or not.
 
@@ -1539,8 +1475,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
     the middle one. Attention's outputs in the first window count as normal. Rows: median distance
     to the nearest normal output, over its typical value among normal outputs: of `later positions`;
-    of --queries queries over sliding `windows`; of windows with the first tokens kept (10, or an
-    eighth of a small window).
+    of --queries queries over sliding `windows`; of these with the first tokens (10) kept.
     """
     _, tokens, _ = batch(task, cfg.eval_lengths, length, n)
     T, L = tokens.shape[1], len(model.blocks)
@@ -1561,10 +1496,9 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     found = {kind: torch.cat([kinds[kind] for kinds in found]).double() for kind in found[0]}
     normal = found.pop('normal')  # (n window, H out_dim)
     apart = {kind: nearest(x, normal) for kind, x in found.items()}
-    rows = [dict(outputs=kind, points=len(x), median=number(x.quantile(0.5)))
-            for kind, x in apart.items()]
-    summary = dict(window=window, tokens=T, layer=layer) | {
-        row['outputs']: row['median'] for row in rows}
+    medians = {kind: number(x.quantile(0.5)) for kind, x in apart.items()}
+    rows = [dict(outputs=kind, points=len(apart[kind]), median=x) for kind, x in medians.items()]
+    summary = dict(window=window, tokens=T, layer=layer) | medians
     lines = {kind: (np.linspace(0, 1, len(x)), x.sort()[0]) for kind, x in apart.items()}
     title = (f'{titled(cfg)}: attention outputs of layer {layer} at more than {window} tokens '
              '(position generalization, Figure 6). Curves near 1 stay among normal outputs.')
@@ -1634,8 +1568,8 @@ class LlamaText(tasks.Corpus):
     def __init__(self, tokenizer, path):
         self.vocab = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         self.data, self.begin = path, tokenizer('').input_ids  # such as a BoS token
-        text = tasks.read_text(path)
-        self.ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        self.ids = np.array(tokenizer(tasks.read_text(path), add_special_tokens=False,
+                                      verbose=False).input_ids)
 
     def read(self):
         return [('test', self.ids)]
@@ -1666,7 +1600,7 @@ def load_llama(path, text):
         raise UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
     model, name = Llama(net).eval(), os.path.basename(os.path.normpath(path))
     lengths = [model.cfg.train_len]
-    return model, types.SimpleNamespace(
+    return model, argparse.Namespace(
         **vars(model.cfg), task=name, data=text, the_task=LlamaText(tokenizer, text),
         train_lengths=lengths, eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
 
@@ -1674,11 +1608,8 @@ def load_llama(path, text):
 # --------------------------------------------------------------------------------------------------
 # circuits set by hand
 
-RULES = {
-    'copy': lambda s, x: x,
-    'parity': lambda s, x: (s + x) % 2,
-    'polynomial': lambda s, x: (s * x + 1) % 5,
-}
+RULES = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2,
+         'polynomial': lambda s, x: (s * x + 1) % 5}  # s_t of s_(t-1) and x_t
 
 
 def iteration_head(name):
@@ -1801,7 +1732,7 @@ def main(argv):
                 star = '*' if function in LLAMA else ' '
                 print(f'  {function.__name__:12}{star} {inspect.getdoc(function).splitlines()[0]}')
         return print('\n* also accepts a Llama-family checkpoint')
-    name, *argv = argv
+    name, *argv = argv  # the probe, then its options
     check_name('probe', name, PROBES)
     given, own = read_options(PROBES[name], argv)
     need(not given.picture or given.picture.endswith(('.png', '.svg', '.pdf')),
@@ -1819,8 +1750,7 @@ def main(argv):
     pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
     picture = given.picture or path + '.png'
     if plt is None:
-        print(f'wrote {path}.json (pip install matplotlib to draw {picture})')
-        return
+        return print(f'wrote {path}.json (pip install matplotlib to draw {picture})')
     draw(plt).savefig(picture, dpi=150)
     plt.close('all')
     print(f'wrote {path}.json and drew {picture}')
