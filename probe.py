@@ -33,6 +33,7 @@ import pe as encodings
 import tasks
 import train
 from model import Attention, Transformer
+from pe import need
 from train import UserError, check_name
 
 COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
@@ -162,12 +163,6 @@ def name_of(cfg):
 def titled(cfg):
     """Task and model, for the title of a figure."""
     return f'{cfg.task} with {name_of(cfg)}'
-
-
-def need(condition, says):
-    """Raise UserError, which the program prints as one line, unless the condition is true."""
-    if not condition:
-        raise UserError(says)
 
 
 def problems(task, lengths, n, split='test'):

@@ -50,7 +50,7 @@ except ImportError:                                        # Windows: a folder h
 import pe as encodings
 import tasks
 from model import ModelConfig, Transformer
-from pe import UserError
+from pe import UserError, need
 
 # --------------------------------------------------------------------------------------------------
 # options
@@ -103,21 +103,19 @@ class Config(ModelConfig, Running):
         super().__post_init__()                            # the shape of the model
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate')
-        if max(self.beta1, self.beta2) >= 1 or self.min_lr > self.lr:
-            raise UserError('beta1 and beta2 must be below 1, and min_lr at most lr')
-        if self.accumulate > self.batch_size:
-            raise UserError(f'accumulate={self.accumulate} is larger than the batch_size')
+        need(max(self.beta1, self.beta2) < 1, 'beta1 and beta2 must be below 1')
+        need(self.min_lr <= self.lr, f'min_lr={self.min_lr} must be at most lr={self.lr}')
+        need(self.accumulate <= self.batch_size, 'accumulate must be at most batch_size')
         self.check_lengths()                               # sorted, and only those that exist
         task = self.the_task
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
                 task.of_part(part)                         # raises if the data are missing
-        if task.fixed and self.n_train:
-            raise UserError(f'{self.task} has a training set of its own: leave n_train out')
-        if not self.causal and not (isinstance(task, tasks.Classification)
-                                    and len(self.train_lengths) == 1):
-            raise UserError('causal=False requires an answer of one class (distance, distance_sum, '
-                            'trigger_count) and one training length, as padding would be visible')
+        need(not (task.fixed and self.n_train),
+             f'{self.task} has a training set of its own: leave n_train out')
+        need(self.causal or isinstance(task, tasks.Classification) and len(self.train_lengths) == 1,
+             'causal=False requires an answer of one class (distance, distance_sum, trigger_count) '
+             'and one training length, as padding would be visible')
         self.vocab_size = len(task.vocab)                  # V, padding included
         self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
@@ -139,28 +137,27 @@ class Config(ModelConfig, Running):
         """Sort the lengths, keep those that the task has; raise UserError if that leaves none."""
         for key in 'seeds', 'train_lengths', 'eval_lengths':
             values = list(dict.fromkeys(getattr(self, key)))       # without repeats
-            if not values or any(type(x) is not int or not 0 <= x < 2 ** 28 for x in values):
-                raise UserError(f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values}')
+            need(values and all(type(x) is int and 0 <= x < 2 ** 28 for x in values),
+                 f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values}')
             if key != 'seeds':
                 part = 'train' if key == 'train_lengths' else None
                 values = self.the_task.existing(sorted(values), part)
-            if not values:
-                raise UserError(f'{self.task} has no problems of the lengths {key}')
+            need(values, f'{self.task} has no problems of the lengths {key}')
             setattr(self, key, values)
         stages = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else []
                                          for stage in self.length_schedule]
         pairs = all(len(stage) == 2 and {*map(type, stage)} == {int} for stage in stages)
         steps = [stage[0] for stage in stages] if pairs and stages else [0]    # of each stage
-        if not pairs or steps[0] != 0 or steps != sorted(steps):
-            raise UserError('length_schedule must be pairs (first step, longest length), in order '
-                            f'of steps, from step 0 on; got {stages}')
+        need(pairs and steps[0] == 0 and steps == sorted(steps),
+             'length_schedule must be pairs (first step, longest length), in order of steps, from '
+             f'step 0 on; got {stages}')
         for step in steps:
             lengths = lengths_at(self, step)
             # problems to draw a batch from; None: without limit
             size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
-            if not lengths or size and size < self.batch_size:
-                raise UserError(f'at step {step}, the lengths {lengths} have too few problems for '
-                                f'batch_size={self.batch_size}: lower it, or raise n_train')
+            need(lengths and not (size and size < self.batch_size),
+                 f'at step {step}, the lengths {lengths} have too few problems for '
+                 f'batch_size={self.batch_size}: lower it, or raise n_train')
 
 
 # options that may change when a run continues, and those that its record leaves out
@@ -245,9 +242,9 @@ def convert(cls, key, value, where):
         value = kind(value) if kind(value) == value else value     # 1e4 steps, a rate of 1
     names = {list: 'a list as in 1-16 or 1,2,4', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
-    if type(value) is not kind or kind in (int, float) and not 0 <= value < math.inf:
-        what = names.get(kind) or 'one of ' + ', '.join(choices)
-        raise UserError(f'{where}: {key} must be {what}, got {given!r}')
+    what = names.get(kind) or 'one of ' + ', '.join(choices)
+    need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
+         f'{where}: {key} must be {what}, got {given!r}')
     return value
 
 
@@ -297,8 +294,8 @@ def read_options(argv):
         values = read_file(path, values)
     values |= flags                                        # and a flag overrides all files
     values['out_dir'] = os.path.expanduser(values['out_dir'] or default_out_dir(values))
-    if values['eval_only'] and swept(values):
-        raise UserError('--eval_only takes one trained run: --out_dir=RUN')
+    need(not (values['eval_only'] and swept(values)),
+         '--eval_only takes one trained run: --out_dir=RUN')
     if (values['eval_only'] or values['resume']) and not swept(values):
         here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only', 'overwrite')}
         if values['eval_only']:
@@ -402,15 +399,14 @@ class Batches:
 
     def restore(self, state):
         """Continue in the middle of an epoch."""
-        if state['start'].shape != self.generator.get_state().shape:
-            raise UserError(f'the run in {self.cfg.out_dir} was trained on another kind of device, '
-                            'which draws other random numbers: use its --device')
+        need(state['start'].shape == self.generator.get_state().shape,
+             f'the run in {self.cfg.out_dir} was trained on another kind of device, which draws '
+             'other random numbers: use its --device')
         self.generator.set_state(state['start'])
         self.begin_epoch(state['lengths'])
         self.at = state['at']
-        if self.state()['sum'] != state['sum']:
-            raise UserError(f'the problems of the run in {self.cfg.out_dir} have changed: its data '
-                            'or tasks.py; --overwrite trains it again')
+        need(self.state()['sum'] == state['sum'], 'the problems of the run in '
+             f'{self.cfg.out_dir} have changed: its data or tasks.py; --overwrite trains it again')
 
 
 def held_out(cfg, split, device):
@@ -511,9 +507,8 @@ class Trainer:
 
     def restore(self, state):
         """Continue from a state of the same configuration."""
-        if not state.get('moments'):
-            raise UserError(f'the run in {self.cfg.out_dir} is of an older version of train.py, '
-                            'which this one evaluates, but does not continue')
+        need(state.get('moments'), f'the run in {self.cfg.out_dir} is of an older version of '
+             'train.py, which this one evaluates, but does not continue')
         load_weights(self.model, state['model'], self.cfg.out_dir)
         self.batches.restore(state['batches'])
         self.losses = state['losses']
@@ -578,8 +573,7 @@ def pick_device(cfg):
         raise UserError(f'--device={name} is not available: use cpu, or auto') from None
     if device.type == 'cuda':
         torch.cuda.set_device(device)
-    elif cfg.graph:
-        raise UserError('--graph requires a CUDA device; leave it out')
+    need(device.type == 'cuda' or not cfg.graph, '--graph requires a CUDA device; leave it out')
     work = cfg.batch_size * cfg.train_len * cfg.d_model
     if work <= 2 ** 18 and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(1)
@@ -690,9 +684,8 @@ def write_file(path, data):
 def read_checkpoint(folder):
     """The dictionary of a run's ckpt.pt; options that it lacks get their defaults."""
     path = os.path.join(folder, 'ckpt.pt')
-    if not os.path.exists(path):
-        raise UserError(f'no run in {folder}: train it first, or name another (of a sweep, one of '
-                        'its runs)')
+    need(os.path.exists(path), f'no run in {folder}: train it first, or name another (of a sweep, '
+         'one of its runs)')
     try:
         if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
             raise zipfile.BadZipFile
@@ -703,8 +696,7 @@ def read_checkpoint(folder):
         raise
     except Exception:                                      # torch says it in many ways
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
-    if checkpoint['config'].get('ema'):
-        raise UserError(f'{path} used ema, an option that was removed: train again')
+    need(not checkpoint['config'].get('ema'), f'{path} used ema, an option that was removed')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
@@ -739,9 +731,8 @@ def check_same(cfg, checkpoint, names):
     """Refuse a checkpoint whose config differs from cfg in one of these options."""
     for key in names:
         saved, now = checkpoint['config'].get(key), getattr(cfg, key)
-        if saved != now:
-            raise UserError(f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
-                            'use the same, another --out_dir, or --overwrite')
+        need(saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
+             'use the same, another --out_dir, or --overwrite')
 
 
 def load_weights(model, weights, folder):

@@ -183,7 +183,7 @@ def table(keys, grid, metric='exact'):
 def figure(grid, metric='exact'):
     """Curves over length / training length: the mean of a run's seeds, and their range."""
     plt = probe.pyplot()
-    probe.need(plt, 'figures require matplotlib: pip install matplotlib')
+    train.need(plt, 'figures require matplotlib: pip install matplotlib')
     columns = list(dict.fromkeys(column for row in grid.values() for column in row))
     fig, axes = plt.subplots(1, len(columns), figsize=(2 + 4 * len(columns), 4), squeeze=False,
                              layout='constrained')
@@ -267,7 +267,7 @@ def run_train(folder, *flags):
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
-    probe.need(not done.returncode or re.search('NaN|diverged', says), f'{folder}: {says}')
+    train.need(not done.returncode or re.search('NaN|diverged', says), f'{folder}: {says}')
 
 
 def validation(folder):
@@ -303,7 +303,7 @@ class Options:
 def board(options):
     """The grid of the board, after training the cells that have no record."""
     cells = list(itertools.product(options.pe.split(','), options.task.split(',')))
-    probe.need(options.minutes > 0, '--minutes must be positive')
+    train.need(options.minutes > 0, '--minutes must be positive')
     for row, column in cells:
         check_name('task of the board', column, COLUMNS)
         check_name('encoding', row.split('+')[0], [*ROWS, *train.encodings.ENCODINGS])
