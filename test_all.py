@@ -284,7 +284,7 @@ def test_fire():
     enc = noisy(encoding('fire', train_len=12))
     with torch.no_grad():
         enc.c.fill_(-0.3)  # |c| counts
-        enc.L.fill_(1.2)  # in units of 12 / 4: L = 3.6
+        enc.L.fill_(-1.2)  # in units of 12 / 4: |L| = 3.6
     W_1, b_1, W_2, b_2 = enc.mlp.parameters()
 
     def score(q, k, t, s, h, b):
@@ -376,6 +376,8 @@ def test_vrope():
     pairs = torch.view_as_complex(v.unflatten(-1, (4, 2)))  # (B, H, s, D/2)
     expected = torch.einsum('bhts,tsc,bhsc->bhtc', alpha + 0j, turn, pairs)
     close(enc.attend(q, k, v, pos), torch.view_as_real(expected).flatten(-2))
+    both, vipe = (encoding(name).attend(q, k, v, pos) for name in ('vipe+vrope', 'vipe'))
+    close(both[..., 8:], vipe[..., 8:])     # ViPE's code is not rotated
 
 
 @pytest.mark.parametrize('total_len', [None, 30])
@@ -619,6 +621,17 @@ def test_prism_gru_is_pytorchs():
                              weight_hh_l0=gates.W_h.weight, bias_hh_l0=gates.W_h.bias))
     x_2 = F.layer_norm(x, [32]) / 2
     close(gates(x)[2], torch.cat([x_2, gru(x_2)[0]], dim=-1))
+
+
+def test_prism_gates_at_initialization():
+    """Resets and jumps are rare, steps nearly uniform; W_h has orthonormal columns; gamma is 2."""
+    cursors = encoding('prism', prism_copy='trained').cursors
+    reset, step, copy = cursors.actions(torch.randn(2, 50, 16).double())
+    for p, mean in ((reset, 1 / (1 + math.e)), (step, 1 / 3), (copy[..., 0, -1], 0.95)):
+        close(p, torch.full_like(p, mean), 0.04)
+    W = cursors.gates.W_h.weight
+    close(W.T @ W, torch.eye(100), 1e-5)
+    close(F.softplus(cursors.g), torch.ones_like(cursors.g), 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
