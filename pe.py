@@ -92,6 +92,9 @@ def check_positive(cfg, *keys):
 # --------------------------------------------------------------------------------------------------
 # the hooks
 
+HALF = torch.bfloat16, torch.float16
+
+
 class InputMissing(UserError):
     """An encoding reads the input of its attention layer, and the caller gave none."""
 
@@ -175,6 +178,8 @@ class Encoding(nn.Module):
         """The At of queries at the last positions. A state of None is computed for this length."""
         if state is None:
             state = self.state(None, pos)
+        if self.shift_invariant:                # angles of large positions would lose digits
+            pos = pos - pos[..., :1]
         s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
         q_len = q.shape[2] if q_len is None else q_len      # mix() has no q
         return At(q, k, s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
@@ -218,10 +223,12 @@ class Encoding(nn.Module):
             at.kernel = True
             with torch.autocast(q.device.type, enabled=False):
                 return self.attend_by_kernel(q, k, v, at)
-        if self.fp32 and torch.is_autocast_enabled(q.device.type):
+        autocast = torch.is_autocast_enabled(q.device.type)
+        if self.fp32 and (autocast or q.dtype in HALF):
             with torch.autocast(q.device.type, enabled=False):
-                x = None if x is None else x.float()
-                return self.attend(q.float(), k.float(), v.float(), pos, state, x)
+                x = x.float() if autocast and x is not None else x      # else as the weights are
+                y = self.attend(q.float(), k.float(), v.float(), pos, state, x)
+                return y.to(q.dtype)
         if self.dense:
             weights = self.weigh(self.logits(q, k, pos, state, x))
             return self.mix(weights.to(v.dtype), v, pos, state, x)
@@ -240,8 +247,7 @@ class Encoding(nn.Module):
                    and pos.dim() == 1 and not pos.is_floating_point())
         if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
             return False
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        large = q.is_cuda and half and q.shape[2] >= 512 and q.shape[3] <= 128
+        large = q.is_cuda and q.dtype in HALF and q.shape[2] >= 512 and q.shape[3] <= 128
         return self.cfg.kernel == 'triton' or (
             large and kernels(required=False) is not None and kernels().fits(q.device))
 
@@ -253,7 +259,7 @@ class Encoding(nn.Module):
         y, e = kernels().attention(q, k, v, self.mean_distance)
         if self.mean_distance:
             y = torch.cat([y.float(), e[..., None]], dim=-1)
-        return self.out(y, at)
+        return self.out(y, at).to(v.dtype)
 
 
 def kernels(required=True):
@@ -284,15 +290,24 @@ def check_shapes(cfg, q, k, v, pos, x=None):
     """Raise UserError if these do not fit together, or not the encoding that was built for cfg."""
     B, H, T, _ = k.shape
     got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
-    need({(z.shape[1], z.shape[3]) for z in (q, k, v)} == {(cfg.heads, cfg.head_dim)},
+    need(all((z.shape[1], z.shape[3]) == (cfg.heads, cfg.head_dim) for z in (q, k, v)),
          f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, {got}; repeat grouped '
          'keys and values, k.repeat_interleave(groups, dim=1)')
     need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T,
          f'k and v must have length T; q covers all T positions or the last few; {got}')
     if x is not None:
         need(x.shape[:2] == (B, T), f'x must be the inputs of all {T} keys, got {list(x.shape)}')
+    check_positions(pos, B, T)
+
+
+def check_positions(pos, B, T):
+    """Raise UserError unless pos is [T] or [B, T] and, which is not checked on a GPU, as the host
+    would wait for it, ascends from 0 or more."""
     need(pos.shape in ((T,), (B, T)), f'pos must have a position for each of the {T} keys, [{T}] '
          f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
+    if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
+        need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all(), 'positions must be at least 0 '
+             'and ascend along a row; give packed documents rows of their own')
 
 
 def positions(cfg, tokens, training, total_len=None):
@@ -374,6 +389,7 @@ class APE(Encoding):
         need(cfg.d_model % 2 == 0, f'ape requires an even d_model, got {cfg.d_model}')
 
     def embed(self, x, pos):
+        check_positions(pos, *x.shape[:2])
         return x + sinusoids(pos, x.shape[-1], self.cfg.rope_base, x).to(x.dtype)
 
 
@@ -400,6 +416,7 @@ class Learned(Encoding):
         self.table = nn.Parameter(torch.randn(self.max_len, cfg.d_model) * 0.02)
 
     def embed(self, x, pos):
+        check_positions(pos, *x.shape[:2])
         row = pos.round().long().clamp(max=self.max_len - 1)
         return x + F.embedding(row, self.table).to(x.dtype)
 
@@ -495,10 +512,7 @@ class PoPE(Encoding):
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if self.pope_delta == 'uniform':
             delta.uniform_(*self.own['delta']['clamp'])
-        if self.pope_delta == 'none':
-            self.register_buffer('delta', delta, persistent=False)
-        else:
-            self.delta = nn.Parameter(delta)
+        self.delta = None if self.pope_delta == 'none' else nn.Parameter(delta)
 
     def theta(self, like):                      # (D,)
         d, base = self.cfg.head_dim, self.cfg.rope_base
@@ -512,7 +526,9 @@ class PoPE(Encoding):
             k = kernels().polar(k, self.delta, self.cfg.rope_base, self.pope_softplus)
             return q, k  # (B, H, T, 2D)
         phase_q = at.t[..., None] * self.theta(q)                           # (1, Tq, D)
-        phase_k = at.s[..., None] * self.theta(k) + self.delta[:, None]     # (H, T, D)
+        phase_k = at.s[..., None] * self.theta(k)                           # (1, T, D)
+        if self.delta is not None:
+            phase_k = phase_k + self.delta[:, None]                         # (H, T, D)
         return polar(q, phase_q, self.pope_softplus), polar(k, phase_k, self.pope_softplus)
 
 
@@ -535,15 +551,13 @@ class ALiBi(Encoding):
     """
     shift_invariant = True
 
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        n = 2 ** int(math.log2(cfg.heads))
-        slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
-        slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (cfg.heads - n), 2)]     # of 2n heads
-        self.register_buffer('slope', torch.tensor(slopes), persistent=False)  # (H,)
+    def slope(self, device):                        # (H,)
+        n = 2 ** int(math.log2(self.cfg.heads))
+        h = torch.arange(1, self.cfg.heads + 1, device=device)
+        return 2 ** -torch.where(h <= n, 8 * h / n, 4 * (2 * (h - n) - 1) / n)  # of n, of 2n heads
 
     def bias(self, at):
-        return -self.slope[:, None, None] * at.distance
+        return -self.slope(at.s.device)[:, None, None] * at.distance
 
 
 class T5(Encoding):
@@ -644,7 +658,7 @@ class CoPE(Encoding):
         gates = torch.sigmoid(logits + self.mask(logits))                       # 0 at later tokens
         gates = gates.to(torch.promote_types(gates.dtype, torch.float32))       # not in bfloat16
         p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)   # (B, H, Tq, T)
-        each = (at.q @ self.e.T).to(p.dtype)                                    # (B, H, Tq, N)
+        each = (at.q @ self.e.T.to(at.q.dtype)).to(p.dtype)                     # (B, H, Tq, N)
         low, high = p.floor().long(), p.ceil().long()
         between = torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
         return logits + between.to(logits.dtype)
@@ -672,7 +686,7 @@ class PaTH(Encoding):
     def adjust(self, logits, at):
         latest = F.pad(self.W(at.x), (0, 0, 2, 0)).unfold(1, 3, 1)              # (B, T, H D, 3)
         w = (latest * self.conv.flip(1)).sum(dim=-1).unflatten(-1, (self.cfg.heads, -1))
-        w = F.normalize(w, dim=-1).transpose(1, 2)                              # (B, H, T, D)
+        w = F.normalize(w, dim=-1).transpose(1, 2).to(at.q.dtype)               # (B, H, T, D)
         beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
         Tq, T = logits.shape[-2:]
         qw = (at.q @ w.transpose(-2, -1)).tril(T - Tq)                          # (B, H, Tq, T)
@@ -779,7 +793,8 @@ class ViPE(Encoding):
         k = at.k.float() if at.kernel else at.k                     # (B, H, T, D)
         n = (at.t + 1).to(k.dtype)[..., None]                       # (1, Tq, 1)
         row = at.state * (n.log() if self.vipe_logn else torch.ones_like(n))
-        col = 1 + k @ self.u[..., None] if self.vipe_u else torch.ones_like(k[..., :1])
+        u = self.u[..., None].to(k.dtype) if self.vipe_u else None  # (H, D, 1)
+        col = torch.ones_like(k[..., :1]) if u is None else 1 + k @ u
         return row, col
 
     def qk(self, q, k, at):

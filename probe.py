@@ -609,7 +609,8 @@ def polar(enc, q, k):
     q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))  # (heads it acts on, T, width)
     if is_pope:
         mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
-        phases = part.delta[:, None].expand_as(mu_k)  # (H, T, D)
+        delta = torch.zeros(()) if part.delta is None else part.delta[:, None]
+        phases = delta.expand_as(mu_k)  # (H, T, D)
         return mu_q + 0j, torch.polar(torch.ones_like(mu_k), phases) * mu_k, part.theta(q)  # eq. 6
     theta = getattr(part, 'theta', None)  # a checkpoint stores its own
     if theta is None:
@@ -1150,7 +1151,8 @@ def logits_at(layer, pos_q, pos_k, q=None):
     at pos_k, of encodings that depend on distances only."""
     enc, q = layer.enc, layer.q if q is None else q
     at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # keys at pos_k, ...
-    q, k, bias = rotated(enc, q, layer.k, dataclasses.replace(at, t=pos_q[None]))
+    at = dataclasses.replace(at, s=pos_k[None], t=pos_q[None])
+    q, k, bias = rotated(enc, q, layer.k, at)
     logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
     return logits if bias is None else logits + bias
 
