@@ -28,8 +28,7 @@ class ModelConfig(encodings.PEConfig):
     def __post_init__(self):
         super().__post_init__()
         encodings.check_positive(self, 'vocab_size', 'embedding_std')       # pe checks the rest
-        if not 0 <= self.dropout < 1:
-            raise encodings.UserError(f'dropout must be in [0, 1), got {self.dropout}')
+        encodings.need(0 <= self.dropout < 1, f'dropout must be in [0, 1), got {self.dropout}')
 
 
 NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
@@ -161,8 +160,8 @@ class Transformer(nn.Module):
     def generate(self, tokens, n, temperature=0.0, end=None):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
         greedily at temperature 0; rows past their end are padded."""
-        if not self.cfg.causal:
-            raise encodings.UserError('causal=False hides the last token from all others')
+        encodings.need(self.cfg.causal, 'causal=False hides the last token from all others')
+        encodings.need(tokens.all(), 'prompts must be of one length, without padding (token 0)')
         total_len = tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)  # rows at end
         for _ in range(n):                                      # without a cache: as in training

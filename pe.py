@@ -234,6 +234,8 @@ class Encoding(nn.Module):
             return self.mix(weights.to(v.dtype), v, pos, state, x)
         v = self.value(v, at)
         q, k = self.qk(q, k, at)
+        need(q.shape[-1] == k.shape[-1], f'qk() of {type(self).__name__} must return q and k of '
+             f'one width, got {q.shape[-1]} and {k.shape[-1]}')
         bias = self.bias(at)
         mask, Tq, T = None, q.shape[2], k.shape[2]      # fused attention is causal without a mask
         if bias is not None or Tq < T or not self.cfg.causal:
@@ -334,7 +336,7 @@ def causal(like, itself=True):
     query's own, or from its own on; the last query is at the last key."""
     Tq, T = like.shape[-2:]
     hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
-    return hidden.triu(T - Tq + itself)
+    return hidden.triu(T - Tq + int(itself))
 
 
 def frequencies(n, base, like):
@@ -872,7 +874,7 @@ def algorithm_3(e, pos, cfg):
     the sinusoid of pos ([T] or [B, T]) as one more branch; rescale as prism_norm says."""
     d_pe = e.shape[-1]
     if cfg.prism_absolute:
-        here = sinusoids(pos.unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
+        here = sinusoids((pos - pos[..., :1]).unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
         e = torch.cat([e, here.expand(*e.shape[:5], 1, d_pe)], dim=-2)
     if cfg.prism_norm == 'scale':   # by sqrt(d_pe) / norm over the branches, were all one-hot:
         return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5             # |f|^2 = d_pe / 2
