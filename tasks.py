@@ -94,15 +94,12 @@ class Task:
 
     def encode(self, text):
         """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
-        words, index = self.tokenize(text), {word: i for i, word in enumerate(self.vocab) if i}
+        words = text.split() if self.separator else list(text)
+        index = {word: i for i, word in enumerate(self.vocab) if i != PAD}
         unknown = ' '.join(sorted({*words} - index.keys()))
         require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
                              f'with {" ".join(self.vocab[1:33])!r}')
         return torch.tensor([index[word] for word in words], dtype=torch.int64)
-
-    def tokenize(self, text):
-        """The words of a text that are one token each."""
-        return text.split() if self.separator else list(text)
 
 
 class Draw:
@@ -120,8 +117,7 @@ class Draw:
 
     def permutation(self, n, size):
         """n random orders of 0..size-1 [n, size]."""
-        u = torch.rand(n, size, generator=self.g, device=self.device)   # one for each item
-        return u.argsort(dim=1)
+        return torch.rand(n, size, generator=self.g, device=self.device).argsort(dim=1)
 
 
 def supervise(tokens, start):
@@ -1083,9 +1079,10 @@ class Genome(Corpus):
              *map(''.join, itertools.product('ACGT', repeat=6))]
     first = 0
 
-    def tokenize(self, text):
+    def encode(self, text):
         letters = re.sub('[^ACGT]', 'N', ''.join(text.split()).upper())
-        return re.findall('[ACGT]{6}|.', letters)       # from the left, six letters or else one
+        words = re.findall('[ACGT]{6}|.', letters)      # from the left, six letters or else one
+        return super().encode(' '.join(words))
 
     def documents(self, path):
         head, *records = ('\n' + read_text(path)).split('\n>')
