@@ -2681,15 +2681,18 @@ def test_ablate_finds_the_head_that_carries_the_answer():
 
 def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     """Before layer 1 it leaves the same weights without an encoding; four draws of random vectors
-    have the same norms. Of a text it reports the loss."""
+    have the same norms. Of a text it reports the loss, and its rise without a head."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12], n_head=2)
     model, task, cfg = nano('characters', pe='random', **shape)
     plain = nano('characters', pe='nope', **shape)[0]
     plain.load_state_dict(model.state_dict(), strict=False)
     row = probe.ablate(model, task, cfg, what='positions', n=30)[0][0]
-    found = train.evaluate(plain, task, probe.problems(task, [12], 30).items())[12]
-    close(row['without p'], found['loss'], 1e-3)
+    heads, summary, _ = probe.ablate(model, task, cfg, n=30)
+    model.blocks[1].attn.proj.weight[:, :8] = 0  # head 1 of layer 2
+    found = [train.evaluate(net, task, probe.problems(task, [12], 30).items())[12]['loss']
+             for net in (plain, model)]
+    close([row['without p'], summary['base'] + heads[1]['drop 1']], found, 1e-3)
     tokens, p, taken = probe.batch(task, [12], 0, 2)[1], probe.added_vectors(model, 12), []
 
     def score(tap_and_hook):
