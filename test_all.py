@@ -1135,6 +1135,7 @@ def test_every_task(name, length):
     padding, supervised = tokens == tasks.PAD, targets != -100
     assert torch.equal(padding, padding.int().cummax(dim=1).values > 0)
     assert not (targets == tasks.PAD).any() and not supervised[:, -1].any()
+    assert supervised.any(dim=1).all()
     assert task.labels or torch.equal(targets[supervised], tokens.roll(-1, dims=1)[supervised])
     assert torch.equal(tokens, task.sample(400, length, generator(length))[0])
     for row, target in zip(tokens, targets.tolist()):
@@ -1210,15 +1211,17 @@ def test_make_returns_new_tasks():
     ('parity 0', None, 'lengths 1 and more, not 0'),
     ('sort 101', None, 'lengths 1 to 100, not 101'),
     ('distance_sum 3', None, 'lengths 4 and more'),
+    ('mqar:keys=3 5', None, 'lengths 6 and more'),
     ('scan 23', None, r'\[1, 2, .*, not 23'),
     ('text --data=missing', None, 'does not exist'),
     ('characters', b'', 'nothing to read'),
     ('characters', b'\xff\xfe', 'required: UTF-8'),
     ('tokens', b'123', r'required: a .bin \(uint16\) or .npy file'),
     ('tokens', np.array([5, 50256], np.uint32).tobytes(), 'as in a file of uint32'),
-    ('tokens:size=9', np.arange(99, dtype=np.uint16).tobytes(), 'the vocabulary of 0 to 8'),
+    ('tokens:size=9', np.full(99, 9, np.uint16).tobytes(), 'the vocabulary of 0 to 8'),
     ('jsb', b'{"train": 3}', 'required: Jsb16th'),
     ('jsb', b'{"train": [[[1, 2, 3]]], "valid": [], "test": []}', 'required: Jsb16th'),
+    ('jsb', b'{"train": [[[60, 60, 60, 9]]], "valid": [], "test": []}', 'vocabulary of 0 to 88'),
     ('genome', b'ACGT', 'begin with ">"'),
     ('openwebtext', b'1234' * 99, 'required: pip install tiktoken'),
     ('maestro', b'', 'required: pip install miditok'),
@@ -1284,10 +1287,10 @@ def test_cfq(cfq):
         assert task.decode(targets[0][targets[0] != -100]) == text.partition('EoI ')[2]
     assert [task.existing(range(100), part) for part in (None, 'train')] == [[15, 19]] * 2
     assert mcd.existing(range(100), 'val') == [19] and task.count([15, 19, 20]) == 12
-    pools = [task.pool(1, length, generator(0))[0] for length in (15, 19)]
-    held = [task.held_out(split, 9, [15], generator)[15][0] for split in ('eval', 'test')]
-    assert [len(rows) for rows in pools + held] == [6, 6, 2, 2]
-    assert len({task.decode(row) for rows in pools + held for row in rows}) == 16
+    held = [task.held_out(split, 9, [15], generator)[15] for split in ('eval', 'test')]
+    names = [re.findall(r'm_0(\d+)', ' '.join(map(task.decode, tokens)))
+             for tokens, _ in (task.pool(1, 15, generator(0)), *held)]
+    assert list(map(set, names)) == [{'0', '2', '4', '6', '8', '10'}, {'12', '14'}, {'16', '18'}]
     assert mcd.held_out('eval', 9, [15], generator)[15][0].tolist() == [mcd.encode(text).tolist()]
     with pytest.raises(tasks.DataError, match='mcd2.json.*cfq1.1.tar.gz'):
         tasks.make('cfq:mcd=2', str(cfq)).sample(1, 15)
@@ -1327,8 +1330,8 @@ def test_contexts_of_a_corpus_are_uniform_and_within_a_document(tmp_path):
 
 
 def test_documents_are_dealt_to_parts(tmp_path):
-    """At random; a single one is cut; a folder of a part's name, and no hidden file, is that part,
-    and validation replaces a missing test part."""
+    """At random; a single one is cut. What a file or folder is named is that part, unless hidden;
+    validation and test replace one another."""
     def parts(folder, files):
         found = corpus('text', tmp_path / folder, files).parts
         return [[bytes(document) for document in found[part]] for part in tasks.PARTS]
@@ -1339,10 +1342,12 @@ def test_documents_are_dealt_to_parts(tmp_path):
     assert sorted(itertools.chain(*dealt)) == [name.encode() for name in names]
     text = bytes(range(200))
     assert parts('one', {'a': text}) == [[text[:180]], [text[180:190]], [text[190:]]]
-    files = {'a': text, 'Validation/b': b'yes', 'test/.hidden': b'no', '.test/c': b'no'}
-    assert parts('named', files) == [[text], [b'yes'], [b'yes']]
-    library = [bytes(x) for part in tasks.PARTS for x in tasks.make('stdlib').parts[part]]
-    assert open(json.__file__, 'rb').read() in library
+    files = {'a': text, 'Validation/b': b'val', 'test.c': b'test', 'val/.d': b'no', '.val/e': b'no'}
+    assert parts('named', files) == [[text], [b'val'], [b'test']]
+    for only in ('val/b', 'test/b'):
+        assert parts(only, {'a': text, only: b'yes'}) == [[text], [b'yes'], [b'yes']]
+    library = [*map(str, tasks.make('stdlib').files())]
+    assert json.__file__ in library and not any('/test/' in path for path in library)
 
 
 @pytest.fixture
@@ -1401,6 +1406,9 @@ def test_large_files_stay_on_disk(tmp_path):
         task = tasks.make(name, str(tmp_path / 'big.npy'))
         assert all(isinstance(task.of_part(part)[0], np.memmap) for part in tasks.PARTS)
         assert task.held_out('test', 4, [512, 4096], generator)[512][0].shape == (36, 512)
+    np.save(tmp_path / 'big.npy', np.zeros(99))
+    with pytest.raises(tasks.DataError, match='not a row of integers'):
+        tasks.make('tokens', str(tmp_path / 'big.npy')).of_part('train')
 
 
 def test_jsb_contexts_begin_with_the_first_voice(tmp_path):
@@ -1411,6 +1419,7 @@ def test_jsb_contexts_begin_with_the_first_voice(tmp_path):
     (tmp_path / 'j.json').write_text(json.dumps(chorales))
     task = tasks.make('jsb', str(tmp_path / 'j.json'))
     assert [len(task.parts[part]) for part in tasks.PARTS] == [2, 1, 2]
+    assert task.existing([4, 5, 6], 'train') == [5, 6]
     tokens, _ = task.sample(200, 16, generator(0))
     assert {task.decode(row)[:9] for row in tokens.view(-1, 4)} == {'30 40 50 '}
     for tokens, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
