@@ -2704,6 +2704,10 @@ def test_toeplitz_splits_the_logits(kw):
             close(row['toeplitz'], statistics.mean(shares), 6e-5)
             assert {'layer', 'head', 'toeplitz', *terms} == row.keys() - {'qp kp toeplitz'}
             close(sum(row[name] for name in terms), bool(terms), 1e-3)
+    if 'qp kp' in terms:
+        model.embedding.weight.zero_()  # before layer 1 the stream is p alone
+        terms = probe.eq_1(probe.trace(model, tokens)[0], model.blocks[0].norm_1, p)
+        assert all(terms[name].abs().max() < 1e-12 for name in terms.keys() - {'qp kp', 'B'})
 
 
 def test_gradients_and_jacobians_by_layer():
@@ -2792,7 +2796,9 @@ def test_kernel_compares_eq_6_with_eq_4(kw):
     assert summary['rises'] == 4  # of 32 features
     T, start, f = 8, 3, partial(pe.sinusoids, width=32, base=10000, like=torch.ones(1).double())
     tokens = probe.batch(task, cfg.train_lengths, 3, 1)[1]  # abc=abc. and its "="
-    for c, row in zip(probe.cursors_of(model, tokens), rows):
+    found = probe.cursors_of(model, tokens)
+    assert [c['index'] for c in found] == [*range(16)]  # of 2 layers
+    for c, row in zip(found, rows):
         h = c['histogram'][0]
         law, offsets = probe.displacement(c, start + 1).tolist(), torch.arange(-T, T + 1.0).double()
         mean = [(h[t] @ f(offsets) - f(h[t] @ offsets)).norm().item() / 4 for t in range(start, T)]
