@@ -39,7 +39,7 @@ EXERCISES = {
                       'probe.py': 'LlamaRoPE.qk LlamaAttention.project'}),
     'alibi': Exercise({'pe.py': 'ALiBi.__init__ ALiBi.bias'}, 'alibi',
                       'alibi, alibi+stickbreaking on 2 heads'),
-    't5': Exercise({'pe.py': 'T5.bucket'}, 't5', 't5, pope+t5+fire'),
+    't5': Exercise({'pe.py': 'T5.bucket'}, 't5', 't5, pope+t5+fox'),
     'attention': Exercise({'exercises/online.py': 'attention', 'kernels.py': 'forward_kernel'},
                           'online_softmax forward_kernel'),
     'pope': Exercise({'pe.py': 'PoPE.theta PoPE.qk polar'}, 'pope',
