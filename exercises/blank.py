@@ -40,8 +40,7 @@ EXERCISES = {
     'alibi': Exercise({'pe.py': 'ALiBi.__init__ ALiBi.bias'}, 'alibi',
                       'alibi, alibi+stickbreaking on 2 heads'),
     't5': Exercise({'pe.py': 'T5.bucket'}, 't5', 't5, pope+t5+fox'),
-    'attention': Exercise({'exercises/online.py': 'attention', 'kernels.py': 'forward_kernel'},
-                          'online_softmax forward_kernel'),
+    'attention': Exercise({'kernels.py': 'forward_kernel'}, 'attention_kernels'),
     'pope': Exercise({'pe.py': 'PoPE.theta PoPE.qk polar'}, 'pope',
                      'pope, pope plain, pope half',
                      {'kernels.py': 'pope_attention_reference polar_reference polar_kernel '

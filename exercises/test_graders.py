@@ -1,7 +1,6 @@
 """Graders that are not tests of the repository already, and a test of exercises/blank.py."""
 import ast
 import json
-import math
 import os
 import secrets
 import subprocess
@@ -10,21 +9,12 @@ import sys
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch: threads would wait for each other
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels
 import pe
 import probe
 import train
-from exercises import blank, online
+from exercises import blank
 from model import Transformer
-
-
-def grade(got, exact, largest):
-    """Print the relative error, and fail if it is above `largest`."""
-    error = ((got - exact).abs().max() / exact.abs().max()).item()
-    print(f'relative error {error:.1e}')
-    assert error < largest, f'relative error {error:.1e}'
 
 
 def test_a_shift_is_a_rotation():
@@ -33,38 +23,7 @@ def test_a_shift_is_a_rotation():
     sin, cos = pe.sinusoids(t, 16, 1e4, t[:1]).view(40, -1, 2).unbind(dim=-1)
     theta = 1e4 ** (-torch.arange(8).double() * 2 / 16)
     f = torch.complex(cos, sin)
-    grade(f[k:], f[:-k] * (1j * k * theta).exp(), 1e-10)
-
-
-class NoMatrix(TorchDispatchMode):
-    """Fails where an operation returns T x T numbers, for T = 50."""
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        y = function(*args, **(kwargs or {}))
-        assert getattr(y, 'shape', ())[-2:] != (50, 50), 'a matrix of T x T weights'
-        return y
-
-
-@pytest.mark.parametrize('T, block, size', [(50, 16, 1.0), (33, 8, 100.0), (5, 16, 1.0)])
-def test_online_softmax(T, block, size):
-    """Equal to softmax over whole rows, for logits in the thousands, without a T x T matrix."""
-    q, k, v = (torch.randn(2, 3, T, 8).double() * s for s in (size, size, 1))
-    exact, _ = kernels.attention_reference(q, k, v)
-    with NoMatrix():
-        y = online.attention(q, k, v, block)
-    grade(y, exact, 1e-10)
-
-
-@pytest.mark.parametrize('D, size', [(16, 1), (12, 10)])
-def test_forward_kernel(D, size):
-    """y, E and LSE in Triton's interpreter, or on a GPU, against plain attention in float64."""
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    q, k, v = (torch.randn(2, 3, 70, D, device=device) * s for s in (size, size, 1))
-    future = torch.ones(70, 70, device=device).triu(1) > 0
-    x = (q.double() @ k.double().mT * D ** -0.5).masked_fill(future, -torch.inf)
-    y, e = kernels.attention_reference(q.double(), k.double(), v.double())
-    got = kernels.attention_forward(q, k, v, True)
-    for mine, wanted in zip(got, (y, e, x.logsumexp(dim=-1) / math.log(2))):
-        grade(mine.double(), wanted, 1e-2 if device == 'cuda' else 1e-4)
+    assert (f[k:] - f[:-k] * (1j * k * theta).exp()).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize('name', probe.RULES)
