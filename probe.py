@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import pathlib
+import sys
 import textwrap
 from functools import cached_property, partial
 
@@ -1560,11 +1561,13 @@ class Llama(torch.nn.Module):
 
 class LlamaText(tasks.Corpus):
     """A text file as tokens of a checkpoint; segments begin as its tokenizer begins a text."""
-    first = 0
+    first, needs = 0, 'a text of some words'
 
-    def __init__(self, tokenizer, path):
-        self.vocab = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.data, self.begin = path, tokenizer('').input_ids  # such as a BoS token
+    def __init__(self, tokenizer, size, path):
+        words = {i: word for word, i in tokenizer.get_vocab().items()}
+        self.vocab, self.data = [words.get(i, f'<{i}>') for i in range(size)], path
+        one, x = (tokenizer('x', add_special_tokens=own).input_ids for own in (True, False))
+        self.begin = one[:one.index(x[0])]  # what comes before a text, such as a BoS token
         self.ids = np.array(tokenizer(tasks.read_text(path), add_special_tokens=False,
                                       verbose=False).input_ids)
 
@@ -1579,27 +1582,69 @@ class LlamaText(tasks.Corpus):
         return tokens, targets
 
 
-def load_llama(path, text):
-    """(model, cfg) of a folder or GGUF file and of the text to run it on, as load() of a run."""
+@contextlib.contextmanager
+def outside():
+    """Inside, no import sees this folder, whose kernels.py hides a package that transformers uses
+    where it is installed."""
+    path, ours, here = sys.path[:], sys.modules.pop('kernels', None), os.path.dirname(__file__)
+    sys.path[:] = [x for x in path if os.path.abspath(x) != os.path.abspath(here)]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        if ours:
+            sys.modules['kernels'] = ours
+
+
+def read_llama(path):
+    """(transformers' model, tokenizer) of a folder or GGUF file. Raise UserError if it cannot."""
+    gguf = dict(gguf_file=os.path.basename(path)) if path.lower().endswith('.gguf') else {}
+    folder, given = os.path.dirname(os.path.abspath(path)) if gguf else path, dict(
+        trust_remote_code=False, **gguf)
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **given)
+        if gguf:  # transformers ignores how a GGUF file scales the frequencies of RoPE
+            from gguf import GGUFReader
+            reader = GGUFReader(path)
+            factors = [x.data.copy() for x in reader.tensors if x.name == 'rope_freqs.weight']
+            for x in factors:
+                net.model.rotary_emb.inv_freq /= torch.tensor(x)
+            need(not any('.rope.scaling.factor' in key for key in reader.fields),
+                 f'{path} scales RoPE by metadata that transformers ignores: take another format')
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        raise UserError(f'--hf requires {error.name}: pip install transformers'
+                        + ' gguf accelerate' * bool(gguf)) from None
+    except Exception as error:  # a cut file, other shapes, a quantization, ...
+        says = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f'cannot load {path}: {says}') from None
+    return net.eval(), tokenizer
+
+
+def load_llama(path, text, length=0):
+    """(model, cfg) of a folder or GGUF file and of the text to run it on, as load() of a run. Raise
+    UserError if at this length transformers computes other logits, as with a sliding window."""
     need(text, '--hf requires a text to run the checkpoint on: --text=FILE')
     for file in (path, text):
         need(os.path.exists(file), f'no such file or folder: {file}')
-    gguf = dict(gguf_file=os.path.basename(path)) if path.endswith('.gguf') else {}
-    folder = os.path.dirname(os.path.abspath(path)) if gguf else path
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        net = AutoModelForCausalLM.from_pretrained(folder, **gguf, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
-    except ImportError as error:
-        raise UserError(f'--hf requires {error.name}: pip install transformers'
-                        + ' gguf accelerate' * bool(gguf)) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f'cannot load {path}: {str(error).strip().splitlines()[0]}') from None
-    model, name = Llama(net).eval(), os.path.basename(os.path.normpath(path))
-    lengths = [model.cfg.train_len]
+    with outside():
+        net, tokenizer = read_llama(path)
+    task = LlamaText(tokenizer, net.config.vocab_size, text)
+    lengths = [net.config.max_position_embeddings]
+    tokens = batch(task, lengths, length, 1)[1]
+    with torch.no_grad():
+        theirs = net(input_ids=tokens, use_cache=False).logits
+        model, name = Llama(net).eval(), os.path.basename(os.path.normpath(path))
+        apart = ((model(tokens)[0] - theirs).abs().max() / theirs.abs().max()).item()
+    need(apart < 1e-3, f'{path}: at {tokens.shape[1]} tokens, attention as it is probed changes '
+         f'the logits by {100 * apart:.1f} %, as it would with a sliding window or frequencies '
+         'that depend on the length: take a shorter --length')
     return model, argparse.Namespace(
-        **vars(model.cfg), task=name, data=text, the_task=LlamaText(tokenizer, text),
-        train_lengths=lengths, eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
+        **vars(model.cfg), task=name, data=text, the_task=task, train_lengths=lengths,
+        eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1737,7 +1782,8 @@ def main(argv):
     need(bool(given.run) != bool(given.hf), f'python probe.py {name} RUN: give one run, or --hf')
     need(not given.hf or PROBES[name] in LLAMA and given.seed is None,
          '--hf works with the probes marked * in python probe.py, and without --seed')
-    model, cfg = load(given.run, given.seed) if given.run else load_llama(given.hf, given.text)
+    model, cfg = load(given.run, given.seed) if given.run else load_llama(
+        given.hf, given.text, own.get('length', 0))
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
     print(as_text(rows, summary))
     folder, plt = given.out_dir or cfg.out_dir, pyplot()
