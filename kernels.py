@@ -48,7 +48,8 @@ EPSILON = constexpr(EPS)
 
 
 # --------------------------------------------------------------------------------------------------
-# the functions to call, each below its plain reference (any dtype, O(T^2) memory)
+# the functions to call, each below its plain reference (any dtype, O(T^2) memory); that of
+# cursor_scan is in pe.py
 
 def attention_reference(q, k, v):
     """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)), for
@@ -120,29 +121,12 @@ def vipe_attention(q, k, v, u, s=1.0):
     return attention((q * row).to(v.dtype), (k * col).to(v.dtype), v, mean_distance=True)
 
 
-def cursor_scan_reference(reset, step, gamma, table, copy=None):
-    """PRISM's Algorithms 1 and 2: encodings [B, C, T, d_pe], as pe.cursor_scan has them, of reset
-    [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table [2P+1, d_pe] =
-    f(-P..P), P >= T; copy [B, C, T, T+1] or None: jumps to 0..t, last: no jump."""
-    P, encodings = len(table) // 2, []
-    d = torch.arange(-P, P + 1, device=reset.device)  # (2P+1,) the paper's index - mid
-    h = (d == 0).to(table.dtype)  # (2P+1,), after the first token (B, C, 2P+1)
-    for t in range(reset.shape[2]):
-        p_reset = reset[:, :, t, None]                          # (B, C, 1)
-        p_incr, p_decr, p_keep = step[:, :, t, :, None].unbind(dim=2)  # (B, C, 1) each
-        h = (1 - p_reset) * h + p_reset * h.sum(dim=-1, keepdim=True) * (d == 0)     # (2)
-        h = p_incr * h.roll(1, -1) + p_decr * h.roll(-1, -1) + p_keep * h            # (3)
-        if copy is not None:                                                         # (4)
-            h = copy[:, :, t, -1:] * h + F.pad(copy[:, :, t, :t + 1], (P, P - t))
-        if gamma is not None:                                                        # (5)
-            x = gamma[:, None] * (h + EPS).log()  # (h + eps)^gamma, normalized, where within reach
-            h = x.masked_fill(d.abs() > t + 1, -math.inf).softmax(dim=-1)
-        encodings.append(h @ table)                             # (B, C, d_pe)
-    return torch.stack(encodings, dim=2)
-
-
 def cursor_scan(reset, step, gamma, table, copy=None):
-    """cursor_scan_reference in float32, its Algorithm 1 by the kernels."""
+    """pe.cursor_scan in float32, its Algorithm 1 by the kernels: PRISM's encodings [B, C, T, d_pe].
+
+    reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table
+    [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: jumps to 0..t, last: no jump.
+    """
     require_triton('pe.cursor_scan')
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (gamma is None or gamma.shape == (C,))
@@ -796,11 +780,13 @@ def time_attention(D, B=4, T=4096, width=2048):
 
 def main():
     """Check every kernel; on CUDA, time attention. Returns the exit status."""
+    import pe  # for the plain form of the scan
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     torch.manual_seed(0)
     wrong = False
     for name in ('pope_attention', 'vipe_attention', 'cursor_scan'):
-        function, reference = globals()[name], globals()[f'{name}_reference']
+        function = globals()[name]
+        reference = pe.cursor_scan if name == 'cursor_scan' else globals()[f'{name}_reference']
         half = () if name == 'cursor_scan' else (torch.float16, torch.bfloat16)
         for dtype in (torch.float32, *half):
             inputs = sample_inputs(name, 2, 2, 70, 40, dtype, device)

@@ -52,7 +52,7 @@ EXERCISES = {
     'prism': Exercise({'pe.py': 'algorithm_1'},
                       'sharpening_multiplies_exponents cursor_histogram_is_the_sum_over_all_paths',
                       'prism, prism copy',
-                      {'kernels.py': 'cursor_scan_reference after_reset after_step step_gradient '
+                      {'kernels.py': 'after_reset after_step step_gradient '
                                      'scan_kernel scan_backward_kernel'}),
     'by_hand': Exercise({'probe.py': 'iteration_head'}, 'weights_by_hand'),
     'heads': Exercise({'probe.py': 'without_heads'},
