@@ -715,10 +715,9 @@ def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor |
     dgamma = reset.new_zeros(B, C)                              # the kernel adds to it
     dcopy = reset.new_zeros(0 if copy is None else copy.shape)  # stays 0 for tokens after t
     exchange = reset.new_zeros(B, C, 3, 2 * T + 1)              # (B, C, 3, L)
-    grads = dreset, dstep, dgamma, dcopy, exchange
     with torch.cuda.device_of(reset):
         for sizes in reversed([*scan_launches(T, C)]):
-            scan_backward_kernel[B * C,](*tensors, *grads, **sizes)
+            scan_backward_kernel[B * C,](*tensors, dreset, dstep, dgamma, dcopy, exchange, **sizes)
     return [dreset, dstep, dgamma.sum(dim=0), dcopy]            # dgamma (B, C) -> (C,)
 
 
