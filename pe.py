@@ -54,9 +54,6 @@ class SharedConfig:
     nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
     causal: bool = True            # False: only the last token, the answer, is masked
-    # the positions that encodings read: index (0..T-1) | randomized (T of 0..positions_max-1)
-    positions: Literal['index', 'randomized'] = 'index'
-    positions_max: int = 2048      # randomized: positions to draw from
     # kernels.py, for pope, vipe, ssmax and prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
@@ -245,8 +242,8 @@ class Encoding(nn.Module):
 
     def takes_kernel(self, q, k, pos):
         """Whether kernels.attention serves this call, as cfg.kernel says; auto: where it pays."""
-        regular = (self.cfg.causal and self.cfg.positions == 'index' and q.shape[2] == k.shape[2]
-                   and pos.dim() == 1 and not pos.is_floating_point())
+        regular = (self.cfg.causal and q.shape[2] == k.shape[2] and pos.dim() == 1
+                   and not pos.is_floating_point())
         if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
             return False
         large = q.is_cuda and q.dtype in HALF and q.shape[2] >= 512 and q.shape[3] <= 128
@@ -310,25 +307,6 @@ def check_positions(pos, B, T):
     if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
         need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all(), 'positions must be at least 0 '
              'and ascend along a row; give packed documents rows of their own')
-
-
-def positions(cfg, tokens, training, total_len=None):
-    """Positions [T] of tokens [B, T], as cfg.positions says.
-
-    index: 0..T-1. randomized (Ruoss et al. 2023): T different ones of 0..positions_max-1 in order,
-    one draw for the whole batch; in evaluation one draw for each total_len, by default T.
-    """
-    T = tokens.shape[1]
-    if cfg.positions == 'index':
-        return torch.arange(T, device=tokens.device)
-    total = max(T, total_len or 0)
-    if training:
-        drawn = torch.rand(cfg.positions_max, device=tokens.device).argsort()[:total]
-    else:
-        import numpy as np
-        drawn = np.random.RandomState(total).permutation(cfg.positions_max)[:total]
-        drawn = torch.from_numpy(drawn).to(tokens.device)
-    return drawn.sort().values[:T]
 
 
 def causal(like, itself=True):
@@ -633,8 +611,7 @@ class Kerple(Encoding):
 class FoX(Encoding):
     """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
     f_j = sigmoid(w_h x_j + b_h) for each head h."""
-    shift_invariant = True
-    needs_causal = True
+    shift_invariant = needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -1201,13 +1178,6 @@ def check_names(cfg, names):
         hint = f', did you mean {near[0]!r}?' if near else '.'
         need(name in ENCODINGS,
              f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
-    if cfg.positions == 'randomized':
-        longest = max(cfg.train_len, cfg.eval_len)
-        need(longest <= cfg.positions_max,
-             f'{longest} tokens require positions_max={longest} or more')
-        need(cfg.max_len >= cfg.positions_max or not {'learned', 'random'} & set(names),
-             f'the table of {cfg.pe} has max_len={cfg.max_len} rows; randomized positions require '
-             f'max_len={cfg.positions_max}')
     need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
          f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
     need(not cfg.nope_every or 'prism' not in names,

@@ -780,20 +780,6 @@ def test_save_and_load(kw, tmp_path):
     close(other(tokens)[0], logits)
 
 
-def test_randomized_positions():
-    """In order, without repeats, uniform; in training drawn anew each time, in evaluation once."""
-    cfg = pe.PEConfig(positions='randomized', positions_max=20, train_len=12)
-    tokens = torch.randint(11, (2, 12))
-    draws = torch.stack([pe.positions(cfg, tokens, training=True) for _ in range(4000)])
-    assert (draws.diff() > 0).all()
-    counts = draws.flatten().bincount(minlength=20)
-    assert (counts / 4000 - 12 / 20).abs().max() < 6 * 0.5 / math.sqrt(4000)
-    known = pe.positions(cfg, tokens, training=False)
-    assert known.tolist() == pe.positions(cfg, tokens, training=False).tolist() != list(range(12))
-    model = make(pe='rope', positions='randomized')     # the first 7 of 12 are where they were
-    close(model(tokens[:, :7], total_len=12)[0], model(tokens)[0][:, :7])
-
-
 def test_only_shared_encodings_share_parameters():
     """T5's table serves all layers; PoPE's delta is each layer's own; in a sum, too."""
     for name, of_t5, of_pope in (('t5', 1, 0), ('pope', 0, 3), ('t5+pope', 1, 3)):
@@ -966,7 +952,6 @@ def test_optimizer_groups_hold_every_parameter_once():
     (dict(pe='ape', rope_heads=1), 'acts on the embedding'), (dict(rope_heads=9), 'rope_heads'),
     (dict(pe='vipe', vipe_s='both'), 'length'), (dict(pe='prism', nope_every=2), 'leave prism'),
     (dict(nope_every=3), 'nope_every must be 0, or from 2 to n_layer=2'),
-    (dict(positions='randomized', positions_max=100), '128 tokens require positions_max=128'),
     (dict(pe='path+rope'), 'PaTH and RoPE cannot be added'), (dict(pe='path+path'), 'cannot be'),
     (dict(pe='prism+prism'), 'appends features'), (dict(pe='ssmax+path'), 'change the product'),
     (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
@@ -2475,7 +2460,6 @@ def test_the_program(tmp_path, monkeypatch, capsys):
        {}, 'causal mask') for name in ('toeplitz', 'tuning', 'axes', 'stretch')],
     ('cursor', {}, {}, 'pe=prism'), ('kernel', {}, {}, 'pe=prism'),
     ('alignment', dict(task='mode'), {}, 'unique correct key'),
-    ('squeeze', dict(pe='ape', positions='randomized'), {}, 'positions=index'),
     ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths above 8'),
     ('norms', dict(nope_every=2), {}, 'nope_every=0'),
     ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
@@ -3102,7 +3086,7 @@ def test_every_published_cell_of_the_board_is_found():
     cells = [(row, column) for row in tables.ROWS for column in tables.COLUMNS]
     for minutes in (1, 0.25):
         grid = tables.find_cells(minutes, cells)
-        assert sum(map(len, grid.values())) == len(cells) == 275
+        assert sum(map(len, grid.values())) == len(cells) == 264
         assert all(len(run.scores) == 5 for row in grid.values() for run, in row.values())
 
 
