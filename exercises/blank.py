@@ -46,7 +46,7 @@ EXERCISES = {
                      'pope, pope plain, pope half',
                      {'kernels.py': 'pope_attention_reference polar_reference polar_kernel '
                                     'polar_backward_kernel cos_sin_table', 'probe.py': 'polar'}),
-    'vipe': Exercise({'pe.py': 'ViPE.factors ViPE.value ViPE.out'}, 'vipe',
+    'vipe': Exercise({'pe.py': 'ViPE.qk ViPE.value ViPE.out'}, 'vipe',
                      'vipe, vipe logits only, vipe value only, nope',
                      {'kernels.py': 'vipe_attention_reference vipe_factors',
                       'pe.py': 'SSMax.qk'}),
