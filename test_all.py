@@ -781,10 +781,6 @@ def readme_code(marker):
     return block
 
 
-def test_readme_shows_an_encoding_as_it_stands():
-    assert readme_code('class FoX') in inspect.getsource(pe)
-
-
 # ------------------------------------------------------------------------------------------------
 # model.py
 
@@ -857,8 +853,10 @@ def test_generate_pads_rows_after_their_end_and_never_draws_padding():
         model.generate(rows, 5)
 
 
-def test_starting_weights():
-    """Their variance is 1 / fan_in, over 2 n_layer where they write to the residual stream."""
+def test_starting_weights_and_optimizer_groups():
+    """The variance of weights is 1 / fan_in, over 2 n_layer where they write to the residual
+    stream. Groups hold every parameter once; only matrices decay, and none of the embedding's, the
+    norms' or the encoding's parameters."""
     model = Transformer(ModelConfig(d_model=128, vocab_size=300, n_layer=3, embedding_std=0.2))
     for name, p in model.named_parameters():
         if p.dim() == 1:
@@ -869,9 +867,6 @@ def test_starting_weights():
         assert abs(p.std() / std - 1) < 0.05, name
     assert abs(encoding('vipe', vipe_d_p=3000).W_p.std() / 0.02 - 1) < 0.05
 
-
-def test_optimizer_groups_hold_every_parameter_once():
-    """Only matrices decay, and none of the embedding's, the norms' or the encoding's parameters."""
     model = make(pe='prism+pope')
     groups = {group['name']: group for group in model.optim_groups(1e-3, 0.1)}
     ids = [id(p) for group in groups.values() for p in group['params']]
@@ -3087,7 +3082,8 @@ def test_every_program_has_help_and_lists_what_it_has():
 
 
 def test_readme_code_runs(tmp_path, capsys):
-    """PoPE in a foreign attention, and a trained model in a notebook."""
+    """PoPE in a foreign attention, and a trained model in a notebook; FoX is as in pe.py."""
+    assert readme_code('class FoX') in inspect.getsource(pe)
     names = {}
     exec(readme_code('class Attention'), names)
     assert names['x'].shape == (8, 100, 64) and names['x'].isfinite().all()
