@@ -492,9 +492,9 @@ class PoPE(Encoding):
         self.delta = None if self.pope_delta == 'none' else nn.Parameter(delta)
 
     def theta(self, like):                      # (D,)
-        d = self.cfg.head_dim
-        n = d // 2 if self.pope_frequencies == 'half' else d    # half: base^(-2 floor(c/2)/d)
-        return frequencies(n, self.cfg.rope_base, like).repeat_interleave(d // n)
+        n = 2 if self.pope_frequencies == 'half' else 1     # features of one frequency
+        theta = frequencies(self.cfg.head_dim // n, self.cfg.rope_base, like)
+        return theta.repeat_interleave(n) if n > 1 else theta       # base^(-n floor(c/n)/d)
 
     def qk(self, q, k, at):
         if at.kernel:
