@@ -135,10 +135,10 @@ class Transformer(nn.Module):
 
         loss: mean cross-entropy of the targets [B, T] that are not -100, in training with the
         encoding's penalty. total_len: the final length, if tokens are only the beginning of a
-        sequence (ViPE, YaRN). pos: other positions than cfg.positions says, [T] or [B, T].
+        sequence (ViPE, YaRN). pos: other positions than 0..T-1, [T] or [B, T].
         """
         if pos is None:
-            pos = encodings.positions(self.cfg, tokens, self.training, total_len)   # (T,)
+            pos = torch.arange(tokens.shape[1], device=tokens.device)   # (T,)
         x = self.embedding(tokens)                              # (B, T, C)
         enc = self.blocks[0].attn.pe                            # its embed and state serve all
         state = enc.state(x, pos, total_len)                    # ViPE's s, PRISM's cursors, ...

@@ -54,9 +54,6 @@ class SharedConfig:
     nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
     causal: bool = True            # False: only the last token, the answer, is masked
-    # the positions that encodings read: index (0..T-1) | randomized (T of 0..positions_max-1)
-    positions: Literal['index', 'randomized'] = 'index'
-    positions_max: int = 2048      # randomized: positions to draw from
     # kernels.py, for pope, vipe, ssmax and prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
@@ -133,6 +130,7 @@ class Encoding(nn.Module):
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
     needs_causal = False      # True: refuses cfg.causal=False
+    needs_pairs = False       # True: rotates pairs of features, refuses an odd head_dim
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
     mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
@@ -144,6 +142,8 @@ class Encoding(nn.Module):
         super().__init__()
         need(cfg.causal or not self.needs_causal,
              f'{type(self).__name__} requires a causal mask: causal=True')
+        need(cfg.head_dim % 2 == 0 or not self.needs_pairs,
+             f'{type(self).__name__} rotates pairs of features: {cfg.head_dim} is not even')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
@@ -227,8 +227,7 @@ class Encoding(nn.Module):
         if self.fp32 and (autocast or q.dtype in HALF):
             with torch.autocast(q.device.type, enabled=False):
                 x = x.float() if autocast and x is not None else x      # else as the weights are
-                y = self.attend(q.float(), k.float(), v.float(), pos, state, x)
-                return y.to(q.dtype)
+                return self.attend(q.float(), k.float(), v.float(), pos, state, x).to(q.dtype)
         if self.dense:
             weights = self.weigh(self.logits(q, k, pos, state, x))
             return self.mix(weights.to(v.dtype), v, pos, state, x)
@@ -245,8 +244,8 @@ class Encoding(nn.Module):
 
     def takes_kernel(self, q, k, pos):
         """Whether kernels.attention serves this call, as cfg.kernel says; auto: where it pays."""
-        regular = (self.cfg.causal and self.cfg.positions == 'index' and q.shape[2] == k.shape[2]
-                   and pos.dim() == 1 and not pos.is_floating_point())
+        regular = (self.cfg.causal and q.shape[2] == k.shape[2] and pos.dim() == 1
+                   and not pos.is_floating_point())
         if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
             return False
         large = q.is_cuda and q.dtype in HALF and q.shape[2] >= 512 and q.shape[3] <= 128
@@ -310,25 +309,6 @@ def check_positions(pos, B, T):
     if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
         need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all(), 'positions must be at least 0 '
              'and ascend along a row; give packed documents rows of their own')
-
-
-def positions(cfg, tokens, training, total_len=None):
-    """Positions [T] of tokens [B, T], as cfg.positions says.
-
-    index: 0..T-1. randomized (Ruoss et al. 2023): T different ones of 0..positions_max-1 in order,
-    one draw for the whole batch; in evaluation one draw for each total_len, by default T.
-    """
-    T = tokens.shape[1]
-    if cfg.positions == 'index':
-        return torch.arange(T, device=tokens.device)
-    total = max(T, total_len or 0)
-    if training:
-        drawn = torch.rand(cfg.positions_max, device=tokens.device).argsort()[:total]
-    else:
-        import numpy as np
-        drawn = np.random.RandomState(total).permutation(cfg.positions_max)[:total]
-        drawn = torch.from_numpy(drawn).to(tokens.device)
-    return drawn.sort().values[:T]
 
 
 def causal(like, itself=True):
@@ -437,13 +417,11 @@ class Random(Learned):
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
     R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
-    shift_invariant = True
-    # p: rotate only the ceil(p d/2) fastest of the d/2 frequencies (Barbero et al. 2024)
-    rope_fraction: float = 1.0
+    shift_invariant = needs_pairs = True
+    rope_fraction: float = 1.0     # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024)
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        need(cfg.head_dim % 2 == 0, f'rope rotates pairs of features: {cfg.head_dim} is not even')
         need(self.rope_fraction <= 1, f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
     def qk(self, q, k, at):
@@ -474,19 +452,16 @@ class YaRN(RoPE):
     def state(self, x, pos, total_len=None):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
-    def scaled_frequencies(self, s, q):             # -> (D/2,)
-        d, base = q.shape[-1], self.cfg.rope_base
+    def qk(self, q, k, at):
+        s, d, base = at.state, q.shape[-1], self.cfg.rope_base
         fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * turns)) / 2 / math.log(base)
                       for turns in (self.yarn_beta_fast, self.yarn_beta_slow))  # c of these turns
         low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
-        return (1 - w) * theta + w * theta / s
-
-    def qk(self, q, k, at):
-        theta = self.scaled_frequencies(at.state, q)  # (D/2,)
-        temperature = 0.1 * math.log(at.state) + 1    # of q and of k: squared in the logits
+        theta = (1 - w) * theta + w * theta / s                     # (D/2,)
+        temperature = 0.1 * math.log(s) + 1         # of q and of k: squared in the logits
         return (rotate(q, at.t[..., None] * theta) * temperature,
                 rotate(k, at.s[..., None] * theta) * temperature)
 
@@ -517,10 +492,9 @@ class PoPE(Encoding):
         self.delta = None if self.pope_delta == 'none' else nn.Parameter(delta)
 
     def theta(self, like):                      # (D,)
-        d, base = self.cfg.head_dim, self.cfg.rope_base
-        if self.pope_frequencies == 'half':     # theta_c = base^(-2 floor(c/2)/d)
-            return frequencies(d // 2, base, like).repeat_interleave(2)
-        return frequencies(d, base, like)
+        n = 2 if self.pope_frequencies == 'half' else 1     # features of one frequency
+        theta = frequencies(self.cfg.head_dim // n, self.cfg.rope_base, like)
+        return theta.repeat_interleave(n) if n > 1 else theta       # base^(-n floor(c/n)/d)
 
     def qk(self, q, k, at):
         if at.kernel:
@@ -603,14 +577,12 @@ class FIRE(Encoding):
         self.c = nn.Parameter(torch.tensor(0.1))  # |c| is used
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 
-    def psi(self, x):
-        return torch.log(self.c.abs() * x + 1)
-
     def bias(self, at):
         threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
-        x = self.psi(at.distance.to(reach.dtype)) / (self.psi(reach)[..., None] + 1e-6)
-        f = self.mlp(x[..., None])              # x (.., 1, Tq, T) -> (.., 1, Tq, T, H)
+        x = torch.log(self.c.abs() * at.distance.to(reach.dtype) + 1)   # psi(t - s)
+        x = x / (torch.log(self.c.abs() * reach + 1)[..., None] + 1e-6)     # (.., 1, Tq, T)
+        f = self.mlp(x[..., None])                                  # (.., 1, Tq, T, H)
         return f.transpose(-4, -1).squeeze(-1)                      # (.., H, Tq, T)
 
 
@@ -633,8 +605,7 @@ class Kerple(Encoding):
 class FoX(Encoding):
     """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
     f_j = sigmoid(w_h x_j + b_h) for each head h."""
-    shift_invariant = True
-    needs_causal = True
+    shift_invariant = needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -724,9 +695,8 @@ class SSMax(Encoding):
         self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), 0.43))
 
     def qk(self, q, k, at):
-        Tq, T = q.shape[2], k.shape[2]
-        n = torch.arange(T - Tq + 1, T + 1, device=q.device, dtype=at.q.dtype)[:, None]  # (Tq, 1)
-        return (q * (self.s * n.log())).to(q.dtype), k
+        n = torch.arange(1, k.shape[2] + 1, device=q.device, dtype=at.q.dtype)[:, None]
+        return (q * (self.s * n[-q.shape[2]:].log())).to(q.dtype), k    # n (Tq, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -734,11 +704,7 @@ class SSMax(Encoding):
 
 class VRoPE(Encoding):
     """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s. No parameters."""
-    shift_invariant = True
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        need(cfg.head_dim % 2 == 0, f'vrope rotates pairs of features: {cfg.head_dim} is not even')
+    shift_invariant = needs_pairs = True
 
     def rotated(self, v, pos):
         d = self.cfg.head_dim  # other encodings' channels stay
@@ -790,17 +756,11 @@ class ViPE(Encoding):
             return max(1.0, self.cfg.eval_len / self.cfg.train_len)
         return 1.0 if self.vipe_s == 'one' else s
 
-    def factors(self, at):
-        """row_n = s log(n) [.., Tq, 1] and col_i = 1 + <u, k_i> [.., T, 1], of the raw k."""
-        k = at.k.float() if at.kernel else at.k                     # (B, H, T, D)
-        n = (at.t + 1).to(k.dtype)[..., None]                       # (1, Tq, 1)
+    def qk(self, q, k, at):                         # q_n s log(n), k_i (1 + <u, k_i>)
+        raw = at.k.float() if at.kernel else at.k                   # (B, H, T, D)
+        n = (at.t + 1).to(raw.dtype)[..., None]                     # (1, Tq, 1)
         row = at.state * (n.log() if self.vipe_logn else torch.ones_like(n))
-        u = self.u[..., None].to(k.dtype) if self.vipe_u else None  # (H, D, 1)
-        col = torch.ones_like(k[..., :1]) if u is None else 1 + k @ u
-        return row, col
-
-    def qk(self, q, k, at):
-        row, col = self.factors(at)
+        col = 1 + raw @ self.u[..., None].to(raw.dtype) if self.vipe_u else 1   # (B, H, T, 1)
         return (q * row).to(q.dtype), (k * col).to(k.dtype)
 
     def value(self, v, at):
@@ -861,9 +821,8 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
     encodings = []
     for t, (p_reset, p_step) in enumerate(gates):               # (B, C, 1), (B, C, 3, 1)
-        p_copy = None
-        if copy is not None:                                    # jumps to 0..t, and none
-            p_copy = torch.cat([copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
+        p_copy = None if copy is None else torch.cat(           # jumps to 0..t, and none
+            [copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
         h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)    # (B, C, 2t+3)
         encodings.append(h @ table[P - t - 1:P + t + 2])        # Algorithm 2: (B, C, d_pe)
     return torch.stack(encodings, dim=2)                        # (B, C, T, d_pe)
@@ -1194,20 +1153,14 @@ class SomeHeads(Encoding):
         return self.both('mix', (weights, v), pos, state, x)
 
 
-def check_names(cfg, names):
-    """Raise UserError if the encodings of these names do not fit the other keys."""
+def build(cfg):
+    """The encodings of all layers that cfg.pe names, a list. Raises UserError."""
+    names = cfg.pe.split('+')
     for name in names:
         near = difflib.get_close_matches(name, ENCODINGS, 1)
         hint = f', did you mean {near[0]!r}?' if near else '.'
         need(name in ENCODINGS,
              f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
-    if cfg.positions == 'randomized':
-        longest = max(cfg.train_len, cfg.eval_len)
-        need(longest <= cfg.positions_max,
-             f'{longest} tokens require positions_max={longest} or more')
-        need(cfg.max_len >= cfg.positions_max or not {'learned', 'random'} & set(names),
-             f'the table of {cfg.pe} has max_len={cfg.max_len} rows; randomized positions require '
-             f'max_len={cfg.positions_max}')
     need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
          f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
     need(not cfg.nope_every or 'prism' not in names,
@@ -1215,24 +1168,16 @@ def check_names(cfg, names):
     need(not (cfg.rope_heads or cfg.nope_every) or hooks_of(cfg.pe) != ['embed'],
          f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts on the '
          'embedding, which all heads and layers share')
-
-
-def build(cfg):
-    """The encodings of all layers that cfg.pe names, a list. Raises UserError."""
-    names = cfg.pe.split('+')
-    check_names(cfg, names)
-    some = copy.copy(cfg)                                   # of the encoding's heads
-    some.heads = cfg.rope_heads or cfg.heads
-    rest = copy.copy(cfg)                                   # of the others
-    rest.heads = cfg.heads - some.heads
-    classes = [ENCODINGS[name] for name in names]
-    if cfg.attention == 'mla' and cfg.pe == 'rope':
-        classes = [LatentRoPE]
+    heads = cfg.rope_heads or cfg.heads                     # the encoding's
+    rest = copy.copy(cfg)
+    rest.heads = cfg.heads - heads                          # the others
+    latent = cfg.attention == 'mla' and cfg.pe == 'rope'
+    classes = [LatentRoPE] if latent else [ENCODINGS[name] for name in names]
     shared = {}                                             # {class: the instance of all layers}
     layers = []
     for layer in range(cfg.n_layer):
-        here = copy.copy(some)
-        here.layer = layer
+        here = copy.copy(cfg)
+        here.layer, here.heads = layer, heads
         parts = [shared.get(cls) or cls(here) for cls in classes]
         shared |= {type(part): part for part in parts if part.shared}
         enc = parts[0] if len(parts) == 1 else Sum(here, *parts)
@@ -1245,13 +1190,10 @@ def build(cfg):
 # --------------------------------------------------------------------------------------------------
 # python pe.py
 
-HOOKS = 'embed state restate penalty qk bias adjust weigh value out'.split()
-
-
 def hooks_of(names):
     """The hooks that an encoding, or a part of a sum, overrides."""
-    parts = [ENCODINGS[name] for name in names.split('+')]
-    return [hook for hook in HOOKS if any(changed(part, hook) for part in parts)]
+    return [hook for hook in 'embed state restate penalty qk bias adjust weigh value out'.split()
+            if any(changed(ENCODINGS[name], hook) for name in names.split('+'))]
 
 
 def print_encodings():
@@ -1307,11 +1249,7 @@ if __name__ == '__main__':
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # python pe.py | head
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
-    elif not sys.argv[1:]:
-        print_encodings()
+    elif sys.argv[1:]:
+        draw(sys.argv[1])
     else:
-        try:
-            draw(sys.argv[1])
-        except (ImportError, ValueError, OSError) as error:     # no matplotlib, another ending
-            print(f'pe.py: {error}', file=sys.stderr)
-            sys.exit(2)
+        print_encodings()

@@ -441,7 +441,6 @@ def squeeze(model, task, cfg, length=0, n=256):
     t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023), which makes distances shorter.
     hidden: keys T_0 or more tokens back are masked. Control: squeezing has no effect on NoPE.
     """
-    need(cfg.positions == 'index', 'squeeze moves the index: take a run with positions=index')
     longest, rows = length or max(cfg.eval_lengths), []
     lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
     for L, pair in problems(task, sorted(lengths), n).items():

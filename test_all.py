@@ -126,20 +126,16 @@ def rotated(q, k, angle):
 
 
 @torch.no_grad()
-def loop_logits(q, k, score):
-    """Logits [B, H, T, T]: score(q_t, k_s, t, s, h, b) of vectors of width D; -inf where s > t."""
+def check_logits(enc, score, state=None, x=None, T=10):
+    """Asserts that the encoding's logits for qkv() are score(q_t, k_s, t, s, h, b), of vectors of
+    width head_dim, and -inf where s > t."""
+    q, k, _, pos = qkv(enc.cfg.heads, T, enc.cfg.head_dim)
     B, H, T, _ = q.shape
     logits = torch.full((B, H, T, T), -math.inf, dtype=torch.float64)
     for b, h, t in itertools.product(range(B), range(H), range(T)):
         for s in range(t + 1):
             logits[b, h, t, s] = score(q[b, h, t], k[b, h, s], t, s, h, b)
-    return logits
-
-
-def check_logits(enc, score, state=None, x=None, T=10):
-    """Asserts that the encoding's logits, for the q and k of qkv(), are those of loop_logits."""
-    q, k, _, pos = qkv(enc.cfg.heads, T, enc.cfg.head_dim)
-    close(enc.logits(q, k, pos, state, x), loop_logits(q, k, score))
+    close(enc.logits(q, k, pos, state, x), logits)
 
 
 def close(a, b, tol=1e-10):
@@ -186,15 +182,31 @@ def pythons(*argvs):
 THETA = 10.0 ** -torch.arange(4).double()   # RoPE's theta_c = 10000^(-2c/d) at d = 8
 
 
-@pytest.mark.parametrize('causal', [True, False])
-def test_nope_is_plain_attention(causal):
-    """<q_t, k_s> / sqrt(d) for s <= t, or for every s but the last, for the last queries alone."""
-    q, k, _, pos = qkv()
-    enc = encoding('nope', causal=causal)
-    hidden = pos > pos[:, None] if causal else pos.expand(10, 10) == 9
-    expected = (q @ k.mT / math.sqrt(8)).masked_fill(hidden, -math.inf)
-    close(enc.logits(q, k, pos), expected)
-    close(enc.logits(q[:, :, -2:], k, pos), expected[:, :, -2:])
+def test_ape_and_tables_add_vectors():
+    """Even features of sinusoids are sin(t theta), odd ones cos(t theta), with one theta for each
+    pair; shifted_ape, in training, shifts every sequence by a uniform m of its own. Tables of
+    vectors repeat their last row."""
+    ape, shifted_ape = (encoding(name, heads=1, max_shift=50) for name in ('ape', 'shifted_ape'))
+    pos, x = torch.arange(9), torch.randn(3000, 9, 8).double()
+    p = ape.embed(x, pos) - x
+    close(p[..., 0::2], (pos[:, None] * THETA).sin().expand(3000, 9, 4))
+    close(p[..., 1::2], (pos[:, None] * THETA).cos().expand(3000, 9, 4))
+
+    assert torch.equal(shifted_ape.embed(x, pos), ape.embed(x, pos))
+    shifted = shifted_ape.train().embed(x, pos) - x
+    table = ape.embed(torch.zeros(1, 60, 8).double(), torch.arange(60))[0]
+    m = torch.cdist(shifted[:, 0], table).argmin(dim=-1)
+    close(shifted, table[m[:, None] + pos])
+    counts = m.bincount()
+    assert len(counts) == 51 and 25 < counts.min() and counts.max() < 100
+    assert not torch.equal(shifted, shifted_ape.embed(x, pos) - x)
+
+    for name, std in (('learned', 0.02), ('random', 0.5 ** 0.5)):
+        enc = encoding(name, max_len=500)
+        x = enc.embed(torch.zeros(1, 504, 16).double(), torch.arange(504))[0]
+        close(x[:500], enc.table)
+        close(x[500:], enc.table[499].expand(4, 16))
+        assert abs(enc.table.std() / std - 1) < 0.05
 
 
 @pytest.mark.parametrize('p, rotates', [(1.0, [1, 1, 1, 1]), (0.3, [1, 1, 0, 0])])
@@ -245,109 +257,96 @@ def test_pope(delta, positive, number):
     check_logits(enc, score)
 
 
-def test_alibi():
-    """The published slopes: powers of two, and for 12 heads those of BLOOM's and MPT's code."""
-    def slopes(heads):
-        return encoding('alibi', heads=heads).slope('cpu').tolist()
-
-    assert slopes(8) == [2.0 ** -h for h in range(1, 9)]
-    close(slopes(12), slopes(8) + [2.0 ** -0.5, 2.0 ** -1.5, 2.0 ** -2.5, 2.0 ** -3.5], 1e-6)
+def test_alibi_and_t5_add_a_bias():
+    """ALiBi's slopes are powers of two, and for 12 heads those of BLOOM's and MPT's code. Half of
+    T5's buckets hold one distance each, the others are log-spaced up to max_distance. Without
+    causality the biases are symmetric."""
+    slopes, more = (encoding('alibi', heads=heads).slope('cpu').tolist() for heads in (8, 12))
+    assert slopes == [2.0 ** -h for h in range(1, 9)]
+    close(more, slopes + [2.0 ** -0.5, 2.0 ** -1.5, 2.0 ** -2.5, 2.0 ** -3.5], 1e-6)
     check_logits(encoding('alibi'),
                  lambda q, k, t, s, h, b: content(q, k) - 2.0 ** (-4 * (h + 1)) * (t - s))
 
-
-@pytest.mark.parametrize('buckets, max_distance', [(32, 128), (24, 128), (32, 64), (7, 20)])
-def test_t5(buckets, max_distance):
-    """Half of the buckets hold one distance each, the others are log-spaced up to max_distance."""
-    exact = buckets // 2
-
-    def bucket(d):
+    def bucket(d, n, max_distance):
+        exact = n // 2
         if d < exact:
             return d
         log = math.log(d / exact) / math.log(max_distance / exact)
-        return min(buckets - 1, exact + int(log * (buckets - exact)))
+        return min(n - 1, exact + int(log * (n - exact)))
 
-    enc = noisy(encoding('t5', t5_buckets=buckets, t5_max_distance=max_distance))
-    assert enc.bucket(torch.arange(1000)).tolist() == [bucket(d) for d in range(1000)]
-    check_logits(enc, lambda q, k, t, s, h, b: content(q, k) + enc.table[bucket(t - s), h], T=25)
+    for n, far in ((32, 128), (24, 128), (32, 64), (7, 20)):
+        t5 = noisy(encoding('t5', t5_buckets=n, t5_max_distance=far))
+        assert t5.bucket(torch.arange(1000)).tolist() == [bucket(d, n, far) for d in range(1000)]
+    check_logits(t5, lambda q, k, t, s, h, b:
+                 content(q, k) + t5.table[bucket(t - s, n, far), h], T=25)
 
-
-@pytest.mark.parametrize('name', ['alibi', 't5'])
-def test_the_bias_of_an_encoder_is_symmetric(name):
     q, pos = torch.zeros(2, 2, 10, 8).double(), torch.arange(10)
-    bias = noisy(encoding(name, causal=False)).logits(q, q, pos)[..., :-1, :-1]
-    close(bias, bias.mT)
-    assert bias[..., 0, 1].ne(bias[..., 0, 2]).all()
+    for name in ('alibi', 't5'):
+        bias = noisy(encoding(name, causal=False)).logits(q, q, pos)[..., :-1, :-1]
+        close(bias, bias.mT)
+        assert bias[..., 0, 1].ne(bias[..., 0, 2]).all()
 
 
-def test_fire():
-    """Bias MLP(psi(t - s) / psi(max(t, L))), psi(x) = log(c x + 1)."""
-    enc = noisy(encoding('fire', train_len=12))
+def test_fire_kerple_and_fox_add_a_bias():
+    """FIRE: MLP(psi(t - s) / psi(max(t, L))), psi(x) = log(c x + 1). KERPLE: - a log(1 + b d); a
+    parameter below 0.01 counts as 0.01, and its gradient is not 0. FoX: every token between s and
+    t multiplies what t attends to by its gate f."""
+    fire = noisy(encoding('fire', train_len=12))
     with torch.no_grad():
-        enc.c.fill_(-0.3)  # |c| counts
-        enc.L.fill_(-1.2)  # in units of 12 / 4: |L| = 3.6
-    W_1, b_1, W_2, b_2 = enc.mlp.parameters()
+        fire.c.fill_(-0.3)  # |c| counts
+        fire.L.fill_(-1.2)  # in units of 12 / 4: |L| = 3.6
+    W_1, b_1, W_2, b_2 = fire.mlp.parameters()
 
     def score(q, k, t, s, h, b):
         x = math.log(0.3 * (t - s) + 1) / (math.log(0.3 * max(t, 3.6) + 1) + 1e-6)
         return content(q, k) + W_2[h] @ (W_1[:, 0] * x + b_1).relu() + b_2[h]
 
-    check_logits(enc, score)
+    check_logits(fire, score)
 
-
-def test_kerple():
-    """Bias - a log(1 + b d). A parameter below 0.01 counts as 0.01, and its gradient is not 0."""
-    enc = encoding('kerple')
-    enc.load_state_dict(dict(a=torch.tensor([0.75, -3.0]), b=torch.tensor([-1.0, 0.5])))
-    a, b = (0.75, 0.01), (0.01, 0.5)
-    check_logits(enc, lambda q, k, t, s, h, _: content(q, k) - a[h] * math.log(1 + b[h] * (t - s)))
+    kerple, (a, b) = encoding('kerple'), ((0.75, 0.01), (0.01, 0.5))
+    kerple.load_state_dict(dict(a=torch.tensor([0.75, -3.0]), b=torch.tensor([-1.0, 0.5])))
+    check_logits(kerple, lambda q, k, t, s, h, _:
+                 content(q, k) - a[h] * math.log(1 + b[h] * (t - s)))
     q, k, _, pos = qkv()
-    enc.logits(q, k, pos)[0, :, 9, 0].sum().backward()
-    assert enc.a.grad[1] != 0 and enc.b.grad[0] != 0
+    kerple.logits(q, k, pos)[0, :, 9, 0].sum().backward()
+    assert kerple.a.grad[1] != 0 and kerple.b.grad[0] != 0
 
-
-def test_fox():
-    """Every token between s and t multiplies what t attends to by its gate f."""
-    enc = encoding('fox')
-    x = torch.randn(2, 10, 16).double()
-    f = torch.sigmoid(x @ enc.gate.weight.T + enc.gate.bias)  # (B, T, H)
-    check_logits(enc, lambda q, k, t, s, h, b: content(q, k) + f[b, s + 1:t + 1, h].log().sum(),
+    fox, x = encoding('fox'), torch.randn(2, 10, 16).double()
+    f = torch.sigmoid(x @ fox.gate.weight.T + fox.gate.bias)  # (B, T, H)
+    check_logits(fox, lambda q, k, t, s, h, b: content(q, k) + f[b, s + 1:t + 1, h].log().sum(),
                  x=x)
 
 
-def test_cope():
-    """The position of a key counts the gates from it to the query; vectors are interpolated."""
-    enc = noisy(encoding('cope', cope_positions=4))
-    _, keys, _, _ = qkv()
+def test_cope_and_path_change_the_logits():
+    """CoPE: the position of a key counts the gates from it to the query; vectors are interpolated.
+    PaTH: k_s passes a reflection by every token after it, one after the other; reflections read
+    the last 3 tokens."""
+    cope, (_, keys, _, _) = noisy(encoding('cope', cope_positions=4)), qkv()
 
-    def score(q, k, t, s, h, b):
+    def interpolated(q, k, t, s, h, b):
         p = min(torch.sigmoid(keys[b, h, s:t + 1] @ q / math.sqrt(8)).sum().item(), 3)
-        low, high = q @ enc.e[math.floor(p)], q @ enc.e[math.ceil(p)]
+        low, high = q @ cope.e[math.floor(p)], q @ cope.e[math.ceil(p)]
         return content(q, k) + low + (p - math.floor(p)) * (high - low)
 
-    check_logits(enc, score)
+    check_logits(cope, interpolated)
 
-
-def test_path():
-    """k_s passes a reflection by every token after it, one after the other. Reflections read the
-    last 3 tokens."""
-    enc = encoding('path')
-    x = torch.randn(2, 10, 16).double()
-    rows = x @ enc.W[0].weight.T @ enc.W[1].weight.T  # (B, T, H D)
-    w = sum(c * F.pad(rows, (0, 0, j, 0))[:, :10] for j, c in enumerate(enc.conv.T))
+    path, x = encoding('path'), torch.randn(2, 10, 16).double()
+    rows = x @ path.W[0].weight.T @ path.W[1].weight.T  # (B, T, H D)
+    w = sum(c * F.pad(rows, (0, 0, j, 0))[:, :10] for j, c in enumerate(path.conv.T))
     w = F.normalize(w.view(2, 10, 2, 8), dim=-1)  # (B, T, H, D)
-    beta = 2 * torch.sigmoid(x @ enc.W_beta.weight.T + enc.W_beta.bias)  # (B, T, H)
+    beta = 2 * torch.sigmoid(x @ path.W_beta.weight.T + path.W_beta.bias)  # (B, T, H)
 
-    def score(q, k, t, s, h, b):
+    def reflected(q, k, t, s, h, b):
         for j in range(s + 1, t + 1):
             k = k - beta[b, j, h] * (k @ w[b, j, h]) * w[b, j, h]
         return content(q, k)
 
-    check_logits(enc, score, x=x)
+    check_logits(path, reflected, x=x)
 
 
-def test_stickbreaking():
-    """A key takes sigmoid(z) of the stick that the keys between it and the query have left."""
+def test_stickbreaking_and_ssmax_change_the_softmax():
+    """Stick-breaking: a key takes sigmoid(z) of the stick that the keys between it and the query
+    have left. SSMax: logits, here RoPE's, times s log n, n the number of visible keys."""
     q, k, v, pos = qkv()
     share = torch.sigmoid(q @ k.mT / math.sqrt(8))
     alpha = torch.zeros_like(share)
@@ -357,29 +356,11 @@ def test_stickbreaking():
     for name in ('stickbreaking', 'nope+stickbreaking'):
         close(encoding(name).attend(q, k, v, pos), alpha @ v)
 
-
-@pytest.mark.parametrize('name, theta', [('ssmax', 0 * THETA), ('rope+ssmax', THETA)])
-def test_ssmax(name, theta):
-    """Logits times s log n, n the number of visible keys; with RoPE, RoPE's."""
-    enc = noisy(encoding(name))
+    enc = noisy(encoding('rope+ssmax'))
     s, = enc.parameters()
     check_logits(enc, lambda q, k, t, j, h, b:
-                 s[h] * math.log(t + 1) * rotated(q, k, (j - t) * theta))
-    q, k, _, pos = qkv()
+                 s[h] * math.log(t + 1) * rotated(q, k, (j - t) * THETA))
     close(encoding('ssmax').logits(q, k, 8 * pos), encoding('ssmax').logits(q, k, pos))
-
-
-def test_vrope():
-    """Each value arrives rotated by its distance: y_t = sum_s alpha_ts R_(s-t) v_s."""
-    q, k, v, pos = qkv()
-    enc = encoding('vrope')
-    alpha = enc.logits(q, k, pos).softmax(-1)
-    turn = torch.exp(1j * (pos - pos[:, None])[..., None] * THETA)  # (t, s, D/2)
-    pairs = torch.view_as_complex(v.unflatten(-1, (4, 2)))  # (B, H, s, D/2)
-    expected = torch.einsum('bhts,tsc,bhsc->bhtc', alpha + 0j, turn, pairs)
-    close(enc.attend(q, k, v, pos), torch.view_as_real(expected).flatten(-2))
-    both, vipe = (encoding(name).attend(q, k, v, pos) for name in ('vipe+vrope', 'vipe'))
-    close(both[..., 8:], vipe[..., 8:])     # ViPE's code is not rotated
 
 
 @pytest.mark.parametrize('total_len', [None, 30])
@@ -410,53 +391,24 @@ def test_vipe(kw, total_len):
         assert [enc.state(None, torch.arange(T)) for T in (1, 6, 7, 48)] == [1, 1, 8, 8]
 
 
-def test_vipe_counts_distances_in_half_precision():
-    """Attention to all of 1,024 keys: mean distances t / 2, which bfloat16 cannot add up."""
-    enc = encoding('vipe', train_len=1024).bfloat16()
-    q, pos = torch.zeros(1, 2, 1024, 8).bfloat16(), torch.arange(1024)
-    enc.W_p.data.fill_(1.0)
-    close(enc.attend(q, q, q, pos)[0, 0, :, -1].detach(), pos / 2, 2 ** -8)
+def test_vrope_and_pope_beside_vipe():
+    """VRoPE: each value arrives rotated by its distance, y_t = sum_s alpha_ts R_(s-t) v_s, and in
+    'vipe+vrope' ViPE's code does not. In 'pope+vipe' ViPE's factor 1 + <u, k> reads the raw k."""
+    q, k, v, pos = qkv()
+    enc = encoding('vrope')
+    alpha = enc.logits(q, k, pos).softmax(-1)
+    turn = torch.exp(1j * (pos - pos[:, None])[..., None] * THETA)  # (t, s, D/2)
+    pairs = torch.view_as_complex(v.unflatten(-1, (4, 2)))  # (B, H, s, D/2)
+    expected = torch.einsum('bhts,tsc,bhsc->bhtc', alpha + 0j, turn, pairs)
+    close(enc.attend(q, k, v, pos), torch.view_as_real(expected).flatten(-2))
+    both, vipe = (encoding(name).attend(q, k, v, pos) for name in ('vipe+vrope', 'vipe'))
+    close(both[..., 8:], vipe[..., 8:])
 
-
-def test_pope_vipe_scales_by_the_raw_key():
-    """In 'pope+vipe' the factor 1 + <u, k> reads k as it was before PoPE."""
     enc = noisy(encoding('pope+vipe', train_len=20))
-    q, k, _, pos = qkv()
     pope, vipe = enc.parts
     polar = pope.logits(q, k, pos)
     check_logits(enc, lambda q, k, t, s, h, b:
                  math.log(t + 1) * (1 + vipe.u[h] @ k) * polar[b, h, t, s])
-
-
-def test_ape():
-    """Even features are sin(t theta), odd ones cos(t theta), with one theta for each pair."""
-    angle, x = torch.arange(9)[:, None] * THETA, torch.randn(1, 9, 8).double()
-    p = encoding('ape', heads=1).embed(x, torch.arange(9))[0] - x[0]
-    close(p[:, 0::2], angle.sin())
-    close(p[:, 1::2], angle.cos())
-
-
-def test_shifted_ape_shifts_in_training_only():
-    """Every sequence by a uniform m of its own."""
-    pos, x = torch.arange(9), torch.zeros(3000, 9, 8)
-    enc, ape = encoding('shifted_ape', heads=1, max_shift=50), encoding('ape', heads=1)
-    assert torch.equal(enc.embed(x, pos), ape.embed(x, pos))
-    table = ape.embed(x[0, 0], torch.arange(60))    # (60, 8)
-    shifted = enc.train().embed(x, pos)
-    m = torch.cdist(shifted[:, 0], table).argmin(dim=-1)
-    close(shifted, table[m[:, None] + pos], 1e-5)
-    counts = m.bincount()
-    assert len(counts) == 51 and 25 < counts.min() and counts.max() < 100
-    assert not torch.equal(shifted, enc.embed(x, pos))
-
-
-@pytest.mark.parametrize('name, std', [('learned', 0.02), ('random', 0.5 ** 0.5)])
-def test_tables_repeat_their_last_row(name, std):
-    enc = encoding(name, max_len=500)
-    x = enc.embed(torch.zeros(1, 504, 16).double(), torch.arange(504))[0]
-    close(x[:500], enc.table)
-    close(x[500:], enc.table[499].expand(4, 16))
-    assert abs(enc.table.std() / std - 1) < 0.05
 
 
 # ------------------------------------------------------------------------------------------------
@@ -489,10 +441,8 @@ def test_cursor_histogram_is_the_sum_over_all_paths(copy):
 
 
 def test_sharpening_multiplies_exponents():
-    """PRISM appendix A.2.1: n sharpenings by gamma are one by gamma^n.
-
-    A large gamma leaves the top bin, not NaN; EPS, 1e-8, fills the empty bins.
-    """
+    """PRISM appendix A.2.1: n sharpenings by gamma are one by gamma^n. A large gamma leaves the
+    top bin, not NaN; EPS, 1e-8, fills the empty bins."""
     first, keep = torch.tensor([0.5, 0.2, 0.3]).double(), torch.tensor([0.0, 0.0, 1.0]).double()
 
     def scan(step, gamma, dtype=torch.float64):
@@ -515,26 +465,32 @@ def prism(layer=0, **kw):
     return make(pe='prism', prism_cursors=3, prism_d_pe=4, **kw).blocks[layer].attn.pe
 
 
-@pytest.mark.parametrize('layer', [0, 1])
-def test_prism_scores_are_eq_9(layer):
-    """mu q.k / sqrt(d) + (1 - mu) 4 sum_c |alpha_c| g_t.g_s / sqrt(C d_pe), for each layer."""
-    enc = noisy(prism(layer))
+def test_prism_scores_are_eq_9():
+    """mu q.k / sqrt(d) + (1 - mu) 4 sum_c |alpha_c| g_t.g_s / sqrt(C d_pe), for each layer. By
+    Algorithm 3 the absolute position is the last branch; the norm 'scale' is one factor, 'unit'
+    makes the encoding of each token sqrt(d_pe) long. Without superposition g is the sinusoid of
+    the mean offset, which without resets is the sum of p_incr - p_decr."""
     q, k, _, pos = qkv(4)
-    state = prism().state(torch.randn(2, 10, 32).double(), pos)
-    g_q, g_k = state.unflatten(-1, (3, 4))[:, layer]  # (B, H, T, C, d_pe)
-    mu = torch.sigmoid(enc.m)  # (H, 1, 1)
-    meetings = torch.einsum('bhtcd,bhscd,hc->bhts', g_q, g_k, enc.alpha[:, 0].abs())
-    expected = mu * q @ k.mT / 8 ** 0.5 + (1 - mu) * 4 * meetings / (3 * 4) ** 0.5
-    close(enc.logits(q, k, pos, state).tril(), expected.tril())
+    x = torch.randn(2, 10, 32).double()
+    state = prism().state(x, pos)
+    for layer in (0, 1):
+        enc = noisy(prism(layer))
+        g_q, g_k = state.unflatten(-1, (3, 4))[:, layer]  # (B, H, T, C, d_pe)
+        mu = torch.sigmoid(enc.m)  # (H, 1, 1)
+        meetings = torch.einsum('bhtcd,bhscd,hc->bhts', g_q, g_k, enc.alpha[:, 0].abs())
+        expected = mu * q @ k.mT / 8 ** 0.5 + (1 - mu) * 4 * meetings / (3 * 4) ** 0.5
+        close(enc.logits(q, k, pos, state).tril(), expected.tril())
 
+    none, scale, unit = (prism(prism_absolute=True, prism_norm=norm).state(x, pos)
+                         for norm in ('none', 'scale', 'unit'))
+    close(none[..., 12:], pe.sinusoids(pos, 4, 10000.0, x).expand(2, 2, 2, 4, 10, 4))
+    close(scale, none * 4 ** 0.5 / (4 * (4 / 2)) ** 0.5)
+    close(unit, none / none.norm(dim=-1, keepdim=True) * 4 ** 0.5)
 
-def test_prism_without_reset_or_superposition():
-    """The sinusoid of the mean offset, which without resets is the sum of p_incr - p_decr."""
     enc = prism(prism_reset=False, prism_superpose=False, prism_sharpen=False)
-    x = torch.randn(1, 6, 32).double()
     step = enc.cursors.actions(x)[1]
-    mean = (step[..., 0] - step[..., 1]).cumsum(dim=-1)  # (1, 2 layers H cursors, T)
-    state = enc.state(x, torch.arange(6)).unflatten(-1, (3, 4)).movedim(2, 0).transpose(-3, -2)
+    mean = (step[..., 0] - step[..., 1]).cumsum(dim=-1)  # (B, 2 layers H cursors, T)
+    state = enc.state(x, pos).unflatten(-1, (3, 4)).movedim(2, 0).transpose(-3, -2)
     close(state.flatten(1, 4), pe.sinusoids(mean, 4, 10000.0, x))
 
 
@@ -554,45 +510,35 @@ def test_prism_copies_by_hand():
     close(h[:, 12::5], torch.eye(19)[8:17].expand(2, 3, 9, 19), 1e-6)     # offsets -1..7
 
 
-def test_prism_branches_and_norms_are_algorithm_3():
-    """The absolute position is the last branch.
+def test_prism_gates():
+    """The GRU is PyTorch's and reads norm(x) / 2. At initialization resets and jumps are rare,
+    steps nearly uniform, W_h has orthonormal columns and gamma is 2. W_h stays orthogonal, is
+    drawn to it by a penalty, or has a learned norm."""
+    gates, x = prism().cursors.gates, torch.randn(3, 9, 32).double()
+    gru = torch.nn.GRU(32, 100, batch_first=True).double()
+    gru.load_state_dict(dict(weight_ih_l0=gates.W_x.weight, bias_ih_l0=gates.W_x.bias,
+                             weight_hh_l0=gates.W_h.weight, bias_hh_l0=gates.W_h.bias))
+    x_2 = F.layer_norm(x, [32]) / 2
+    close(gates(x)[2], torch.cat([x_2, gru(x_2)[0]], dim=-1))
 
-    'scale' is one factor; 'unit' makes the encoding of each token sqrt(d_pe) long.
-    """
-    x, pos = torch.randn(2, 9, 32).double(), torch.arange(9)
-    none, scale, unit = (prism(prism_absolute=True, prism_norm=norm).state(x, pos)
-                         for norm in ('none', 'scale', 'unit'))
-    close(none[..., 12:], pe.sinusoids(pos, 4, 10000.0, x).expand(2, 2, 2, 4, 9, 4))
-    close(scale, none * 4 ** 0.5 / (4 * (4 / 2)) ** 0.5)
-    close(unit, none / none.norm(dim=-1, keepdim=True) * 4 ** 0.5)
+    cursors = encoding('prism', prism_copy='trained').cursors
+    reset, step, copy = cursors.actions(torch.randn(2, 50, 16).double())
+    for p, mean in ((reset, 1 / (1 + math.e)), (step, 1 / 3), (copy[..., 0, -1], 0.95)):
+        close(p, torch.full_like(p, mean), 0.04)
+    W = cursors.gates.W_h.weight
+    close(W.T @ W, torch.eye(100), 1e-5)
+    close(F.softplus(cursors.g), torch.ones_like(cursors.g), 1e-6)
 
-
-def test_prism_layers():
-    """A second PRISM layer reads the residual stream before its layer; later layers use it."""
-    model = make(pe='prism', n_layer=5, prism_layers=[1, 4])
-    parts = [block.attn.pe for block in model.blocks]
-    assert [hasattr(p, 'cursors') for p in parts] == [True, False, False, True, False]
-    seen = []
-    parts[3].cursors.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model.blocks[2].tap_resid.register_forward_hook(lambda module, inputs, out: seen.append(out))
-    model(torch.randint(11, (2, 7)))
-    assert torch.equal(*seen)
-
-
-def test_prism_recurrent_matrices():
-    """W_h stays orthogonal, is drawn to it by a penalty, or has a learned norm."""
-    tokens = torch.randint(11, (4, 9))
     model = Transformer(ModelConfig(pe='prism', prism_recurrent='orthogonal', prism_hidden=20))
+    tokens = torch.randint(11, (4, 9))
     optimizer = torch.optim.AdamW(model.optim_groups(1e-2, 0.01))
     for _ in range(3):
         model(tokens, tokens)[1].backward()
         optimizer.step()
     W = model.blocks[0].attn.pe.cursors.gates.W_recurrent()
     close(W.T @ W, torch.eye(20), 1e-5)
-
     gates = prism(prism_recurrent='norm').cursors.gates
     close(gates.W_recurrent().norm(), gates.s.abs() * 100 ** 0.5)
-
     drawn = make(pe='prism', prism_recurrent='penalty')
     excess = drawn.train()(tokens, tokens)[1] - drawn.eval()(tokens, tokens)[1]
     W = drawn.blocks[0].attn.pe.cursors.gates.W_h.weight
@@ -620,27 +566,6 @@ def test_prism_comes_last_in_a_sum(other):
         of_place *= of_content / (q @ k.mT / 8 ** 0.5)[..., 1:, :2]
     close(found[0], torch.sigmoid(last.m) * of_content + of_place)
     close(*found)
-
-
-def test_prism_gru_is_pytorchs():
-    """It reads norm(x) / 2."""
-    gates, x = prism().cursors.gates, torch.randn(3, 9, 32).double()
-    gru = torch.nn.GRU(32, 100, batch_first=True).double()
-    gru.load_state_dict(dict(weight_ih_l0=gates.W_x.weight, bias_ih_l0=gates.W_x.bias,
-                             weight_hh_l0=gates.W_h.weight, bias_hh_l0=gates.W_h.bias))
-    x_2 = F.layer_norm(x, [32]) / 2
-    close(gates(x)[2], torch.cat([x_2, gru(x_2)[0]], dim=-1))
-
-
-def test_prism_gates_at_initialization():
-    """Resets and jumps are rare, steps nearly uniform; W_h has orthonormal columns; gamma is 2."""
-    cursors = encoding('prism', prism_copy='trained').cursors
-    reset, step, copy = cursors.actions(torch.randn(2, 50, 16).double())
-    for p, mean in ((reset, 1 / (1 + math.e)), (step, 1 / 3), (copy[..., 0, -1], 0.95)):
-        close(p, torch.full_like(p, mean), 0.04)
-    W = cursors.gates.W_h.weight
-    close(W.T @ W, torch.eye(100), 1e-5)
-    close(F.softplus(cursors.g), torch.ones_like(cursors.g), 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -676,8 +601,9 @@ def test_attend_is_softmax_of_logits_times_value(kw):
 
 @variants
 @torch.no_grad()
-def test_causal_and_prefix_consistent(kw):
-    """A token changes no earlier output, and a prefix alone gives the same outputs."""
+def test_causal_prefix_consistent_and_right_at_other_positions(kw):
+    """A token changes no earlier output, and a prefix alone gives the same outputs. A batch whose
+    rows are at positions of their own, fractions too, equals its rows alone."""
     model = make(**kw)
     tokens = torch.randint(11, (3, 20))
     changed = tokens.clone()
@@ -687,6 +613,18 @@ def test_causal_and_prefix_consistent(kw):
     assert not torch.equal(full[:, 12:], other[:, 12:])
     for t in (1, 7, 19):
         close(model(tokens[:, :t], total_len=20)[0], full[:, :t])
+
+    tokens = tokens[:1, :14].expand(3, -1)
+    steps = 3 * torch.rand(14, dtype=torch.float64)
+    pos = torch.stack([torch.arange(14).double(), torch.arange(14) + 7.0, steps.cumsum(0)])
+    logits = model(tokens, pos=pos)[0]
+    for i in range(3):
+        close(model(tokens[i:i + 1], pos=pos[i])[0], logits[i:i + 1])
+    close(model(tokens)[0], logits[:1].expand(3, -1, -1))  # 0..T-1 are the usual positions
+    same = torch.allclose(logits[0], logits[1])
+    assert same == model.blocks[0].attn.pe.shift_invariant, f'unchanged by a shift of 7: {same}'
+    if same:
+        close(model(tokens, pos=torch.arange(14) + 2 ** 40)[0], logits[:1].expand(3, -1, -1))
 
 
 @variants
@@ -709,24 +647,6 @@ def test_an_encoder_sees_all_but_the_answer(kw):
 
 
 @variants
-@torch.no_grad()
-def test_rows_with_positions_of_their_own(kw):
-    """A batch whose rows are at positions of their own, fractions too, equals its rows alone."""
-    model = make(**kw)
-    tokens = torch.randint(11, (1, 14)).expand(3, -1)
-    steps = 3 * torch.rand(14, dtype=torch.float64)
-    pos = torch.stack([torch.arange(14).double(), torch.arange(14) + 7.0, steps.cumsum(0)])
-    logits = model(tokens, pos=pos)[0]
-    for i in range(3):
-        close(model(tokens[i:i + 1], pos=pos[i])[0], logits[i:i + 1])
-    close(model(tokens)[0], logits[:1].expand(3, -1, -1))  # 0..T-1 are the usual positions
-    same = torch.allclose(logits[0], logits[1])
-    assert same == model.blocks[0].attn.pe.shift_invariant, f'unchanged by a shift of 7: {same}'
-    if same:
-        close(model(tokens, pos=torch.arange(14) + 2 ** 40)[0], logits[:1].expand(3, -1, -1))
-
-
-@variants
 def test_gradient_reaches_every_parameter(kw):
     """And a small step against it lowers the loss."""
     model, tokens, losses = make(**kw).train(), torch.randint(11, (3, TRAIN_LEN)), []
@@ -743,10 +663,20 @@ def test_gradient_reaches_every_parameter(kw):
 
 @variants
 @torch.no_grad()
-def test_lower_precision_stays_near(kw):
-    """Logits in float32 are within 1e-5; in bfloat16, autocast or in all weights, within 15 %."""
-    model = make(**kw)
-    tokens = torch.randint(11, (2, 3 * TRAIN_LEN))
+def test_saved_models_give_the_same_logits_and_rounded_ones_stay_near(kw, tmp_path):
+    """A model is built without memory and loaded, and run at 70 tokens, where tables have 64 rows.
+    Logits in float32 are within 1e-5; in bfloat16, autocast or in all weights, within 15 %."""
+    model, tokens = make(**kw), torch.randint(11, (2, 70))
+    torch.save(model.state_dict(), tmp_path / 'm.pt')
+    with torch.device('meta'):
+        other = Transformer(model.cfg).double().eval()
+    other.to_empty(device='cpu')
+    other.load_state_dict(torch.load(tmp_path / 'm.pt', weights_only=True))
+    exact = model(tokens)[0]
+    assert exact.isfinite().all()
+    close(other(tokens)[0], exact)
+
+    tokens = tokens[:, :3 * TRAIN_LEN]
     exact = model(tokens)[0]
     rounded = [model.float()(tokens)[0]]
     with torch.autocast('cpu', torch.bfloat16):
@@ -757,54 +687,24 @@ def test_lower_precision_stays_near(kw):
 
 
 @pytest.mark.parametrize('name', ['vipe', 'cope', 'path', 'rope+vipe'])
-def test_some_attention_stays_in_float32_under_autocast(name):
+def test_some_attention_stays_in_float32(name):
+    """Under autocast; in bfloat16 ViPE adds up mean distances t / 2, which bfloat16 cannot."""
     q, k, v, x = (z.float() for z in (*qkv()[:3], torch.randn(2, 10, 16)))
-    enc, pos = encoding(name).float(), torch.arange(10)
+    enc, pos = encoding(name, train_len=1024).float(), torch.arange(10)
     with torch.autocast('cpu', torch.bfloat16):
         y = enc.attend(q, k, v, pos, None, x)
     assert torch.equal(y, enc.attend(q, k, v, pos, None, x))
+    if name == 'vipe':
+        q, pos = torch.zeros(1, 2, 1024, 8).bfloat16(), torch.arange(1024)
+        enc.bfloat16().W_p.data.fill_(1.0)
+        close(enc.attend(q, q, q, pos)[0, 0, :, -1].detach(), pos / 2, 2 ** -8)
 
 
-@variants
-def test_save_and_load(kw, tmp_path):
-    """A model built without memory and loaded gives the same logits, also at 70 tokens, where
-    tables have 64 rows."""
-    model, tokens = make(**kw), torch.randint(11, (2, 70))
-    torch.save(model.state_dict(), tmp_path / 'm.pt')
-    with torch.device('meta'):
-        other = Transformer(model.cfg).double().eval()
-    other.to_empty(device='cpu')
-    other.load_state_dict(torch.load(tmp_path / 'm.pt', weights_only=True))
-    logits = model(tokens)[0]
-    assert logits.isfinite().all()
-    close(other(tokens)[0], logits)
-
-
-def test_randomized_positions():
-    """In order, without repeats, uniform; in training drawn anew each time, in evaluation once."""
-    cfg = pe.PEConfig(positions='randomized', positions_max=20, train_len=12)
-    tokens = torch.randint(11, (2, 12))
-    draws = torch.stack([pe.positions(cfg, tokens, training=True) for _ in range(4000)])
-    assert (draws.diff() > 0).all()
-    counts = draws.flatten().bincount(minlength=20)
-    assert (counts / 4000 - 12 / 20).abs().max() < 6 * 0.5 / math.sqrt(4000)
-    known = pe.positions(cfg, tokens, training=False)
-    assert known.tolist() == pe.positions(cfg, tokens, training=False).tolist() != list(range(12))
-    model = make(pe='rope', positions='randomized')     # the first 7 of 12 are where they were
-    close(model(tokens[:, :7], total_len=12)[0], model(tokens)[0][:, :7])
-
-
-def test_only_shared_encodings_share_parameters():
-    """T5's table serves all layers; PoPE's delta is each layer's own; in a sum, too."""
-    for name, of_t5, of_pope in (('t5', 1, 0), ('pope', 0, 3), ('t5+pope', 1, 3)):
-        names = [n for n, _ in make(pe=name, n_layer=3).named_parameters()]  # each tensor once
-        assert sum(n.endswith('table') for n in names) == of_t5
-        assert sum(n.endswith('delta') for n in names) == of_pope
-
-
-def test_rope_heads_and_nope_every():
+def test_which_heads_and_layers_have_which_encoding():
     """rope_heads=1: the first head is ViPE's, the others are NoPE's, with a code of zeros at the
-    end; nope_every: whole layers."""
+    end; nope_every: whole layers. T5's table serves all layers, PoPE's delta is each layer's own,
+    in a sum, too. A second PRISM layer reads the residual stream before its layer; later layers
+    use its cursors."""
     q, k, v, pos = qkv(4)
     y, vipe, nope = (encoding(name, heads=4, rope_heads=some).attend(q, k, v, pos)
                      for name, some in (('vipe', 1), ('vipe', None), ('nope', None)))
@@ -813,17 +713,44 @@ def test_rope_heads_and_nope_every():
     model = make(pe='t5', n_layer=5, nope_every=2)
     assert [type(block.attn.pe) for block in model.blocks] == [pe.T5, pe.NoPE] * 2 + [pe.T5]
 
+    for name, of_t5, of_pope in (('t5', 1, 0), ('pope', 0, 3), ('t5+pope', 1, 3)):
+        names = [n for n, _ in make(pe=name, n_layer=3).named_parameters()]  # each tensor once
+        assert sum(n.endswith('table') for n in names) == of_t5
+        assert sum(n.endswith('delta') for n in names) == of_pope
 
-def test_any_two_encodings_add_or_say_why_not():
+    model, seen = make(pe='prism', n_layer=5, prism_layers=[1, 4]), []
+    parts = [block.attn.pe for block in model.blocks]
+    assert [hasattr(p, 'cursors') for p in parts] == [True, False, False, True, False]
+    parts[3].cursors.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.blocks[2].tap_resid.register_forward_hook(lambda module, inputs, out: seen.append(out))
+    model(torch.randint(11, (2, 7)))
+    assert torch.equal(*seen)
+
+
+def test_what_does_not_fit_together_says_what_to_do():
+    """Options, encodings of which some add up, and what is given to attend() and embed()."""
     for names in itertools.combinations_with_replacement(pe.ENCODINGS, 2):
-        try:
+        with contextlib.suppress(pe.UserError):
             model = make(pe='+'.join(names), n_layer=1)
-        except pe.UserError:
-            continue
-        assert model(torch.ones(1, 5, dtype=torch.int64))[0].isfinite().all(), names
+            assert model(torch.ones(1, 5, dtype=torch.int64))[0].isfinite().all(), names
+    for kw, says in (
+            (dict(d_model=30, n_head=4), 'divisible'), (dict(dropout=1.5), 'dropout'),
+            (dict(n_head=3, d_model=30, attention='mla'), 'even'),
+            (dict(pe='rop'), "mean 'rope'.*shifted_ape"),  # lists what there is
+            (dict(pe='rope', d_model=20, n_head=4), 'even'),
+            (dict(rope_fraction=2.0), 'at most 1'), (dict(rope_heads=9), 'rope_heads'),
+            (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
+            (dict(pe='vipe', vipe_s='both'), 'length'),
+            (dict(pe='prism', nope_every=2), 'leave prism'),
+            (dict(nope_every=3), 'nope_every must be 0, or from 2 to n_layer=2'),
+            (dict(pe='path+rope'), 'PaTH and RoPE cannot be added'),
+            (dict(pe='path+path'), 'cannot be'), (dict(pe='prism+prism'), 'appends features'),
+            (dict(pe='ssmax+path'), 'change the product'),
+            (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
+            (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')):
+        with pytest.raises(pe.UserError, match=says):
+            Transformer(ModelConfig(**kw))
 
-
-def test_attend_refuses_what_does_not_fit():
     q, k, v, pos = qkv(4)
     rope = encoding('rope', heads=4)
     for enc, given, says in (
@@ -836,13 +763,13 @@ def test_attend_refuses_what_does_not_fit():
             (rope, (q, k, v, pos - 1), 'must be at least 0'),
             (encoding('fox', heads=4), (q, k, v, pos), 'requires the attention input'),
             (encoding('prism', heads=4), (q, k, v, pos), 'requires state=enc.state')):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(pe.UserError, match=says):
             enc.attend(*given)
     for name in 'ape', 'learned':
-        with pytest.raises(ValueError, match='for each of the 1 keys'):
+        with pytest.raises(pe.UserError, match='for each of the 1 keys'):
             encoding(name).embed(torch.zeros(2, 1, 16), pos)
     rope.qk = lambda q, k, at: (q, k[..., :4])
-    with pytest.raises(ValueError, match=r'qk\(\) of RoPE must return q and k of one width'):
+    with pytest.raises(pe.UserError, match=r'qk\(\) of RoPE must return q and k of one width'):
         rope.attend(q, k, v, pos)
 
 
@@ -854,27 +781,23 @@ def readme_code(marker):
     return block
 
 
-def test_readme_shows_an_encoding_as_it_stands():
-    with open(pe.__file__, encoding='utf-8') as f:
-        assert readme_code('class FoX') in f.read()
-
-
 # ------------------------------------------------------------------------------------------------
 # model.py
 
 def test_mla_logits_are_eq_3():
     """The Toeplitz study, eq. 3: heads of 4 NoPE and 4 RoPE features, keys from a vector of 6."""
     attn = make(pe='rope', attention='mla', n_head=8, d_compress=6).blocks[0].attn  # 4 heads of 8
-    x, pos = torch.randn(2, 10, 32, dtype=torch.float64), torch.arange(10)
-    seen = []
-    attn.tap_logits.register_forward_hook(lambda module, inputs, out: seen.append(out))
-    attn(x, pos, None)
     assert attn.compress.weight.shape == (6, 32) and attn.kv.weight.shape == (64, 6)
+    x, seen = torch.randn(2, 10, 32, dtype=torch.float64), []
+    for tap in (attn.tap_q, attn.tap_k):
+        tap.register_forward_hook(lambda module, inputs, out: seen.append(out))
+    attn(x, torch.arange(10), None)
     W_K = attn.kv.weight[:32] @ attn.compress.weight
-    q, k = (torch.einsum('hdc,btc->bhtd', W.view(4, 8, 32), x) for W in (attn.q.weight, W_K))
+    for z, W in zip(seen, (attn.q.weight, W_K), strict=True):
+        close(z, torch.einsum('hdc,btc->bhtd', W.view(4, 8, 32), x))
     theta = THETA[[0, 2]]  # 10000^(-2c/4)
-    close(seen[0], loop_logits(q, k, lambda q, k, t, s, *_: (
-        q[:4] @ k[:4] + rotated(q[4:], k[4:], (s - t) * theta) * math.sqrt(4)) / math.sqrt(8)))
+    check_logits(attn.pe, lambda q, k, t, s, *_: (
+        q[:4] @ k[:4] + rotated(q[4:], k[4:], (s - t) * theta) * math.sqrt(4)) / math.sqrt(8))
 
 
 @pytest.mark.parametrize('tap, shape', [
@@ -930,8 +853,10 @@ def test_generate_pads_rows_after_their_end_and_never_draws_padding():
         model.generate(rows, 5)
 
 
-def test_starting_weights():
-    """Their variance is 1 / fan_in, over 2 n_layer where they write to the residual stream."""
+def test_starting_weights_and_optimizer_groups():
+    """The variance of weights is 1 / fan_in, over 2 n_layer where they write to the residual
+    stream. Groups hold every parameter once; only matrices decay, and none of the embedding's, the
+    norms' or the encoding's parameters."""
     model = Transformer(ModelConfig(d_model=128, vocab_size=300, n_layer=3, embedding_std=0.2))
     for name, p in model.named_parameters():
         if p.dim() == 1:
@@ -942,9 +867,6 @@ def test_starting_weights():
         assert abs(p.std() / std - 1) < 0.05, name
     assert abs(encoding('vipe', vipe_d_p=3000).W_p.std() / 0.02 - 1) < 0.05
 
-
-def test_optimizer_groups_hold_every_parameter_once():
-    """Only matrices decay, and none of the embedding's, the norms' or the encoding's parameters."""
     model = make(pe='prism+pope')
     groups = {group['name']: group for group in model.optim_groups(1e-3, 0.1)}
     ids = [id(p) for group in groups.values() for p in group['params']]
@@ -956,24 +878,6 @@ def test_optimizer_groups_hold_every_parameter_once():
     assert names == [f'blocks.{i}.{x}.weight' for i in (0, 1) for x in matrices] + ['head.weight']
     alpha = groups['alpha']  # PRISM section 6.4
     assert (len(alpha['params']), alpha['lr'], alpha['betas']) == (2, 0.03, (0.8, 0.92))
-
-
-@pytest.mark.parametrize('kw, says', [
-    (dict(d_model=30, n_head=4), 'divisible'), (dict(dropout=1.5), 'dropout'),
-    (dict(n_head=3, d_model=30, attention='mla'), 'even'),
-    (dict(pe='rop'), "mean 'rope'.*shifted_ape"),  # lists what there is
-    (dict(pe='rope', d_model=20, n_head=4), 'even'), (dict(rope_fraction=2.0), 'at most 1'),
-    (dict(pe='ape', rope_heads=1), 'acts on the embedding'), (dict(rope_heads=9), 'rope_heads'),
-    (dict(pe='vipe', vipe_s='both'), 'length'), (dict(pe='prism', nope_every=2), 'leave prism'),
-    (dict(nope_every=3), 'nope_every must be 0, or from 2 to n_layer=2'),
-    (dict(positions='randomized', positions_max=100), '128 tokens require positions_max=128'),
-    (dict(pe='path+rope'), 'PaTH and RoPE cannot be added'), (dict(pe='path+path'), 'cannot be'),
-    (dict(pe='prism+prism'), 'appends features'), (dict(pe='ssmax+path'), 'change the product'),
-    (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
-    (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')], ids=str)
-def test_what_does_not_fit_together_says_what_to_do(kw, says):
-    with pytest.raises(pe.UserError, match=says):
-        Transformer(ModelConfig(**kw))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2432,7 +2336,6 @@ def test_the_program(tmp_path, monkeypatch, capsys):
        {}, 'causal mask') for name in ('toeplitz', 'tuning', 'axes', 'stretch')],
     ('cursor', {}, {}, 'pe=prism'), ('kernel', {}, {}, 'pe=prism'),
     ('alignment', dict(task='mode'), {}, 'unique correct key'),
-    ('squeeze', dict(pe='ape', positions='randomized'), {}, 'positions=index'),
     ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths above 8'),
     ('norms', dict(nope_every=2), {}, 'nope_every=0'),
     ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
@@ -3059,7 +2962,7 @@ def test_every_published_cell_of_the_board_is_found():
     cells = [(row, column) for row in tables.ROWS for column in tables.COLUMNS]
     for minutes in (1, 0.25):
         grid = tables.find_cells(minutes, cells)
-        assert sum(map(len, grid.values())) == len(cells) == 275
+        assert sum(map(len, grid.values())) == len(cells) == 264
         assert all(len(run.scores) == 5 for row in grid.values() for run, in row.values())
 
 
@@ -3136,7 +3039,8 @@ def test_every_program_has_help_and_lists_what_it_has():
 
 
 def test_readme_code_runs(tmp_path, capsys):
-    """PoPE in a foreign attention, and a trained model in a notebook."""
+    """PoPE in a foreign attention, and a trained model in a notebook; FoX is as in pe.py."""
+    assert readme_code('class FoX') in inspect.getsource(pe)
     names = {}
     exec(readme_code('class Attention'), names)
     assert names['x'].shape == (8, 100, 64) and names['x'].isfinite().all()

@@ -32,20 +32,21 @@ class Exercise(NamedTuple):
 
 
 EXERCISES = {
-    'sinusoids': Exercise({'pe.py': 'sinusoids'}, 'a_shift_is_a_rotation ape', 'ape',
+    'sinusoids': Exercise({'pe.py': 'sinusoids'},
+                          'a_shift_is_a_rotation ape_and_tables_add_vectors', 'ape',
                           {'kernels.py': 'cos_sin_table'}),
     'rope': Exercise({'pe.py': 'rotate RoPE.qk'}, 'rope', 'rope',
                      {'pe.py': 'YaRN.qk VRoPE.rotated',
                       'probe.py': 'LlamaRoPE.qk LlamaAttention.project'}),
-    'alibi': Exercise({'pe.py': 'ALiBi.__init__ ALiBi.bias'}, 'alibi',
+    'alibi': Exercise({'pe.py': 'ALiBi.slope ALiBi.bias'}, 'alibi_and_t5_add_a_bias',
                       'alibi, alibi+stickbreaking on 2 heads'),
-    't5': Exercise({'pe.py': 'T5.bucket'}, 't5', 't5, pope+t5+fox'),
+    't5': Exercise({'pe.py': 'T5.bucket'}, 'alibi_and_t5_add_a_bias', 't5, pope+t5+fox'),
     'attention': Exercise({'kernels.py': 'forward_kernel'}, 'attention_kernels'),
     'pope': Exercise({'pe.py': 'PoPE.theta PoPE.qk polar'}, 'pope',
                      'pope, pope plain, pope half',
                      {'kernels.py': 'pope_attention_reference polar_reference polar_kernel '
                                     'polar_backward_kernel cos_sin_table', 'probe.py': 'polar'}),
-    'vipe': Exercise({'pe.py': 'ViPE.factors ViPE.value ViPE.out'}, 'vipe',
+    'vipe': Exercise({'pe.py': 'ViPE.qk ViPE.value ViPE.out'}, 'vipe',
                      'vipe, vipe logits only, vipe value only, nope',
                      {'kernels.py': 'vipe_attention_reference vipe_factors',
                       'pe.py': 'SSMax.qk'}),

@@ -149,9 +149,7 @@ prism)    # PRISM's tasks and parts
     run prism_baseline configs/string_reverse_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
     run prism_baseline configs/string_copy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
     run prism_baseline configs/dyn_str_cpy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
-    run prism_baseline configs/string_reverse_prism.py --pe=ape --positions=randomized --seeds=0-2
-    run prism_baseline configs/string_copy_prism.py --pe=ape --positions=randomized --seeds=0-2
-    run prism_baseline configs/dyn_str_cpy_prism.py --pe=ape --positions=randomized --seeds=0-2
+    # 3 more runs of prism_baseline need --positions=randomized of commit 670674a
     run prism_dyn configs/dyn_str_cpy_prism.py --pe=prism --prism_copy=none,fixed --seeds=0-2
     run prism_dyn configs/dyn_str_cpy_prism.py --pe=prism --prism_copy=fixed --max_steps=1500 --seeds=0-2
     run ablation_prism --task=polynomial --pe=prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --prism_sharpen=True,False --prism_reset=True,False --prism_superpose=True,False '--length_schedule=[(0,4),(300,8)]' --lr=1e-3,2e-3,4e-3 --seeds=0-2
@@ -179,8 +177,7 @@ newer)    # encodings and tasks beyond the five papers
     run positions --task=addition:reversed=1 --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
     # 8 more runs of positions need options of commit 670674a
     run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
-    run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --positions=randomized --seeds=0-2
-    run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --positions=randomized --positions_max=128 --seeds=0-2
+    # 8 more runs of randomized need --positions=randomized of commit 670674a
     run mqar --task=mqar --pe=rope,nope,ape,alibi,fox,path,stickbreaking,cope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=512 --seeds=0-2
     run to_20 --task=copy_repeated,string_copy,string_reverse --pe=nope,t5,alibi,rope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-20 --eval_lengths=1-40 --max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --seeds=0-2
     run to_20 --task=scan_simple --pe=nope,t5,alibi,rope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-25 --max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --seeds=0-2

@@ -230,9 +230,8 @@ COLUMNS = {   # steps a minute, tokens of the longest problem, lengths trained a
 ROWS = {name: f'--pe={name}' for name in (
     'nope ape learned rope rope+ssmax yarn alibi t5 fire kerple vrope vipe pope pope+vipe prism '
     'fox cope path stickbreaking').split()}
-ROWS |= {                           # positions, or shifts, as far as the column is evaluated
+ROWS |= {                           # shifts as far as the column is evaluated
     'shifted_ape': '--pe=shifted_ape --max_shift={tokens}',
-    'rope_randomized': '--pe=rope --positions=randomized --positions_max={tokens}',
     'rope_d80': '--pe=rope --d_model=80',                  # about as many parameters as prism
     'rope_half': '--pe=rope --rope_fraction=0.5',
     'rope_every_2nd': '--pe=rope --nope_every=2',
