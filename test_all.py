@@ -23,7 +23,6 @@ import re
 import shlex
 import signal
 import statistics
-import string
 import subprocess
 import sys
 import time
@@ -1102,32 +1101,22 @@ ORACLES = {
 # Oracles of tasks that supervise some tokens only: {t: targets[t]} of all words.
 
 def flip_flop(words):
-    written, answers = {}, {}
-    for t in range(0, len(words), 2):
-        if words[t] == 'r':
-            answers[t] = written['w']
-        written[words[t]] = words[t + 1]
-    return answers
+    """r reads the bit after the last w."""
+    return {t: words[t + 1 - words[t::-1].index('w')] for t, word in enumerate(words)
+            if word == 'r'}
 
 
 def mqar(words):
-    seen, answers = {}, {}
-    for t in range(0, len(words), 2):
-        if words[t] in seen:
-            answers[t] = seen[words[t]]
-        elif words[t].startswith('key'):
-            seen[words[t]] = words[t + 1]
-    assert len(answers) == len(seen)
-    return answers
+    """Each key comes twice, with the same value."""
+    assert all(words.count(word) == 2 for word in words if 'key' in word)
+    return {t: words[words.index(word) + 1] for t, word in enumerate(words)
+            if 'key' in word and words.index(word) < t}
 
 
 def group(words):
     """The item at place p goes to place word[p]."""
-    answers, places = {}, range(len(words[1]))
-    for t, word in enumerate(words[1:], 1):
-        places = [int(word[place]) for place in places]
-        answers[t] = ''.join(map(str, places))
-    return answers
+    products = itertools.accumulate(words[1:], lambda a, b: ''.join(b[int(p)] for p in a))
+    return dict(enumerate(products, 1))
 
 
 PARTIAL = {'flip_flop': (flip_flop, (2, 40)), 'mqar': (mqar, (8, 20)),
@@ -1174,7 +1163,6 @@ def test_every_task(name, length):
     ('trigger_count:most=16', 40, lambda text: text.count('trigger'), range(17)),
     ('trigger_count', 128, lambda text: text.count('trigger'), range(32)),
     ('indirect_indexing:letters=12:shift=2', 6, lambda text: text[0], 'ABCDEFGHIJKL'),
-    ('indirect_indexing', 30, lambda text: text[-1], string.ascii_letters),
     # i is 0, 1 or 2, and i + shift, too
     ('indirect_indexing:letters=3:shift=1', 3, lambda text: int(text[6:8]),
      [-1] * 5 + [0] * 8 + [1] * 5),
@@ -1229,7 +1217,7 @@ UNICODE, BYTES = 'Grüße, ∀x: x≠0 → 𝄞\r\n\tend\n\n', bytes(range(200))
 MIDI = 'BOS_None Pitch_60 Pitch_64 Pitch_67 Pitch_21 Pitch_108 EOS_None'
 CFQ = [{'questionPatternModEntities': f"Did M{i}'s writer , a film editor, write M1",
         'sparqlPatternModEntities': 'SELECT count(*) WHERE {\n?x0 a ns:film.editor .\n?x0 '
-        f'ns:people.x m.0{i}' + ' .\nM1 ns:x ?x1' * (i % 2) + '\n}'} for i in range(20)]
+        f'ns:people.x m.0{i}' + ' .\nM1 ns:x ?x1' * (i < 3) + '\n}'} for i in range(9)]
 FILES = {
     'unicode.txt': UNICODE, 'empty': '', 'utf16': b'\xff\xfe', 'odd.bin': b'123',
     'a.fa': '>chr 1\r\nACGTac\r\ngtNNr\r\n\r\n>chr 2\nTTTTTTTACGTNAAAAAACCCCCCG\n',
@@ -1240,9 +1228,7 @@ FILES = {
     'trio.json': dict(train=[[[1, 2, 3]]], valid=[], test=[]),
     'low.json': dict(train=[chorale(9)], valid=[], test=[]),
     'midi/train.mid': '', 'midi/val.mid': '', 'midi/test.mid': '', 'cfq/dataset.json': CFQ,
-    'cfq/splits/random_split.json': dict(trainIdxs=[*range(12)], devIdxs=[12, 13, 14],
-                                         testIdxs=[*range(15, 20)]),
-    'cfq/splits/mcd1.json': dict(trainIdxs=[*range(2, 20)], devIdxs=[1], testIdxs=[0]),
+    'cfq/splits/random_split.json': dict(trainIdxs=[*range(5)], devIdxs=[5, 6], testIdxs=[7, 8]),
     **{f'many/{i:02}': f'{i:02}' for i in range(40)}, 'one/a': BYTES,
     'named/a': BYTES, 'named/Validation/b': 'val', 'named/test.c': 'test', 'named/val/.d': 'no',
     'named/.val/e': 'no', 'no_test/a': BYTES, 'no_test/val/b': 'val', 'no_val/a': BYTES,
@@ -1259,6 +1245,7 @@ def planted(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     monkeypatch.chdir(tmp_path)
+    np.save('float.npy', np.zeros(99))
     names = ['PAD_None', 'BOS_None', 'EOS_None', *(f'Pitch_{pitch}' for pitch in range(21, 109))]
     remi = mock.MagicMock(vocab={name: i for i, name in enumerate(names)})
     remi.return_value = [mock.Mock(ids=[42, 46, 49, 3, 90])]
@@ -1270,8 +1257,6 @@ def planted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('argv, says', [
-    ('pairty', "unknown task 'pairty'.*parity.*scan_cot"),
-    ('jsb', 'add --data=PATH, Jsb16thSeparated.json'),
     ('copy:p=7', "'p=7' is not an option of copy, whose options are: steps=1"),
     ('parity:steps=2', "'steps=2' is not an option"),
     ('sort 101', 'lengths 1 to 100, not 101'),
@@ -1281,6 +1266,7 @@ def planted(tmp_path, monkeypatch):
     ('characters --data=empty', 'nothing to read'),
     ('characters --data=utf16', 'required: UTF-8'),
     ('tokens --data=odd.bin', r'required: a .bin \(uint16\) or .npy file'),
+    ('tokens --data=float.npy', 'not a row of integers'),
     ('tokens --data=uint32.bin', 'as in a file of uint32'),
     ('tokens:size=9 --data=nines.bin', 'the vocabulary of 0 to 8'),
     ('jsb --data=trio.json', 'required: Jsb16th'),
@@ -1316,21 +1302,21 @@ def test_documents_are_decoded_as_written(name, data, texts, size, planted):
 
 
 def test_cfq(planted):
-    """Questions and queries in words; parts are those of the split. All of it is trained on."""
-    task, mcd = (tasks.make(name, 'cfq') for name in ('cfq', 'cfq:mcd=1'))
-    text = ("BoS Did M0 ' s writer , a film editor , write M1 EoI SELECT count ( * ) WHERE "
-            '{ ?x0 a film.editor . ?x0 people.x m_00 } EoS')
-    sets = [task.pool(1, 15, generator(0))]
-    sets += [task.held_out(split, 9, [15], generator)[15] for split in ('eval', 'test')]
-    names = [re.findall(r'm_0(\d+)', ' '.join(map(task.decode, tokens))) for tokens, _ in sets]
-    assert list(map(set, names)) == [{'0', '2', '4', '6', '8', '10'}, {'12', '14'}, {'16', '18'}]
-    tokens, targets = sets[0]
-    assert task.decode(tokens[0]) == text
-    assert task.decode(targets[0][targets[0] != -100]) == text.partition('EoI ')[2]
-    assert [task.existing(range(100), part) for part in (None, 'train')] == [[15, 19]] * 2
-    assert mcd.existing(range(100), 'val') == [19] and task.count([15, 19, 20]) == 12
-    # without validation problems of a length, those of the test
-    assert mcd.held_out('eval', 9, [15], generator)[15][0].tolist() == [mcd.encode(text).tolist()]
+    """Questions and queries in words. All training problems are trained on; held-out ones are of
+    other parts where a length has none."""
+    task = tasks.make('cfq', 'cfq')
+    sets = [task.pool(1, 15, generator(0)), *(task.held_out(split, 9, [n], generator)[n]
+                                              for split in ('eval', 'test') for n in (15, 19))]
+    texts = [sorted(map(task.decode, tokens)) for tokens, _ in sets]
+    numbers = [''.join(re.findall(r'm_0(\d)', ' '.join(x))) for x in texts]
+    assert numbers == ['34', '56', '012', '78', '012']
+    question = "BoS Did M3 ' s writer , a film editor , write M1 EoI "
+    query = 'SELECT count ( * ) WHERE { ?x0 a film.editor . ?x0 people.x m_03 } EoS'
+    assert texts[0][0] == question + query
+    assert task.decode(sets[0][1][0].clamp(min=0)) == query     # the first one's targets
+    existing = [task.existing(range(99), part) for part in (None, 'train', 'val')]
+    assert existing == [[15, 19], [15, 19], [15]]
+    assert task.count([15, 19, 20]) == 5
 
 
 def test_documents_are_dealt_to_parts(planted):
@@ -1353,15 +1339,12 @@ def test_documents_are_dealt_to_parts(planted):
         task = tasks.make(name, 'big.npy')
         assert all(isinstance(task.of_part(part)[0], np.memmap) for part in tasks.PARTS)
         assert task.held_out('test', 4, [512, 4096], generator)[512][0].shape == (36, 512)
-    np.save('float.npy', np.zeros(99))
-    with pytest.raises(tasks.DataError, match='not a row of integers'):
-        tasks.make('tokens', 'float.npy').of_part('train')
 
 
-def test_training_contexts(planted):
+def test_contexts(planted):
     """They are uniform and within a document; a short document is a context of its own, as often as
     its tokens are of all tokens. Those of chorales begin with the first voice. MIDI is transposed
-    by -3 to 3 semitones, and by an octave at the piano's ends."""
+    in training by -3 to 3 semitones, and by an octave at the piano's ends."""
     tokens, targets = tasks.make('text', 'two').sample(6000, 5, generator(0))
     assert torch.equal(targets[:, :-1], tokens[:, 1:].masked_fill(tokens[:, 1:] == 0, -100))
     short = tokens[:, 0] > 100
@@ -1373,6 +1356,10 @@ def test_training_contexts(planted):
     jsb, midi, shifts = tasks.make('jsb', 'bach.json'), tasks.make('maestro', 'midi'), set()
     for row in jsb.sample(200, 16, generator(0))[0].view(-1, 4):
         assert jsb.decode(row).startswith('74 70 65 ')
+    assert jsb.existing([4, 5, 6], 'train') == [5, 6]
+    for tokens, targets in jsb.held_out('test', 99, [5, 16, 60], generator).values():
+        assert (targets != -100).sum() == 4 * (1 + 12) - 2      # all but two chorales' first tokens
+        assert (tokens[:, 0] == tokens[0, 0]).all()
     for row in midi.sample(200, 7, generator(0))[0]:
         first, *rest = [int(word[6:]) for word in midi.decode(row).split()[1:-1]]
         shift = first - 60
@@ -1403,14 +1390,6 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
     kept, *others = ({*targets[targets != -100].tolist()} for _, targets in few)
     assert all(tokens == kept for tokens in others)
     assert len(kept) == min(3 * 99, 3 * (max(sizes) - 1), len(after_first))
-
-
-def test_windows_of_chorales_begin_with_the_first_voice(planted):
-    task = tasks.make('jsb', 'bach.json')
-    assert task.existing([4, 5, 6], 'train') == [5, 6]
-    for tokens, targets in task.held_out('test', 99, [5, 16, 60], generator).values():
-        assert (targets != -100).sum() == 4 * (1 + 12) - 2      # all but two chorales' first tokens
-        assert (tokens[:, 0] == tokens[0, 0]).all()
 
 
 def test_a_corpus_is_learned_and_written(tmp_path, capsys):
