@@ -389,9 +389,8 @@ class Characters(Task):
     for a string x of `length` digits below `symbols`. A subclass defines answer, or
     write(n, length, draw) -> (prompt, answer): lists of texts and of numbers [n, k], which are
     digits, or -1 for nothing.
-    >>> examples(6, 'string_copy copy_repeated string_reverse bucket_sort odds_first stack')
+    >>> examples(6, 'string_copy string_reverse bucket_sort odds_first stack')
     string_copy         493039=493039.
-    copy_repeated       444444=444444.
     string_reverse      ^493039=930394.
     bucket_sort         443034=033444.
     odds_first          493039=909433.
@@ -425,14 +424,6 @@ class StringCopy(Characters):
     """Copy a string of digits."""
     def answer(self, x):
         return x
-
-
-class CopyRepeated(Characters):
-    """Copy a digit or letter as often as it occurs (Kazemnejad et al. 2023)."""
-    def write(self, n, length, draw):
-        x = draw.integers(35, n, 1)     # digits, then letters; CHARACTERS has 13 signs between them
-        x = torch.where(x < 10, x, x + 13).expand(-1, length)
-        return [x, '='], [x, '.']
 
 
 class StringReverse(Characters):
@@ -1101,8 +1092,7 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'produc
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
          'bucket_sort': BucketSort(), 'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
          'flip_flop': FlipFlop(), 'group': Group(), 'mqar': MQAR(), 'addition': Addition(),
-         'copy_repeated': CopyRepeated(), 'addition_cot': AdditionCoT(),
-         'multiplication_cot': MultiplicationCoT(),
+         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
          'scan': SCAN(), 'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT(),
          'stdlib': StandardLibrary(), 'cfq': CFQ(), 'text': Text(),
          'characters': TextCharacters(), 'tokens': Tokens(), 'openwebtext': GPT2(),
