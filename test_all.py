@@ -2399,15 +2399,15 @@ def test_a_trace_is_what_the_model_computes(kw):
 
 @pytest.mark.parametrize('kw', [
     dict(pe='pope'), dict(pe='ape+rope', n_head=8), dict(pe='nope', n_head=2, n_layer=1),
-    dict(pe='prism', n_head=2)], ids=['one head', 'eight heads', 'one layer', 'prism'])
+    dict(pe='prism', n_head=2)], ids=str)
 def test_every_probe_on_every_kind_of_run(kw):
     """It returns numbers that JSON can store and a figure that draws, or says why it cannot. After
     it the model has no hook and computes bitwise the same."""
     model, task, cfg = nano('parity', dtype=torch.float32, longest=4, **kw)
     tokens, figures = task.sample(2, 5, torch.Generator())[0], []
     before = model.requires_grad_(True)(tokens)[0]
+    small = dict(n=4, steps=0, gammas=[0.5], l_max=[3])
     for name, function in probe.PROBES.items():
-        small = dict(n=4, steps=0, gammas=[0.5], l_max=[3])
         own = small.keys() & inspect.signature(function).parameters
         try:
             rows, summary, draw = function(model, task, cfg, **{key: small[key] for key in own})
@@ -2482,9 +2482,8 @@ def test_a_probe_says_what_it_requires(name, kw, given, says):
         probe.PROBES[name](*nano(**kw), **given)
 
 
-def test_problems_rows_of_heads_and_correlations():
-    """Problems are those of the scores. Rows of many heads are their means. A constant has no
-    correlation, also where rounding leaves its mean off: nan, which tables show as empty."""
+def test_problems_are_those_of_the_scores_and_constants_have_no_correlation():
+    """Also where rounding leaves the mean of a constant off: nan. Rows of many heads are means."""
     _, task, cfg = nano('addition')
     found = probe.problems(task, [3], cfg.n_test)[3][0]
     assert torch.equal(found, dict(train.held_out(cfg, 'test', 'cpu'))[3][0])
@@ -2494,10 +2493,7 @@ def test_problems_rows_of_heads_and_correlations():
     assert found == [dict(layer=1, r=30.0), dict(layer=2, r=91.0)]
     x, y = at_random(2, 4, 50)
     x[1], x[3], y[2:] = -1e6, 0, 0.1
-    found = probe.correlation(x, y)
-    close(found[0], np.corrcoef(x[0], y[0])[0, 1])
-    assert found[1:].isnan().all()
-    assert probe.number(torch.nan) is probe.number(-torch.inf) is None
+    assert probe.correlation(x, y).isnan().tolist() == [False, True, True, True]
 
 
 # ViPE
@@ -2596,10 +2592,7 @@ def test_norms_of_planted_frequencies():
     close([row['wavelength'] for row in rows], [2 * math.pi * 10 ** c for c in range(4)], 0.01)
 
 
-def test_tuning_of_alibi_are_lines_and_of_rope_the_median_peaks():
-    curves = probe.tuning_curves(make(pe='alibi'), torch.arange(1, 10)[None], 6, 3)
-    lines = -(0.25 ** torch.arange(1, 5.0))[:, None] * torch.arange(6)  # (H, 6)
-    close(curves - curves[..., :1], lines.expand_as(curves))
+def test_tuning_of_rope_are_medians_and_of_alibi_lines():
     model, task, cfg = nano(pe='rope', n_head=2)
     rows, summary, _ = probe.tuning(model, task, cfg, contents=6)
     row, = probe.sequences(task, cfg.train_lengths, 0, 1)
@@ -2608,6 +2601,9 @@ def test_tuning_of_alibi_are_lines_and_of_rope_the_median_peaks():
         low, peak, high = np.quantile(curve.argmax(dim=1), (0.25, 0.5, 0.75))
         close([line['peak'], line['shift'], line['range']],
               [peak, high - low, np.ptp(curve.mean(dim=0).numpy())], 1e-4)
+    curves = probe.tuning_curves(make(pe='alibi'), row, 6, 3)
+    lines = -(0.25 ** torch.arange(1, 5.0))[:, None] * torch.arange(6)  # (H, 6)
+    close(curves - curves[..., :1], lines.expand_as(curves))
 
 
 # the Toeplitz study
@@ -2631,8 +2627,8 @@ def test_ablate_finds_the_head_that_carries_the_answer():
 
 
 def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
-    """Before layer 1 it leaves the same weights without an encoding; four draws of random vectors
-    have the same norms. Of a text it reports the loss, and its rise without a head."""
+    """Before layer 1 it leaves the same weights without an encoding. Of a text it reports the
+    loss, and its rise without a head."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12], n_head=2)
     model, task, cfg = nano('characters', pe='random', **shape)
@@ -2644,24 +2640,16 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     found = [train.evaluate(net, task, probe.problems(task, [12], 30).items())[12]['loss']
              for net in (plain, model)]
     close([row['without p'], summary['base'] + heads[1]['drop 1']], found, 1e-3)
-    p, taken = probe.added_vectors(model, 12), []
-
-    def score(tap_and_hook):
-        taken.append(-tap_and_hook[1](None, None, torch.zeros_like(p)))
-        return 1.0
-    probe.without_positions(model, cfg, probe.batch(task, [12], 0, 2)[1], score)
-    close(torch.stack(taken).norm(dim=-1), p.norm(dim=-1).expand(10, 12))  # 2 layers, 1 + 4 each
-    assert not torch.allclose(taken[1], taken[2])
+    assert row['random'] != row['without p'] and row['sd'] > 0  # of four draws
 
 
 @pytest.mark.parametrize('kw', [
     dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='yarn', eval_lengths=[9]),
     dict(pe='rope', rope_heads=1), dict(pe='rope', attention='mla'), dict(pe='pope'),
-    dict(pe='ape+vipe')], ids=lambda kw: '-'.join(map(str, kw.values())))
+    dict(pe='ape+vipe')], ids=str)
 def test_toeplitz_splits_the_logits(kw):
-    """The Toeplitz part of each problem's logits is the means along its diagonals, in a loop. Eq.
-    1's terms are the logits and their fractions add up to 1, for encodings that are linear in q
-    and k; the others have no terms."""
+    """Toeplitz parts are means along diagonals. Eq. 1's terms are the logits, and their fractions
+    add up to 1, for encodings that are linear in q and k; the others have no terms."""
     model, task, cfg = nano('copy', **dict(d_model=32, n_head=4, eval_lengths=[3]) | kw)
     rows, _, _ = probe.toeplitz(model, task, cfg, length=8, n=4)
     tokens = probe.batch(task, [8], 8, 4)[1]
@@ -2677,7 +2665,7 @@ def test_toeplitz_splits_the_logits(kw):
             for L in layer.logits[:, h].numpy():
                 means = np.array([L.diagonal(-d).mean() for d in range(len(L))])
                 shares.append(means[i - j].var() / L[i, j].var())
-            close(row['toeplitz'], statistics.mean(shares), 6e-5)
+            close(row['toeplitz'], np.mean(shares), 6e-5)
             close(sum(row[name] for name in terms), bool(terms), 1e-3)
     if 'qp kp' in terms:
         model.embedding.weight.zero_()  # before layer 1 the stream is p alone
@@ -2714,12 +2702,10 @@ def test_gradients_jacobians_and_edges():
 
 
 def test_gradients_repeats_the_first_steps_of_the_run(tmp_path):
-    """After all steps it finds what it finds in the saved model; A1 counts the blocks whose
-    singular values are within 0 and 2."""
+    """After all steps it finds what it finds in the saved model."""
     train.main(flags(task='copy', n_head=2, n_layer=2, seeds=3, out_dir=tmp_path))
     model, cfg = train.load(tmp_path)
-    rows, summary, _ = probe.gradients(model, cfg.the_task, cfg, n=50)  # as many as the run had
-    close(summary['A1'], statistics.mean(0 < x['least'] and x['most'] < 2 for x in rows), 1e-4)
+    rows, _, _ = probe.gradients(model, cfg.the_task, cfg, n=50)  # as many steps as the run had
     assert [row.pop('step') for row in rows][::2] == [0, 3, 6, 9, 12, 'trained']
     assert rows[0] != rows[8]
     for a, b in zip(rows[8:10], rows[10:]):
@@ -2757,7 +2743,7 @@ def test_cursors_of_two_layers_with_a_copy_branch():
     close(found[4]['weight'], (1 - prism.m[0].sigmoid()) * prism.alpha[0, 0, 0], 1e-6)
 
 
-@pytest.mark.parametrize('kw', [{}, dict(prism_sharpen=False), dict(prism_copy='trained')])
+@pytest.mark.parametrize('kw', [dict(prism_sharpen=False), dict(prism_copy='trained')], ids=str)
 def test_kernel_compares_eq_6_with_eq_4(kw):
     """Half the sum of absolute differences over the displacements, in a loop."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, longest=3, **kw)
@@ -2784,9 +2770,8 @@ def test_kernel_compares_eq_6_with_eq_4(kw):
 # LLM position generalization
 
 def test_three_axes_solve_equation_7_and_two_axes_equation_12():
-    """The residuals at each distance, query and key add up to ridge times a_d, b_i and c_j: where
-    the derivatives of eq. 6 are 0. r_centred: Pearson's r without the means of rows. Of two axes
-    residuals have mean 0 in each row and column."""
+    """Residuals at each distance, query and key add up to ridge times a_d, b_i and c_j, where eq.
+    6 has derivatives of 0. Those of two axes have mean 0 in each row and column."""
     W, (i, j) = at_random(2, 9, 9), torch.tril_indices(9, 9)
     a, b, c, fit = probe.three_axes(W, ridge=1e-3)
     rest = (W - fit).tril()
@@ -2799,7 +2784,6 @@ def test_three_axes_solve_equation_7_and_two_axes_equation_12():
           [np.corrcoef(*pair)[0, 1] for pair in ((x[i, j], y[i, j]), centred)])
     a, b, fit = probe.two_axes(x)
     close(fit, a[:, None] + b)
-    close(a.mean(), b.mean())
     close([*(x - fit).mean(dim=0), *(x - fit).mean(dim=1)], [0] * 18)
     model, task, cfg = nano(pe='alibi', n_head=2)
     for block in model.blocks:
@@ -2913,13 +2897,11 @@ def test_perturbed_and_original_have_the_same_targets(kind):
 def test_stretch():
     """A window over everything is attention; with the first tokens kept it is what the sequence of
     these tokens gives. Distances are over the typical one of normal points, in a loop."""
-    for name in ('rope', 'pope', 't5'):
-        model, tokens = make(pe=name), torch.arange(1, 11)[None]
-        layer = probe.trace(model, tokens)[0]
-        other = probe.trace(model, tokens[:, [0, 1, 4, 5, 6, 7]])[0]
-        for of, *given in ((layer, 9, 0, 10), (other, 7, 2, 6, 2)):
-            found = probe.sliding(layer, torch.tensor(given[:1]), *given[1:])[0]
-            close(found, of.y[0, :, -1].flatten())
+    model, tokens = make(pe='pope+t5'), torch.arange(1, 11)[None]
+    layer, other = (probe.trace(model, x)[0] for x in (tokens, tokens[:, [0, 1, 4, 5, 6, 7]]))
+    for of, *given in ((layer, 9, 0, 10), (other, 7, 2, 6, 2)):
+        found = probe.sliding(layer, torch.tensor(given[:1]), *given[1:])[0]
+        close(found, of.y[0, :, -1].flatten())
     normal, later = at_random(60, 5), at_random(3, 5, seed=1) + 1
     xs = normal.tolist()
     own = statistics.median_low(min(math.dist(x, y) for y in xs if y is not x) for x in xs)
@@ -2952,7 +2934,6 @@ def test_a_llama_as_one_of_ours(tmp_path, kw):
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     tokens = [f'w{random.Random(i).randrange(1, 66)}' for i in range(200)]
     text.write_text(' '.join(tokens))
-
     model, cfg = probe.load_llama(str(folder), str(text))
     row, = probe.sequences(cfg.the_task, [16], 0, 1)
     assert [f'w{i}' for i in row[0].tolist()] in [tokens[i:i + 16] for i in range(len(tokens))]
