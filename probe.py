@@ -1623,31 +1623,30 @@ def iteration_head(name):
     cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False,
                        vipe_d_p=1, d_model=C, n_head=2, n_layer=2, d_ff=len(table),
                        norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
-    model = Transformer(cfg).double().eval()
+    model = Transformer(cfg).double().eval().requires_grad_(False)
     tokens, unit = torch.arange(V), 1e-3  # D is stored in thousands
-    with torch.no_grad():
-        for p_name, p in model.named_parameters():
-            p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)  # norms: x / |x|; all else 0
-        model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0  # (V, C)
-        anchor, match = model.blocks
+    for p_name, p in model.named_parameters():
+        p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)  # norms: x / |x|; all else 0
+    model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0  # (V, C)
+    anchor, match = model.blocks
 
-        q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
-        q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
-        k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
-        anchor.attn.pe.W_p[0] = unit
-        anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
+    q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
+    q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
+    k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
+    anchor.attn.pe.W_p[0] = unit
+    anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
 
-        q, k, v = match.attn.qkv.weight.view(3, C, C)
-        # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
-        q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
-        q[1, one], k[1, one] = 2.0, 1.0  # c * c
-        q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
-        q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
-        v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
-        for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
-            match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
-            match.mlp[2].weight[write + new, i] = 1e-3
-        model.head.weight[tokens, write + tokens] = 100.0  # (V, C)
+    q, k, v = match.attn.qkv.weight.view(3, C, C)
+    # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
+    q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
+    q[1, one], k[1, one] = 2.0, 1.0  # c * c
+    q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
+    q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
+    v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
+    for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
+        match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
+        match.mlp[2].weight[write + new, i] = 1e-3
+    model.head.weight[tokens, write + tokens] = 100.0  # (V, C)
     return model, cfg
 
 

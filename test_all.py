@@ -2370,11 +2370,6 @@ def nano(task='copy', dtype=torch.float64, longest=8, **kw):
     return Transformer(cfg).to(dtype).eval().requires_grad_(False), cfg.the_task, cfg
 
 
-def head_by_hand(task):
-    model, cfg = probe.iteration_head(task)
-    return model.requires_grad_(False), cfg.the_task, cfg
-
-
 def at_random(*shape, seed=0):
     """Normal numbers of this shape in float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -2463,11 +2458,10 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('name, kw, given, says', [
     *[(name, dict(task='distance', pe='alibi', causal=False, train_lengths=[8], eval_lengths=[8]),
        {}, 'causal mask') for name in ('toeplitz', 'tuning', 'axes', 'stretch')],
-    ('cursor', {}, {}, 'pe=prism'), ('kernel', {}, {}, 'pe=prism'),
+    ('kernel', {}, {}, 'pe=prism'), ('norms', dict(nope_every=2), {}, 'nope_every=0'),
     ('alignment', dict(task='mode'), {}, 'unique correct key'),
     ('squeeze', dict(pe='ape', positions='randomized'), {}, 'positions=index'),
     ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths above 8'),
-    ('norms', dict(nope_every=2), {}, 'nope_every=0'),
     ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
     ('tuning', dict(pe='prism', n_head=2), {}, 'come from the content'),
     ('tuning', dict(pe='fox'), {}, 'all inputs of fox'),
@@ -2475,8 +2469,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     ('ablate', dict(pe='rope'), dict(what='positions'), r'pe=ape or ape\+rope'),
     ('gradients', dict(n_head=2), dict(steps=10 ** 9), 'take fewer'),
     ('stretch', dict(pe='rope'), dict(layer=3), 'must be 1 to 2'),
-    *[('disentangle', dict(pe=name), {}, f'those of pe={name}')
-      for name in ('nope', 'ape', 'fire', 'vipe')]])
+    *[('disentangle', dict(pe=x), {}, f'those of pe={x}') for x in ('ape', 'fire', 'vipe')]])
 def test_a_probe_says_what_it_requires(name, kw, given, says):
     with pytest.raises(train.UserError, match=says):
         probe.PROBES[name](*nano(**kw), **given)
@@ -2496,23 +2489,20 @@ def test_problems_are_those_of_the_scores_and_constants_have_no_correlation():
     assert probe.correlation(x, y).isnan().tolist() == [False, True, True, True]
 
 
-# ViPE
-
 def test_alignment_finds_the_iteration_head():
-    """Layer 2 attends to x_t at every length, also where the output is wrong; with small logits
-    it loses x_t."""
-    model, task, cfg = head_by_hand('copy')
-    rows, summary, _ = probe.alignment(model, task, cfg, length=120, n=2)
+    """Layer 2 attends to x_t at every length, also where the output is wrong."""
+    model, cfg = probe.iteration_head('copy')
+    rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=120, n=2)
     assert summary == dict(n=2, head='2.1', right_to=120, aligned_to=120)
     assert all(row['2.1'] == row['exact'] == row['states'] == 1 for row in rows)
     model.head.weight[4] = 0  # the symbol 0 is never predicted
-    rows, summary, _ = probe.alignment(model, task, cfg, length=17, n=99, distances=[1])
-    right = (probe.problems(task, [3], 99)[3][1][:, 4:7] != 4).double()  # targets of EoI, s_1, s_2
+    rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=17, n=99, distances=[1])
+    right = (probe.problems(cfg.the_task, [3], 99)[3][1][:, 4:7] != 4).double()  # of EoI, s_1, s_2
     close([rows[2][key] for key in ('exact', 'states', 'd=1')],
           [right.prod(dim=1).mean(), right.mean(), right[:, 1].mean()], 6e-5)
     assert summary['right_to'] == 0 and summary['aligned_to'] == rows[-1]['length']
-    model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3
-    assert probe.alignment(model, task, cfg, length=40, n=2)[1]['aligned_to'] == 0
+    model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-3  # small logits
+    assert probe.alignment(model, cfg.the_task, cfg, length=40, n=2)[1]['aligned_to'] == 0
 
 
 def test_attention_is_the_mean_over_queries():
@@ -2528,9 +2518,8 @@ def test_attention_is_the_mean_over_queries():
 
 
 def test_linear():
-    """Ridge equals the normal equations; R2, Pearson's and Spearman's r by hand, with ties. Layer 1
-    of the iteration head writes the distance to EoI: exact at 3 times the length, unlike an
-    untrained model and the embedding."""
+    """Ridge equals the normal equations; scores by hand, with ties. Layer 1 of the iteration head
+    writes the distance to EoI, exact at 3 times the length."""
     x = at_random(200, 4) * torch.tensor([1, 10, 0.1, 1e-3]) + 3
     y = x @ torch.tensor([1.0, -2, 3, 100]).double() + at_random(200, seed=1)
     z = (x - x.mean(0)) / x.std(0, correction=0)
@@ -2541,7 +2530,8 @@ def test_linear():
     assert found == pytest.approx(dict(
         rmse=math.sqrt(9 / 5), mae=1.0, r2=1 - 9 / 10.8, pearson=12 / math.sqrt(10.8 * 22),
         spearman=7.25 / 9.5), abs=1e-12)
-    rows, _, _ = probe.linear(*head_by_hand('copy'), n=4)
+    model, cfg = probe.iteration_head('copy')
+    rows, _, _ = probe.linear(model, cfg.the_task, cfg, n=4)
     at = {(row['target'], row['layer'], row['lengths']): row for row in rows}
     assert len(rows) == 18 and at['distance', 0, 'longer']['r2'] < 0.5
     for row in (at['distance', 1, lengths] for lengths in ('trained', 'longer', '3x')):
@@ -2561,8 +2551,6 @@ def test_squeeze():
     close([row['tokens' + name] for name in ('', ', squeezed', ', hidden')], right, 6e-5)
     assert len({*right}) == 3
 
-
-# PoPE
 
 def test_loss_by_position():
     """The mean over problems at each position that is supervised."""
@@ -2606,8 +2594,6 @@ def test_tuning_of_rope_are_medians_and_of_alibi_lines():
     close(curves - curves[..., :1], lines.expand_as(curves))
 
 
-# the Toeplitz study
-
 def test_ablate_finds_the_head_that_carries_the_answer():
     """Head 3 of layer 2 where scores say so; in the iteration head, head 1 of each layer."""
     model, _, cfg = nano(pe='nope', n_head=4)
@@ -2621,7 +2607,8 @@ def test_ablate_finds_the_head_that_carries_the_answer():
     assert [[row[f'drop {h}'] for h in (1, 2, 3, 4)] for row in rows] == drops
     assert [row['effective'] for row in rows] == [4, 1]
     assert summary == dict(layer=2, head=3, largest=7, second=1)
-    rows, summary, _ = probe.ablate(*head_by_hand('parity'), n=64)
+    model, cfg = probe.iteration_head('parity')
+    rows, summary, _ = probe.ablate(model, cfg.the_task, cfg, n=64)
     assert [[row['drop 1'], row['drop 2'], row['effective']] for row in rows] == [[100, 0, 1]] * 2
     assert summary['base'] == 100
 
@@ -2674,9 +2661,8 @@ def test_toeplitz_splits_the_logits(kw):
 
 
 def test_gradients_jacobians_and_edges():
-    """Summed over the layers, which share T5's table, H(d) at all edges is the gradient by its
-    bias. J is autograd's Jacobian of a block at the last target. With two triggers the edge is
-    from the query to the later one."""
+    """Summed over layers, H(d) at all edges is the gradient by T5's table. J is autograd's Jacobian
+    of a block at the last target. With two triggers the edge is from the query to the later."""
     model, task, cfg = nano('copy', pe='t5', n_head=2)
     model.requires_grad_(True)
     tokens, targets = task.sample(3, 5, torch.Generator())
@@ -2694,9 +2680,9 @@ def test_gradients_jacobians_and_edges():
                heads.max() - heads.min()], 1e-3)
     close(rows[0]['growth'], rows[0]['margin'] / rows[1]['margin'], 2e-3)
     task = tasks.make('distance')
-    tokens, targets = task.sample(200, 12, torch.Generator().manual_seed(0))
+    tokens, _ = task.sample(200, 12, torch.Generator().manual_seed(0))
     b, u, j, d = probe.edges(task, tokens)
-    assert (tokens[b, u] == task.query).all() and (targets[b, u] != -100).all()
+    assert (tokens[b, u] == task.query).all()
     assert (tokens[b, j] + tokens[b, j - d] == 2 * task.first_trigger + 1).all()
     assert torch.equal(d // 4 + task.first_class, tokens[:, -1])
 
@@ -2712,11 +2698,9 @@ def test_gradients_repeats_the_first_steps_of_the_run(tmp_path):
         assert all(b[key] == (x and pytest.approx(x, rel=1e-2)) for key, x in a.items())
 
 
-# PRISM
-
 def test_cursors_of_two_layers_with_a_copy_branch():
-    """Each layer of prism_layers has cursors of its own; those of layer 1 step up and never jump,
-    as their biases say. Means are over the prompt, and over the answer from "=" on."""
+    """Those of layer 1 step up and never jump, as their biases say. Means are over the prompt, and
+    over the answer from "=" on."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2,
                             prism_layers=[1, 2], dtype=torch.float32, longest=3)
     for block in model.blocks:
@@ -2739,7 +2723,6 @@ def test_cursors_of_two_layers_with_a_copy_branch():
             assert 'jump' not in row or (row['jump'] > 0) == (row['layer'] == 2)
     steady, weights = np.transpose(used)
     close(summary['steady'], np.average(steady, weights=weights), 1e-4)
-    assert ['jump' in row for row in rows[:16:2]] == [True, False, False, False] * 2
     close(found[4]['weight'], (1 - prism.m[0].sigmoid()) * prism.alpha[0, 0, 0], 1e-6)
 
 
@@ -2766,8 +2749,6 @@ def test_kernel_compares_eq_6_with_eq_4(kw):
         close(row['eq6'], apart, 1e-3)
         assert apart > 0.01
 
-
-# LLM position generalization
 
 def test_three_axes_solve_equation_7_and_two_axes_equation_12():
     """Residuals at each distance, query and key add up to ridge times a_d, b_i and c_j, where eq.
@@ -2810,24 +2791,22 @@ def test_logits_at_other_distances(kw):
 
 
 def test_tuples_finds_a_planted_slow_pair():
-    """Its row has ratio, rotation, angle and fixed (0: the key is constant). Pair 1, which also
-    dominates, is fast."""
+    """Pair 1 dominates, too, and is fast. fixed is 0 because the key is constant."""
     model, task, cfg = nano(pe='rope', n_head=1, n_layer=1)
     q = torch.polar(torch.tensor([20.0] + [1] * 6 + [20]), torch.tensor([0.0] * 7 + [2]))
     model.embedding.weight.zero_()[:, 0] = 1  # the same for all tokens
     model.blocks[0].attn.qkv.weight[:32].zero_()[:, 0] = torch.cat(
         [torch.view_as_real(q).flatten(), torch.tensor([1.0, 0]).repeat(8)]).double()
     (row,), summary, _ = probe.tuples(model, task, cfg, n=2)
-    theta = 10 ** -3.5
-    close([row[key] for key in ('layer', 'head', 'pair', 'fixed', 'ratio', 'angle', 'rotation',
-                                'wavelength')],
-          [1, 1, 8, 0, 20, 2, cfg.train_len * theta, 2 * math.pi / theta], 1e-3)
     assert summary == dict(pairs=1, heads=1, of_heads=1, fixed=0)
+    theta = 10 ** -3.5
+    found = dict(layer=1, head=1, pair=8, ratio=20, wavelength=2 * math.pi / theta,
+                 rotation=cfg.train_len * theta, angle=2, fixed=0)
+    assert row == pytest.approx(found, rel=1e-3, abs=1e-3)
 
 
 def test_pairs_by_eq_15():
-    """f has the mean key, g what keys add to it without a rotation, here of the first of six pairs
-    of features. r of the pairs' logits and f + g, of all and the pairs', of all and f + g."""
+    """f has the mean key, g what keys add to it without a rotation, of the first of six pairs."""
     zq, zk = (torch.complex(*at_random(2, 1, 50, 6, seed=seed)) for seed in (0, 1))
     zk[..., 0] += 3
     theta, pos = torch.tensor([0.1] + [1.0] * 5).double(), torch.arange(50)
@@ -2841,7 +2820,6 @@ def test_pairs_by_eq_15():
     close(found[:, 0], [np.corrcoef(x[0][lower], y[0][lower])[0, 1]
                         for x, y in ((own, f + g), (W, own), (W, f + g))])
     assert found[:, 1].isnan().all()
-    assert probe.analytic_fit(W, zq, zk, theta, pairs & False).isnan().all()  # no such pair
 
 
 @pytest.mark.parametrize('gamma, l_max', [(0.2, 3), (0.5, 1), (1.0, 40)])
@@ -2857,7 +2835,7 @@ def test_draws_are_the_same_for_all_levels(gamma, l_max):
         assert torch.equal(fewer[fewer != pos], order[fewer != pos])
         moved.append((order != pos).double().mean().item())
         shift, less = (draw(probe.offsets, g, l_max) for g in (gamma, gamma / 2))
-        assert shift.abs().max() <= l_max and (gamma < 1 or (shift != 0).all())
+        assert shift.abs().max() <= l_max and (gamma < 1 or shift.all())
         assert torch.equal(less[less != 0], shift[less != 0])
         far = draw(probe.offsets, gamma, 10 * l_max)
         assert torch.equal(far.sign(), shift.sign()) and (far.abs() >= shift.abs()).all()
@@ -2882,15 +2860,11 @@ def test_perturbed_and_original_have_the_same_targets(kind):
     row, moved = probe.perturb_scores(after, before, targets), after[-1]
     assert moved.any() == (kind == 'text')
     asked = [(i, t) for i, t in (targets != -100).nonzero().tolist() if not moved[i, t + 1]]
-    for when, (losses, right, *_) in (('', after), (' before', before)):
-        exact = {i: all(right[at] for at in asked if at[0] == i) for i, _ in asked}.values()
-        losses, right = ([x[at].item() for at in asked] for x in (losses, right))
-        close([row[key + when] for key in ('loss', 'token', 'exact')],
-              [statistics.mean(found) for found in (losses, right, exact)], 2e-4)
-    y, y0 = (x[2].transpose(2, 3).flatten(3) for x in (after, before))  # (n, L, T, H D)
-    change = (y - y0).norm(dim=-1) / y0.norm(dim=-1)
-    close(row['output'], statistics.mean(change[i, :, ~gone].mean().item()
-                                         for i, gone in enumerate(moved) if not gone.all()), 2e-4)
+    exact = {i: all(after[1][at] for at in asked if at[0] == i) for i, _ in asked}.values()
+    values = [[x[at].item() for at in asked] for x in (after[0], after[1], before[0])]
+    close([row[key] for key in ('loss', 'token', 'loss before', 'exact')],
+          [statistics.mean(x) for x in (*values, exact)], 2e-4)
+    close(row['cost'], row['loss'] - row['loss before'], 2e-4)
     assert row['output'] > 0
 
 
@@ -2912,8 +2886,6 @@ def test_stretch():
     assert points == [2 * 18, 2 * 3 * 19, 2 * 3 * 19]
 
 
-# Llama
-
 @pytest.mark.parametrize('kw', [dict(head_dim=12), dict(attention_bias=True, rope_parameters=dict(
     rope_type='yarn', rope_theta=500.0, factor=4.0, original_max_position_embeddings=16))],
     ids=['wide', 'yarn'])
@@ -2932,11 +2904,10 @@ def test_a_llama_as_one_of_ours(tmp_path, kw):
     folder, text = tmp_path / 'net', tmp_path / 'text'
     net.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    tokens = [f'w{random.Random(i).randrange(1, 66)}' for i in range(200)]
-    text.write_text(' '.join(tokens))
+    text.write_text(' '.join(f'w{random.Random(i).randrange(1, 66)}' for i in range(200)))
     model, cfg = probe.load_llama(str(folder), str(text))
     row, = probe.sequences(cfg.the_task, [16], 0, 1)
-    assert [f'w{i}' for i in row[0].tolist()] in [tokens[i:i + 16] for i in range(len(tokens))]
+    assert ' '.join(f'w{i}' for i in row[0].tolist()) in text.read_text()
     with torch.no_grad():
         theirs = net(input_ids=row, output_attentions=True, use_cache=False)
         close(model(row)[0], theirs.logits, 1e-4)
