@@ -14,6 +14,7 @@ matplotlib figure. Its further keyword arguments are its options on the command 
 the model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
 """
 import argparse
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -76,9 +77,7 @@ class Layer:
     def weights(self):
         return self.enc.weigh(self.logits)  # (B, H, T, T), rows add up to 1
 
-    def begin(self, attn, inputs):
-        """A hook before attention; it also drops the logits of an earlier forward pass."""
-        vars(self).pop('logits', None)
+    def begin(self, _, inputs):  # a hook before attention
         self.x, self.pos, self.state = inputs
 
     def keep(self, output, *inputs):
@@ -102,7 +101,7 @@ def hooked(*hooks):
 
 @contextlib.contextmanager
 def recording(model, change=None):
-    """A list of Layer that every forward pass inside the with block fills. change(i, layer) returns
+    """A list of Layer that the forward pass inside the with block fills. change(i, layer) returns
     the logits [B, H, T, T] that layer i uses, None for its own; `layer.logits` are its own."""
     layers = [Layer(block.attn) for block in model.blocks]
     with contextlib.ExitStack() as stack:
@@ -823,6 +822,9 @@ def eq_1(layer, norm, p):
     """Eq. 1's terms {name: [.., H, T, T]} of a layer's logits; x = content + p before the norm,
     whose scale is fixed at that of x, so that the norm is linear."""
     enc, x = layer.enc, layer.stream  # (B, T, C)
+    if any(isinstance(part, (encodings.PoPE, encodings.ViPE, encodings.PRISM))
+           for part in enc.modules()):
+        return {}  # not linear in q and k
     at = enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
     if isinstance(norm, torch.nn.LayerNorm):
         x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))  # LayerNorm subtracts the mean
@@ -833,20 +835,6 @@ def eq_1(layer, norm, p):
     terms = {'qc kc': qc @ kc.mT, 'qc kp': qc @ kp.mT, 'qp kc': qp @ kc.mT, 'qp kp': qp @ kp.mT}
     terms = {name: x * enc.scale for name, x in terms.items() if x.any()}  # 0 without p
     return terms if bias is None else terms | {'B': bias}
-
-
-def logit_shares(layer, norm, p):
-    """{column of toeplitz(): [H]} of a layer."""
-    L = layer.logits.masked_fill(layer.logits.isinf(), 0)  # (B, H, T, T)
-    curved = encodings.PoPE, encodings.ViPE, encodings.PRISM  # not linear in q and k: no eq. 1
-    linear = not any(isinstance(x, curved) for x in layer.enc.modules())
-    terms = eq_1(layer, norm, p) if linear else {}
-    parts = dict(toeplitz=toeplitz_part(L)) | terms
-    shares = {name: variance_share(x.expand_as(L), L).mean(dim=0) for name, x in parts.items()}
-    if 'qp kp' in terms:  # Assumption 3.2
-        part = toeplitz_part(terms['qp kp'])  # (B, H, T, T)
-        shares['qp kp toeplitz'] = variance_share(part, terms['qp kp']).mean(dim=0)
-    return shares  # each (H,), means over problems
 
 
 @torch.no_grad()
@@ -864,9 +852,17 @@ def toeplitz(model, task, cfg, length=0, n=8):
     T = tokens.shape[1]
     tokens, = fewer(cfg, tokens, limit=2 ** 23 * cfg.n_layer)  # (n, T)
     net = copy.deepcopy(model).double()
-    layers, p = trace(net, tokens), added_vectors(net, T)
-    found = [logit_shares(layer, block.norm_1, p) for layer, block in zip(layers, net.blocks)]
-    columns = {name: torch.stack([shares[name] for shares in found]) for name in found[0]}  # (L, H)
+    layers, p, columns = trace(net, tokens), added_vectors(net, T), collections.defaultdict(list)
+    for layer, block in zip(layers, net.blocks):
+        L = layer.logits.masked_fill(layer.logits.isinf(), 0)  # (n, H, T, T)
+        terms = eq_1(layer, block.norm_1, p)
+        parts = {'toeplitz': (toeplitz_part(L), L)} | {
+            name: (term.expand_as(L), L) for name, term in terms.items()}
+        if 'qp kp' in terms:  # Assumption 3.2
+            parts['qp kp toeplitz'] = toeplitz_part(terms['qp kp']), terms['qp kp']
+        for name, (part, whole) in parts.items():
+            columns[name].append(variance_share(part, whole).mean(dim=0))  # (H,)
+    columns = {name: torch.stack(shares) for name, shares in columns.items()}  # (L, H)
     means = {name: number(x[x.isfinite()].mean()) for name, x in columns.items()}
     chance = (T - 1) / (T * (T + 1) / 2 - 1)  # T diagonals fitted to T (T + 1) / 2 entries
     summary = dict(length=length, n=len(tokens), tokens=T, chance=number(chance)) | means
@@ -1259,8 +1255,9 @@ def slow_dominating(zq, zk, theta, length):
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
 
 
-def analytic(zq, zk, theta, pairs):
-    """f and g of eq. 15 and the logits themselves, of the pairs [H, n] only, [H, T, T].
+def analytic_fit(W, zq, zk, theta, pairs):
+    """[3, H], r over i >= j, nan where a head has none of the pairs [H, n]: the pairs' own logits
+    with f + g of eq. 15, all logits W [H, T, T] with the pairs' own, and all with f + g.
 
     f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r), with the angle of kbar, because f is no
     function of k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
@@ -1268,20 +1265,13 @@ def analytic(zq, zk, theta, pairs):
     t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)  # (H, 1, n)
     conj = zq.conj() * pairs[:, None]  # (H, T, n), 0 for other pairs
     turn = torch.exp(1j * t[:, None] * theta)  # (T, n)
-    f = ((conj * kbar) @ turn.conj().T).real  # (H, T, distance)
-    f = f.gather(-1, (t[:, None] - t).clamp(min=0).expand_as(f))  # (H, T, T)
-    g = (conj @ ((zk - kbar).abs() * zk.sgn()).mT).real  # (H, T, T)
-    return f, g, ((conj * turn.conj()) @ (zk * turn).mT).real  # conj(q_i) k_j e^(-i (i-j) theta)
-
-
-def analytic_fit(W, zq, zk, theta, pairs):
-    """[3, H], r over i >= j: the pairs' own logits with f + g, all logits W [H, T, T] with the
-    pairs' own, and all with f + g; nan where a head has no such pair."""
-    f, g, own = analytic(zq, zk, theta, pairs)
-    lower, acts = torch.ones(W.shape[1:]).tril() > 0, W[:len(pairs)]  # it may act on some heads
-    r = torch.stack([correlation(x[:, lower], y[:, lower])
-                     for x, y in ((own, f + g), (acts, own), (acts, f + g))])  # (3, heads)
-    r = r.where(pairs.any(dim=-1), torch.nan)
+    f = (conj * turn.conj()) @ (kbar * turn).mT  # each (H, T, T)
+    g = conj @ ((zk - kbar).abs() * zk.sgn()).mT
+    own = (conj * turn.conj()) @ (zk * turn).mT  # conj(q_i) k_j e^(-i (i-j) theta)
+    lower = torch.ones(W.shape[1:]).tril() > 0
+    fg, own, acts = (x[:, lower] for x in ((f + g).real, own.real, W[:len(pairs)]))  # its heads
+    r = torch.stack([correlation(*pair) for pair in ((own, fg), (acts, own), (acts, fg))])
+    r = r.where(pairs.any(dim=-1), torch.nan)  # (3, heads that it acts on)
     return F.pad(r, (0, len(W) - len(pairs)), value=torch.nan)
 
 
@@ -1677,31 +1667,30 @@ def iteration_head(name):
     cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False,
                        vipe_d_p=1, d_model=C, n_head=2, n_layer=2, d_ff=len(table),
                        norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
-    model = Transformer(cfg).double().eval()
+    model = Transformer(cfg).double().eval().requires_grad_(False)
     tokens, unit = torch.arange(V), 1e-3  # D is stored in thousands
-    with torch.no_grad():
-        for p_name, p in model.named_parameters():
-            p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)  # norms: x / |x|; all else 0
-        model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0  # (V, C)
-        anchor, match = model.blocks
+    for p_name, p in model.named_parameters():
+        p.fill_(C ** -0.5 if 'norm' in p_name else 0.0)  # norms: x / |x|; all else 0
+    model.embedding.weight[tokens, tokens] = model.embedding.weight[:, one] = 1.0  # (V, C)
+    anchor, match = model.blocks
 
-        q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
-        q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
-        k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
-        anchor.attn.pe.W_p[0] = unit
-        anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
+    q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
+    q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
+    k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
+    anchor.attn.pe.W_p[0] = unit
+    anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
 
-        q, k, v = match.attn.qkv.weight.view(3, C, C)
-        # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
-        q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
-        q[1, one], k[1, one] = 2.0, 1.0  # c * c
-        q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
-        q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
-        v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
-        for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
-            match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
-            match.mlp[2].weight[write + new, i] = 1e-3
-        model.head.weight[tokens, write + tokens] = 100.0  # (V, C)
+    q, k, v = match.attn.qkv.weight.view(3, C, C)
+    # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
+    q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
+    q[1, one], k[1, one] = 2.0, 1.0  # c * c
+    q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
+    q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
+    v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
+    for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
+        match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
+        match.mlp[2].weight[write + new, i] = 1e-3
+    model.head.weight[tokens, write + tokens] = 100.0  # (V, C)
     return model, cfg
 
 
