@@ -1249,7 +1249,11 @@ if __name__ == '__main__':
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # python pe.py | head
     if {'-h', '--help'} & set(sys.argv):
         print(__doc__)
-    elif sys.argv[1:]:
-        draw(sys.argv[1])
-    else:
+    elif not sys.argv[1:]:
         print_encodings()
+    else:
+        try:
+            draw(sys.argv[1])
+        except (ImportError, ValueError, OSError) as error:     # no matplotlib, another ending
+            print(f'pe.py: {error}', file=sys.stderr)
+            sys.exit(2)

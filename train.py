@@ -696,7 +696,10 @@ def read_checkpoint(folder):
         raise
     except Exception:                                      # torch says it in many ways
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
-    need(not checkpoint['config'].get('ema'), f'{path} used ema, an option that was removed')
+    removed = {'ema': 0, 'positions': 'index'}             # options, and what is still possible
+    for key in removed:
+        need(checkpoint['config'].get(key, removed[key]) == removed[key],
+             f'{path} used {key}, an option that was removed')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
@@ -874,17 +877,18 @@ def show(cfg, by_seed):
 # --------------------------------------------------------------------------------------------------
 # the training loop
 
-class Stop:
-    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once."""
-    def __init__(self):
-        self.signal = 0
-        with contextlib.suppress(ValueError):              # only the main thread gets signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.handle)
+def catch_signals():
+    """A list, to which Ctrl-C or SIGTERM appends its number: the loop then saves and stops. A
+    second one stops at once."""
+    caught = []
 
-    def handle(self, number, frame):
-        self.signal = number
+    def catch(number, frame):
+        caught.append(number)
         signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(ValueError):                  # only the main thread gets signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, catch)
+    return caught
 
 
 def train(cfg, device, checkpoint, stop):
@@ -904,7 +908,7 @@ def train(cfg, device, checkpoint, stop):
         done = step + 1
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
-        if not (logging or stop.signal):
+        if not (logging or stop):
             continue
         drop_diverged(trainers, checkpoint, done)
         if not trainers:
@@ -922,13 +926,13 @@ def train(cfg, device, checkpoint, stop):
             scores = test(cfg, trainers, 'eval', device)
             log += [dict(step=done, seed=seed, eval=x) for seed, x in scores.items()]
             began += time.time() - pause                   # evaluations do not count as training
-        if evaluating or stop.signal:
+        if evaluating or stop:
             save(cfg, checkpoint, trainers, done, log)
             log = []
         if evaluating:
             tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
-        if stop.signal and done < cfg.max_steps:
+        if stop and done < cfg.max_steps:
             return None
     return test(cfg, trainers, 'test', device)
 
@@ -1015,7 +1019,7 @@ def source(cfg):
 def train_points(points, swept):
     """Train the one configuration, or each (label, config) of a sweep, and show a table: the exit
     status, 2 by UserError if a seed diverged."""
-    stop = Stop()
+    stop = catch_signals()
     scores, failed = {}, []
     for label, cfg in points:
         if swept:
@@ -1024,7 +1028,7 @@ def train_points(points, swept):
         if by_seed is None:
             print('stopped and saved; continue with the same command'
                   + ', without --overwrite' * cfg.overwrite)
-            return 128 + stop.signal
+            return 128 + stop[0]
         failed += [f'{label} {line}'.strip() for line in lines]
         if not by_seed:
             continue
