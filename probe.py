@@ -1788,4 +1788,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    train.run_program(main, tasks.DataError, encodings.InputMissing)
+    train.run_program(main, encodings.InputMissing)

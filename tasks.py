@@ -30,18 +30,10 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from pe import UserError, need
+
 PAD, BOS, EOI, EOS = range(4)  # the same in every task that has them
 PARTS = ('train', 'val', 'test')
-
-
-class DataError(ValueError):
-    """No such task or option, data missing or of the wrong kind, or no problems of a length."""
-
-
-def require(condition, message):
-    """Raise DataError with the message unless the condition is true."""
-    if not condition:
-        raise DataError(message)
 
 
 class Task:
@@ -59,11 +51,10 @@ class Task:
     own_vocab = False      # the vocabulary comes from the data
 
     def sample(self, n, length, generator=None):
-        """Return n problems of a length as (tokens, targets), both [n, T]. Raise DataError if the
-        task has no problems of that length."""
+        """n problems of a length, (tokens, targets) [n, T]. Raise UserError if there are none."""
         known = f'{self.min_length} to {self.max_length}'.replace('to inf', 'and more')
-        require(self.min_length <= length <= self.max_length, f'{self.name} has problems of lengths'
-                f' {known}, not {length} (options train_lengths and eval_lengths)')
+        need(self.min_length <= length <= self.max_length, f'{self.name} has problems of lengths '
+             f'{known}, not {length} (options train_lengths and eval_lengths)')
         return self.problems(n, length, Draw(generator))
 
     def pool(self, n, length, generator):
@@ -83,8 +74,7 @@ class Task:
         """The number of training problems of these lengths, None if unlimited."""
 
     def width(self, lengths):
-        """The number of tokens in the longest sequence of these lengths."""
-        # all sequences of a length are padded to one width: one problem shows it
+        """The number of tokens in the longest sequence. One problem shows it: all are padded."""
         ends = min(lengths), max(lengths)
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
@@ -93,12 +83,12 @@ class Task:
         return self.separator.join(self.vocab[i] for i in row.tolist() if i != PAD)
 
     def encode(self, text):
-        """The token indices [T] of a text. Raise DataError if a word is not in the vocabulary."""
+        """The token indices [T] of a text. Raise UserError if a word is not in the vocabulary."""
         words = text.split() if self.separator else list(text)
         index = {word: i for i, word in enumerate(self.vocab) if i != PAD}
         unknown = ' '.join(sorted({*words} - index.keys()))
-        require(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
-                             f'with {" ".join(self.vocab[1:33])!r}')
+        need(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
+             f'with {" ".join(self.vocab[1:33])!r}')
         return torch.tensor([index[word] for word in words], dtype=torch.int64)
 
 
@@ -278,8 +268,8 @@ class IndirectIndexing(Task):
     separator = ''
 
     def __init__(self, letters=52, shift=15):
-        require(1 <= letters <= 52 and shift < 100,
-                f'letters must be 1 to 52 and shift 0 to 99, got {letters} and {shift}')
+        need(1 <= letters <= 52 and shift < 100,
+             f'letters must be 1 to 52 and shift 0 to 99, got {letters} and {shift}')
         self.max_length, self.max_shift = letters, shift
         alphabet = (string.ascii_uppercase + string.ascii_lowercase)[:letters]
         self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet]
@@ -331,7 +321,7 @@ class Distance(Classification):
 
     def __init__(self, span=128):
         super().__init__()
-        require(span >= self.triggers, f'span must be at least {self.triggers}, got {span}')
+        need(span >= self.triggers, f'span must be at least {self.triggers}, got {span}')
         self.span = span
 
     def place(self, words, draw):
@@ -366,7 +356,7 @@ class TriggerCount(Classification):
 
     def __init__(self, most=31):
         super().__init__()
-        require(1 <= most < self.classes, f'most must be 1 to {self.classes - 1}, got {most}')
+        need(1 <= most < self.classes, f'most must be 1 to {self.classes - 1}, got {most}')
         self.most = most
 
     def place(self, words, draw):
@@ -547,7 +537,7 @@ class FlipFlop(Task):
     min_length = 2
 
     def __init__(self, ignore=80):
-        require(ignore <= 100, f'flip_flop:ignore must be a percentage, got {ignore}')
+        need(ignore <= 100, f'flip_flop:ignore must be a percentage, got {ignore}')
         self.ignore = ignore
 
     def problems(self, n, length, draw):
@@ -574,7 +564,7 @@ class Group(Task):
     labels = True
 
     def __init__(self, name='s5'):
-        require(name in ('s2', 's3', 's4', 's5'), f'group:name must be s2 to s5, got {name!r}')
+        need(name in ('s2', 's3', 's4', 's5'), f'group:name must be s2 to s5, got {name!r}')
         elements = list(itertools.permutations(range(int(name[1]))))    # 120 of s5
         products = [[elements.index(tuple(b[i] for i in a)) for b in elements] for a in elements]
         self.table = torch.tensor(products)     # table[a, b]: a, then b
@@ -597,7 +587,7 @@ class MQAR(Task):
     mqar:keys=2:words=9 key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8
     """
     def __init__(self, keys=4, words=64):
-        require(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
+        need(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
         self.keys, self.words = keys, words
         self.min_length = 2 * keys
         kinds = itertools.product(('key', 'value', 'noise'), range(words))
@@ -648,8 +638,8 @@ class Pairs(Task):
     def find(self, length, *parts):
         """(tokens, targets) of a length in the first of the parts that has it."""
         found = [self.rows[part, length] for part in parts if (part, length) in self.rows]
-        require(found, f'{self.name} has problems of lengths {sorted({n for _, n in self.rows})}, '
-                       f'not {length}')
+        known = sorted({n for _, n in self.rows})
+        need(found, f'{self.name} has problems of lengths {known}, not {length}')
         return found[0]
 
     def problems(self, n, length, draw):
@@ -755,7 +745,6 @@ class CFQ(Pairs):
     needs = 'the folder in cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset)'
 
     def __init__(self, mcd=0):
-        require(mcd <= 3, f'cfq has the splits mcd=1, 2 and 3, and a random one, not mcd={mcd}')
         self.split = f'mcd{mcd}' if mcd else 'random_split'
 
     @staticmethod
@@ -781,12 +770,12 @@ class CFQ(Pairs):
 
 @contextlib.contextmanager
 def reading(path, needs):
-    """Turn any error in the block that reads path into a DataError that says what is required."""
+    """Turn any error in the block that reads path into a UserError that says what is required."""
     try:
         yield
     except Exception as error:
         reason = ' '.join(f'{type(error).__name__} {error}'.split())
-        raise DataError(f'cannot read {path}: {reason}; required: {needs}') from None
+        raise UserError(f'cannot read {path}: {reason}; required: {needs}') from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -826,14 +815,14 @@ class Corpus(Task):
             folders[:] = sorted(x for x in folders if x[0] != '.' and x not in self.skip)
             files += [pathlib.Path(folder, name) for name in sorted(names)
                       if name[0] != '.' and name.lower().endswith(self.endings)]
-        require(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
+        need(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
         return files
 
     @functools.cached_property
     def parts(self):
         """{part: [documents]}."""
         found = [(part, document) for part, document in self.read() if len(document) > 1]
-        require(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
+        need(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
         if any(part for part, _ in found):      # what has no part's name is for training
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
@@ -849,10 +838,10 @@ class Corpus(Task):
         return {part: [documents[i] for i in numbers] for part, numbers in zip(PARTS, cut(order))}
 
     def of_part(self, part):
-        """The documents of a part that have something to predict. Raise DataError if none has."""
+        """The documents of a part that have something to predict. Raise UserError if none has."""
         documents = [document for document in self.parts[part] if len(document) > 1]
-        require(documents, f'{self.data} has nothing for {part}: '
-                           f'name a file or folder in it {part}, or add text')
+        need(documents, f'{self.data} has nothing for {part}: name a file or folder in it {part}, '
+                        'or add text')
         return documents
 
     def lay_out(self, pieces, length):
@@ -861,8 +850,8 @@ class Corpus(Task):
         tokens = np.full((len(pieces), length), PAD, dtype=np.int64)    # [n, T]
         for row, piece in zip(tokens, pieces):
             symbols = np.asarray(piece, dtype=np.int64)     # [t]; of uint16 the sum could overflow
-            require(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols up '
-                    f'to {symbols.max()}, which are not in the vocabulary of 0 to {size - 1}')
+            need(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols up '
+                 f'to {symbols.max()}, which are not in the vocabulary of 0 to {size - 1}')
             row[:len(piece)] = symbols + self.first
         tokens = torch.from_numpy(tokens)
         return tokens, supervise(tokens, 1)
@@ -872,7 +861,7 @@ class Corpus(Task):
         A shorter document is taken whole."""
         documents = self.of_part('train')
         # a uniform token of all documents chooses its document
-        ends = np.cumsum([len(document) for document in documents])
+        ends = np.cumsum([*map(len, documents)])
         tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n]
         chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
         places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
@@ -911,14 +900,13 @@ class Corpus(Task):
 
 
 def mapped(path, dtype):
-    """A file as an array. A file of more than a megabyte stays on disk."""
-    if path.stat().st_size <= 2 ** 20:      # a map would keep each of many small files open
-        return np.frombuffer(path.read_bytes(), dtype)
-    return np.memmap(path, dtype, 'r')
+    """A file as an array, on disk if it is large: a map would keep many small files open."""
+    large = path.stat().st_size > 2 ** 20
+    return np.memmap(path, dtype, 'r') if large else np.frombuffer(path.read_bytes(), dtype)
 
 
 def read_text(path):
-    """The content of a text file. Raise DataError if it is not UTF-8."""
+    """The content of a text file. Raise UserError if it is not UTF-8."""
     with reading(path, 'UTF-8 text (task text reads any bytes)'):
         return pathlib.Path(path).read_bytes().decode()     # line ends as they are
 
@@ -973,10 +961,10 @@ class Tokens(Corpus):
         if path.suffix.lower() == '.bin':
             tokens = mapped(path, np.uint16)
             low, high = tokens[:1000:2], tokens[1:1000:2]       # halves, if these are uint32
-            require(high.any() or not low.any(), 'every other token is 0, as in a file of uint32')
+            need(high.any() or not low.any(), 'every other token is 0, as in a file of uint32')
             return [tokens]
         array = np.load(path, mmap_mode='r')
-        require(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
+        need(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
         return [array]
 
 
@@ -1077,7 +1065,7 @@ class Genome(Corpus):
 
     def documents(self, path):
         head, *records = ('\n' + read_text(path)).split('\n>')
-        require(not head.strip(), 'it does not begin with ">"')
+        need(not head.strip(), 'it does not begin with ">"')
         sequences = [record.partition('\n')[2] for record in records]   # without the name
         return [self.encode(text).numpy().astype(np.uint16) for text in sequences]
 
@@ -1087,34 +1075,33 @@ class Genome(Corpus):
 
 TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'product': Product(),
          'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
-         'indirect_indexing': IndirectIndexing(),
-         'distance': Distance(), 'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
+         'indirect_indexing': IndirectIndexing(), 'distance': Distance(),
+         'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
          'bucket_sort': BucketSort(), 'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
          'flip_flop': FlipFlop(), 'group': Group(), 'mqar': MQAR(), 'addition': Addition(),
-         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(),
-         'scan': SCAN(), 'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT(),
-         'stdlib': StandardLibrary(), 'cfq': CFQ(), 'text': Text(),
-         'characters': TextCharacters(), 'tokens': Tokens(), 'openwebtext': GPT2(),
-         'jsb': JSB(), 'maestro': MIDI(), 'genome': Genome()}
+         'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(), 'scan': SCAN(),
+         'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT(), 'stdlib': StandardLibrary(),
+         'cfq': CFQ(), 'text': Text(), 'characters': TextCharacters(), 'tokens': Tokens(),
+         'openwebtext': GPT2(), 'jsb': JSB(), 'maestro': MIDI(), 'genome': Genome()}
 
 
 @functools.cache
 def make(name, data=''):
     """Return the task of a name and its options, as in 'parity' or 'distance:span=16', and, if it
-    reads files, of the path `data`. Raise DataError if there is none."""
+    reads files, of the path `data`. Raise UserError if there is none."""
     base, *options = name.split(':')
-    require(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
+    need(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
     task = copy.copy(TASKS[base])   # the registered ones stay as they are
-    require(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
-    require(task.needs or not data, f'{base} reads no files: remove --data={data}')
+    need(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
+    need(task.needs or not data, f'{base} reads no files: remove --data={data}')
     takes, given = inspect.signature(type(task)).parameters, {}
     for option in options:
         key, _, value = option.partition('=')   # value is text, a number, or 0 or 1 for a bool
         kind = type(takes[key].default) if key in takes else None
         fits = kind is str or value.isdecimal() and (kind is int or kind is bool and value in '01')
-        require(fits, f'{option!r} is not an option of {base}, whose options are: '
-                      f'{options_of(task) or "none"}')
+        need(fits, f'{option!r} is not an option of {base}, whose options are: '
+             f'{options_of(task) or "none"}')
         given[key] = value if kind is str else kind(int(value))
     if given:
         task = type(task)(**given)
@@ -1139,7 +1126,7 @@ def main(argv):
     """List the tasks, or print examples of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda says: require(False, says)       # one line, as all mistakes
+    parser.error = lambda says: need(False, says)       # one line, as all mistakes
     parser.add_argument('name', nargs='?')
     parser.add_argument('length', nargs='?', type=int)
     parser.add_argument('--data', default='')
@@ -1163,6 +1150,6 @@ def main(argv):
 if __name__ == '__main__':
     try:
         main(sys.argv[1:])
-    except (DataError, OSError, MemoryError, RuntimeError) as error:       # too long a problem
+    except (UserError, OSError, MemoryError, RuntimeError) as error:       # too long a problem
         print(f'tasks.py: {error}', file=sys.stderr)
         sys.exit(2)

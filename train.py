@@ -314,10 +314,7 @@ def default_out_dir(values):
 def make_config(values):
     """The Config of {option: value}; raise UserError if the values do not fit together."""
     check_name('task', values['task'].partition(':')[0], tasks.TASKS)
-    try:
-        return Config(**{key: x for key, x in values.items() if key in keys(Config)})
-    except tasks.DataError as error:
-        raise UserError(str(error)) from None
+    return Config(**{key: x for key, x in values.items() if key in keys(Config)})
 
 
 def print_help(doc, cls):
@@ -1149,4 +1146,4 @@ def run_program(main, *errors):
 
 
 if __name__ == '__main__':
-    run_program(main, tasks.DataError)
+    run_program(main)
