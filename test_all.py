@@ -2464,16 +2464,15 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     *[(name, dict(task='distance', pe='alibi', causal=False, train_lengths=[8], eval_lengths=[8]),
        {}, 'causal mask') for name in ('toeplitz', 'tuning', 'axes', 'stretch')],
     ('kernel', {}, {}, 'pe=prism'), ('norms', dict(nope_every=2), {}, 'nope_every=0'),
-    ('alignment', dict(task='mode'), {}, 'unique correct key'),
+    ('alignment', dict(task='mode'), {}, 'unique correct key'), ('ablate', {}, {}, 'n_head=4'),
     ('squeeze', dict(pe='ape', positions='randomized'), {}, 'positions=index'),
     ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths above 8'),
     ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
     ('tuning', dict(pe='prism', n_head=2), {}, 'come from the content'),
     ('tuning', dict(pe='fox'), {}, 'all inputs of fox'),
-    ('ablate', dict(pe='rope'), {}, 'n_head=4'),
-    ('ablate', dict(pe='rope'), dict(what='positions'), r'pe=ape or ape\+rope'),
+    ('ablate', {}, dict(what='positions'), r'pe=ape or ape\+rope'),
     ('gradients', dict(n_head=2), dict(steps=10 ** 9), 'take fewer'),
-    ('stretch', dict(pe='rope'), dict(layer=3), 'must be 1 to 2'),
+    ('stretch', {}, dict(layer=3), 'must be 1 to 2'),
     *[('disentangle', dict(pe=x), {}, f'those of pe={x}') for x in ('ape', 'fire', 'vipe')]])
 def test_a_probe_says_what_it_requires(name, kw, given, says):
     with pytest.raises(train.UserError, match=says):
