@@ -57,16 +57,11 @@ class Layer:
     """The tensors of one layer in one forward pass.
 
     stream, after [B, T, C]: the residual stream before and after the layer. x [B, T, C]: the input
-    of attention, after the norm. pos, state: its other inputs. q, k, v [B, H, T, D]: before the
+    of attention, after the norm. pos, state: its other inputs. q, k [B, H, T, D]: before the
     encoding. y [B, H, T, out_dim]: output of each head. logits, weights [B, H, T, T], on demand.
     """
     def __init__(self, attn):
         self.attn, self.enc = attn, attn.pe
-
-    @property
-    @torch.no_grad()
-    def v(self):
-        return project(self.attn, self.x)[2]  # (B, H, T, D)
 
     @cached_property
     @torch.no_grad()
@@ -1048,6 +1043,13 @@ def cursor(model, task, cfg, length=0, n=32):
 
 def cursor_panels(model, task, shown):
     """The six panels of cursor(), of a trained and a longer problem [(length, tokens [1, T])]."""
+    def show_modes(ax, found, words, title):
+        for of, colour in zip(('query', 'key'), COLOURS):
+            for c in [c for c in found if c['of'] == of][:6]:  # the strongest, paler and paler
+                alpha = 0.15 + 0.85 * c['weight'] / max(c['weight'] for c in found)
+                ax.plot(c['histogram'][0].argmax(dim=-1) - len(words), color=colour, alpha=alpha)
+        ax.set(title=f'{title} (blue: query, orange: key)', xlabel='position', ylabel='offset')
+        label_tokens(ax.xaxis, words)
     gates, modes, heads = [], [], []
     for length, tokens in shown:
         words = [task.vocab[i] for i in tokens[0]]
@@ -1070,16 +1072,6 @@ def cursor_panels(model, task, shown):
                    ylabel='offset', ends=(0, 1),
                    extent=(-0.5, T - 0.5, low - T - 0.5, high - T + 0.5))
     return gates[0], bins, *modes, *heads
-
-
-def show_modes(ax, found, words, title):
-    """Draw the modes of the strongest cursors; the smaller the weight, the paler."""
-    for of, colour in zip(('query', 'key'), COLOURS):
-        for c in [c for c in found if c['of'] == of][:6]:  # in the order of their weights
-            alpha = 0.15 + 0.85 * c['weight'] / max(c['weight'] for c in found)
-            ax.plot(c['histogram'][0].argmax(dim=-1) - len(words), color=colour, alpha=alpha)
-    ax.set(title=f'{title} (blue: query, orange: key)', xlabel='position', ylabel='offset')
-    label_tokens(ax.xaxis, words)
 
 
 @torch.no_grad()
@@ -1441,7 +1433,8 @@ def sliding(layer, t, start, window, first=0):
     on, the first of which are replaced by those of the sequence."""
     pos = torch.arange(window)
     keys = torch.where(pos < first, pos, pos + start)  # (window,)
-    k, v = (x[:, :, keys].expand(len(t), -1, -1, -1) for x in (layer.k, layer.v))
+    v = project(layer.attn, layer.x)[2]  # (1, H, T, D)
+    k, v = (x[:, :, keys].expand(len(t), -1, -1, -1) for x in (layer.k, v))
     q = layer.q[0, :, t].transpose(0, 1)[:, :, None]  # (queries, H, 1, D)
     weights = layer.enc.weigh(layer.enc.logits(q, k, pos, layer.state))  # (queries, H, 1, window)
     return layer.enc.mix(weights, v, pos, layer.state)[:, :, 0].flatten(1)  # (queries, H out_dim)

@@ -2153,7 +2153,8 @@ def test_a_trace_is_what_the_model_computes(kw):
     model = make(**kw).requires_grad_(False)
     tokens = torch.randint(1, 11, (2, 12), generator=torch.Generator().manual_seed(0))
     for layer, block in zip(probe.trace(model, tokens), model.blocks):
-        y = layer.enc.mix(layer.weights, layer.v, layer.pos, layer.state, layer.x)
+        v = probe.project(layer.attn, layer.x)[2]
+        y = layer.enc.mix(layer.weights, v, layer.pos, layer.state, layer.x)
         close(y, layer.y, 1e-6)
         close(layer.x, block.norm_1(layer.stream))
 
@@ -2229,15 +2230,14 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     *[(name, dict(task='distance', pe='alibi', causal=False, train_lengths=[8], eval_lengths=[8]),
        {}, 'causal mask') for name in ('toeplitz', 'tuning', 'axes', 'stretch')],
     ('kernel', {}, {}, 'pe=prism'), ('norms', dict(nope_every=2), {}, 'nope_every=0'),
-    ('alignment', dict(task='mode'), {}, 'unique correct key'),
+    ('alignment', dict(task='mode'), {}, 'unique correct key'), ('ablate', {}, {}, 'n_head=4'),
     ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths above 8'),
     ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
     ('tuning', dict(pe='prism', n_head=2), {}, 'come from the content'),
     ('tuning', dict(pe='fox'), {}, 'all inputs of fox'),
-    ('ablate', dict(pe='rope'), {}, 'n_head=4'),
-    ('ablate', dict(pe='rope'), dict(what='positions'), r'pe=ape or ape\+rope'),
+    ('ablate', {}, dict(what='positions'), r'pe=ape or ape\+rope'),
     ('gradients', dict(n_head=2), dict(steps=10 ** 9), 'take fewer'),
-    ('stretch', dict(pe='rope'), dict(layer=3), 'must be 1 to 2'),
+    ('stretch', {}, dict(layer=3), 'must be 1 to 2'),
     *[('disentangle', dict(pe=x), {}, f'those of pe={x}') for x in ('ape', 'fire', 'vipe')]])
 def test_a_probe_says_what_it_requires(name, kw, given, says):
     with pytest.raises(train.UserError, match=says):
@@ -2394,13 +2394,12 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
 
 
 @pytest.mark.parametrize('kw', [
-    dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='yarn', eval_lengths=[9]),
-    dict(pe='rope', rope_heads=1), dict(pe='rope', attention='mla'), dict(pe='pope'),
-    dict(pe='ape+vipe')], ids=str)
+    dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='rope', rope_heads=1),
+    dict(pe='rope', attention='mla'), dict(pe='pope'), dict(pe='ape+vipe')], ids=str)
 def test_toeplitz_splits_the_logits(kw):
     """Toeplitz parts are means along diagonals. Eq. 1's terms are the logits, and their fractions
     add up to 1, for encodings that are linear in q and k; the others have no terms."""
-    model, task, cfg = nano('copy', **dict(d_model=32, n_head=4, eval_lengths=[3]) | kw)
+    model, task, cfg = nano(d_model=32, n_head=4, **kw)
     rows, _, _ = probe.toeplitz(model, task, cfg, length=8, n=4)
     tokens = probe.batch(task, [8], 8, 4)[1]
     p, (i, j) = probe.added_vectors(model, tokens.shape[1]), np.tril_indices(tokens.shape[1])
@@ -2525,9 +2524,8 @@ def test_three_axes_solve_equation_7_and_two_axes_equation_12():
 
 
 @pytest.mark.parametrize('kw', [
-    dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', rope_heads=2),
-    dict(pe='rope', attention='mla'), dict(pe='alibi', rope_heads=1), dict(pe='yarn'),
-    dict(pe='pope+alibi')])
+    dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', attention='mla'),
+    dict(pe='alibi', rope_heads=1), dict(pe='yarn'), dict(pe='pope+alibi')], ids=str)
 def test_logits_at_other_distances(kw):
     """The encoding's own logits at the true positions; at fake ones those of a sequence there. Of
     rope and pope they are Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d)."""
@@ -2613,7 +2611,6 @@ def test_perturbed_and_original_have_the_same_targets(kind):
     values = [[x[at] for at in asked] for x in (after[0], after[1], before[0])]
     close([row[key] for key in ('loss', 'token', 'loss before', 'exact')],
           [np.mean(x) for x in (*values, [*exact])], 2e-4)
-    close(row['cost'], row['loss'] - row['loss before'], 2e-4)
     assert row['output'] > 0
 
 
@@ -2630,9 +2627,6 @@ def test_stretch():
     own = statistics.median_low(min(math.dist(x, y) for y in xs if y is not x) for x in xs)
     close(probe.nearest(later, normal),
           [min(math.dist(x, y) for y in xs) / own for x in later.tolist()], 1e-6)
-    rows, _, _ = probe.stretch(*nano(pe='pope+alibi', n_head=2), n=2, queries=3, window=9)
-    points = [row['points'] for row in rows]  # 27 tokens: 18 later ones, 19 windows
-    assert points == [2 * 18, 2 * 3 * 19, 2 * 3 * 19]
 
 
 def test_a_llama_as_one_of_ours(tmp_path):
@@ -2655,7 +2649,6 @@ def test_a_llama_as_one_of_ours(tmp_path):
     text.write_text(' '.join(f'w{random.Random(i).randrange(1, 66)}' for i in range(200)))
     model, cfg = probe.load_llama(str(folder), str(text))
     row, = probe.sequences(cfg.the_task, [16], 0, 1)
-    assert ' '.join(f'w{i}' for i in row[0].tolist()) in text.read_text()
     with torch.no_grad():
         theirs = net(input_ids=row, output_attentions=True, use_cache=False)
         close(model(row)[0], theirs.logits, 1e-4)
