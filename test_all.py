@@ -2377,8 +2377,8 @@ def test_ablate_finds_the_head_that_carries_the_answer():
 
 
 def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
-    """Before layer 1 it leaves the same weights without an encoding. Of a text it reports the
-    loss, and its rise without a head."""
+    """Before layer 1 it leaves the same weights without an encoding; random vectors have the same
+    norms. Of a text it reports the loss, and its rise without a head."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12], n_head=2)
     model, task, cfg = nano('characters', pe='random', **shape)
@@ -2390,7 +2390,11 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     found = [train.evaluate(net, task, probe.problems(task, [12], 30).items())[12]['loss']
              for net in (plain, model)]
     close([row['without p'], summary['base'] + heads[1]['drop 1']], found, 1e-3)
-    assert row['random'] != row['without p'] and row['sd'] > 0  # of four draws
+    p, score = probe.added_vectors(model, 12), mock.Mock(return_value=1.0)
+    probe.without_positions(model, cfg, probe.batch(task, [12], 0, 2)[1], score)
+    for call in score.call_args_list:  # p and four random vectors, for each layer
+        taken = call.args[0][1](None, None, torch.zeros_like(p))
+        close(taken.norm(dim=-1), p.norm(dim=-1))
 
 
 @pytest.mark.parametrize('kw', [
