@@ -5,10 +5,10 @@ An encoding changes only what enters or leaves causal scaled dot-product attenti
     logits_ts = <q'_t, k'_s> / sqrt(d) + bias_ts,   s <= t                hooks: qk, bias
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))            hooks: value, out
 
-Two more hooks give up fused attention: adjust transforms the logits, weigh replaces the softmax.
-embed() acts on the token embeddings before layer 1. A class overrides the one or two hooks that it
-needs; its options are annotated class attributes, such as T5's. To add an encoding, write the class
-and register it in ENCODINGS: it can then be trained, tested and probed like the others.
+Another hook, weigh, replaces the softmax and gives up fused attention. embed() acts on the token
+embeddings before layer 1. A class overrides the one or two hooks that it needs; its options are
+annotated class attributes, such as T5's. To add an encoding, write the class and register it in
+ENCODINGS: it can then be trained, tested and probed like the others.
 
 In a model of your own: encodings = build(PEConfig(...)), one for each layer; state =
 encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
@@ -54,7 +54,7 @@ class SharedConfig:
     nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
     causal: bool = True            # False: only the last token, the answer, is masked
-    # kernels.py, for pope, vipe, ssmax and prism: auto (if it pays on CUDA) | triton | reference
+    # kernels.py, for pope, vipe and prism: auto (if it pays on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
@@ -149,7 +149,7 @@ class Encoding(nn.Module):
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        self.dense = changed(self, 'adjust') or changed(self, 'weigh')      # logits are stored
+        self.dense = changed(self, 'weigh')  # logits are stored
         # kernels.attention takes no bias, and q and k at most twice as wide as v
         self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
@@ -165,8 +165,6 @@ class Encoding(nn.Module):
         return q, k
     def bias(self, at):                         # -> None, or [H, Tq, T] or [B, H, Tq, T], added to
         return None                             # the logits; of T rows the last Tq count
-    def adjust(self, logits, at):               # -> other logits [B, H, Tq, T], biased and not
-        return logits                           # masked
     def weigh(self, logits):                    # -> the attention weights; masked keys: -inf
         return logits.softmax(dim=-1)
     def value(self, v, at):                     # -> [B, H, T, any], before the average
@@ -193,7 +191,6 @@ class Encoding(nn.Module):
         bias = self.bias(at)
         if bias is not None:
             logits = logits + bias[..., -q.shape[2]:, :]
-        logits = self.adjust(logits, at)
         return logits + self.mask(logits)
 
     def mask(self, like):
@@ -586,22 +583,6 @@ class FIRE(Encoding):
         return f.transpose(-4, -1).squeeze(-1)                      # (.., H, Tq, T)
 
 
-class Kerple(Encoding):
-    """KERPLE, log form (Chi et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - a_h log(1 + b_h |t-s|),
-    a from U(0, 2), b from U(0, 1), learned per head and layer and clamped to at least 0.01."""
-    shift_invariant = needs_causal = True
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.a = nn.Parameter(2 * torch.rand(cfg.heads))
-        self.b = nn.Parameter(torch.rand(cfg.heads))
-
-    def bias(self, at):
-        # the gradient passes the clamp, so that a parameter below can come back
-        a, b = ((p + (p.clamp(min=0.01) - p).detach())[:, None, None] for p in (self.a, self.b))
-        return -a * torch.log(1 + b * at.distance)
-
-
 class FoX(Encoding):
     """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
     f_j = sigmoid(w_h x_j + b_h) for each head h."""
@@ -617,60 +598,6 @@ class FoX(Encoding):
         return c[..., :, None] - c[..., None, :]
 
 
-class CoPE(Encoding):
-    """Contextual positions (Golovneva et al. 2024): logit_ts = S_ts + <q_t, e[p_ts]>,
-    p_ts = min(sum_{s<=j<=t} sigmoid(S_tj), N - 1), S = QK^T / sqrt(d), e interpolated."""
-    shift_invariant = needs_causal = fp32 = True
-    cope_positions: int = 64       # number N of position vectors
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.e = nn.Parameter(torch.zeros(self.cope_positions, cfg.head_dim))   # of all heads
-
-    def adjust(self, logits, at):
-        gates = torch.sigmoid(logits + self.mask(logits))                       # 0 at later tokens
-        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))       # not in bfloat16
-        p = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(self.e) - 1)   # (B, H, Tq, T)
-        each = (at.q @ self.e.T.to(at.q.dtype)).to(p.dtype)                     # (B, H, Tq, N)
-        low, high = p.floor().long(), p.ceil().long()
-        between = torch.lerp(each.gather(-1, low), each.gather(-1, high), p - low)
-        return logits + between.to(logits.dtype)
-
-
-class PaTH(Encoding):
-    """PaTH (Yang et al. 2025): logit_ts = k_s^T H_(s+1) ... H_t q_t / sqrt(d),
-    H_j = I - beta_j w_j w_j^T, between the identity and a reflection, as token j decides.
-
-    w = conv(W_2 W_1 x), of unit norm in each head, conv over the last 3 tokens, each feature alone;
-    beta = 2 sigmoid(W_beta x). The product unrolls into paths s < j_1 < ... < j_m <= t (its UT
-    transform): logits = QK^T - tril(QW^T) (1 + beta strict(WW^T))^-1 beta strict(WK^T).
-    """
-    shift_invariant = needs_causal = fp32 = True
-    path_rank: int = 32            # rank of W_2 W_1
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        width = cfg.heads * cfg.head_dim
-        self.W = nn.Sequential(nn.Linear(cfg.d_model, self.path_rank, bias=False),
-                               nn.Linear(self.path_rank, width, bias=False))
-        self.conv = nn.Parameter(torch.empty(width, 3).uniform_(-3 ** -0.5, 3 ** -0.5))
-        self.W_beta = nn.Linear(cfg.d_model, cfg.heads)
-
-    def adjust(self, logits, at):
-        latest = F.pad(self.W(at.x), (0, 0, 2, 0)).unfold(1, 3, 1)              # (B, T, H D, 3)
-        w = (latest * self.conv.flip(1)).sum(dim=-1).unflatten(-1, (self.cfg.heads, -1))
-        w = F.normalize(w, dim=-1).transpose(1, 2).to(at.q.dtype)               # (B, H, T, D)
-        beta = 2 * torch.sigmoid(self.W_beta(at.x)).transpose(1, 2)[..., None]  # (B, H, T, 1)
-        Tq, T = logits.shape[-2:]
-        qw = (at.q @ w.transpose(-2, -1)).tril(T - Tq)                          # (B, H, Tq, T)
-        wk = beta * (w @ at.k.transpose(-2, -1)).tril(-1)                       # (B, H, T, T)
-        ww = beta * (w @ w.transpose(-2, -1)).tril(-1)                          # (B, H, T, T)
-        wide = torch.promote_types(w.dtype, torch.float32)
-        paths = torch.linalg.solve_triangular(ww.to(wide), wk.to(wide), upper=False,
-                                              unitriangular=True).to(w.dtype)   # (B, H, T, T)
-        return logits - qw @ paths * self.scale
-
-
 class StickBreaking(Encoding):
     """Stick-breaking attention (Tan et al. 2024): alpha_ts = sigmoid(z_ts) prod_{s<j<t} (1 -
     sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first,
@@ -682,21 +609,6 @@ class StickBreaking(Encoding):
         taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)   # -inf, 0 at masked keys
         later = left.flip(-1).cumsum(dim=-1).flip(-1) - left    # sum_{j>s} log(1 - sigmoid(z_tj))
         return (taken + later).exp()
-
-
-class SSMax(Encoding):
-    """Scalable softmax (Nakanishi 2025): logit_tj = s_h log(n) <q_t, k_j> / sqrt(d), n the number
-    of visible keys, whatever their positions; s_h, from 0.43, is learned per head and layer."""
-    shift_invariant = needs_causal = triton_pays = True
-    order = 2
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), 0.43))
-
-    def qk(self, q, k, at):
-        n = torch.arange(1, k.shape[2] + 1, device=q.device, dtype=at.q.dtype)[:, None]
-        return (q * (self.s * n[-q.shape[2]:].log())).to(q.dtype), k    # n (Tq, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1036,8 +948,7 @@ class PRISM(Encoding):
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
              'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
              't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
-             'kerple': Kerple, 'fox': FoX, 'cope': CoPE, 'path': PaTH,
-             'stickbreaking': StickBreaking, 'ssmax': SSMax}
+             'fox': FoX, 'stickbreaking': StickBreaking}
 
 
 OPTIONS = {}                                        # {option: (type, default)} of every encoding
@@ -1070,12 +981,10 @@ class Sum(Encoding):
                 ([p for p in changing if p.order == 1], 'each appends features to q and k'),
                 ([p for p in changing if p.order == 0] if PoPE in kinds else (),
                  'polar coordinates leave no pairs of features to rotate'),
-                ([p for p in parts if p in changing or isinstance(p, PaTH)] if PaTH in kinds
-                 else (), 'both change the product of q and k'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
                  'the mean distance requires weights that sum to 1, of one encoding')):
-            names = ' and '.join(type(p).__name__ for p in group)           # PaTH and RoPE
+            names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 
     def each(self, at):
@@ -1105,11 +1014,6 @@ class Sum(Encoding):
         biases = [p.bias(here) for p, here in self.each(at)]
         biases = [b[..., -at.t.shape[-1]:, :] for b in biases if b is not None]     # the last Tq
         return sum(biases) if biases else None
-
-    def adjust(self, logits, at):
-        for p, here in self.each(at):
-            logits = p.adjust(logits, here)
-        return logits
 
     def value(self, v, at):
         for p, here in self.each(at):
@@ -1192,7 +1096,7 @@ def build(cfg):
 
 def hooks_of(names):
     """The hooks that an encoding, or a part of a sum, overrides."""
-    return [hook for hook in 'embed state restate penalty qk bias adjust weigh value out'.split()
+    return [hook for hook in 'embed state restate penalty qk bias weigh value out'.split()
             if any(changed(ENCODINGS[name], hook) for name in names.split('+'))]
 
 
@@ -1216,7 +1120,7 @@ def picture(name, T):
     torch.manual_seed(1)
     cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
     enc, pos = build(cfg)[0].eval(), torch.arange(T)
-    for p in enc.parameters() if name in ('t5', 'cope') else ():    # zero-initialized
+    for p in enc.parameters() if name == 't5' else ():              # zero-initialized
         nn.init.normal_(p)
     x = torch.full((1, T, 32), float(hooks_of(name) != ['embed']))  # 0: vectors of positions alone
     state = enc.state(x, pos)
@@ -1232,7 +1136,7 @@ def picture(name, T):
 def draw(path, T=48):
     """Draw the encodings side by side, except where this content has nothing to show."""
     from matplotlib.figure import Figure  # pip install matplotlib
-    left_out = 'nope shifted_ape prism path stickbreaking ssmax'.split()
+    left_out = 'nope shifted_ape prism stickbreaking'.split()
     names = [name for name in ENCODINGS if name not in left_out] + ['ape+rope']
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')

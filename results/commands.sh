@@ -172,17 +172,21 @@ prism)    # PRISM's tasks and parts
     run scan_cot_prism configs/scan_cot_prism.py --seeds=3-7
     ;;
 newer)    # encodings and tasks beyond the five papers
-    run group --task=group:name=s3 --pe=rope,nope,ape,alibi,fox,path,stickbreaking,prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-16,20,24,32 --max_steps=5000 --batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3 --seeds=0-2
-    run group_s5 --task=group:name=s5 --pe=rope,path --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-4 --eval_lengths=1-6,8 --max_steps=5000 --batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3 --seeds=0-2
+    run group --task=group:name=s3 --pe=rope,nope,ape,alibi,fox,stickbreaking,prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-16,20,24,32 --max_steps=5000 --batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3 --seeds=0-2
+    # its runs with path need commit 1f45c91
+    run group_s5 --task=group:name=s5 --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-4 --eval_lengths=1-6,8 --max_steps=5000 --batch_size=32 --n_eval=64 --n_test=512 --lr=2e-3 --seeds=0-2
+    # its runs with path need commit 1f45c91
     run positions --task=addition:reversed=1 --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
     # 8 more runs of positions need options of commit 670674a
     run randomized --task=string_copy,string_reverse --pe=ape,rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=3000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
     # 8 more runs of randomized need --positions=randomized of commit 670674a
-    run mqar --task=mqar --pe=rope,nope,ape,alibi,fox,path,stickbreaking,cope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=512 --seeds=0-2
+    run mqar --task=mqar --pe=rope,nope,ape,alibi,fox,stickbreaking --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=512 --seeds=0-2
+    # its runs with path and cope need commit 1f45c91
     run to_20 --task=string_copy,string_reverse --pe=nope,t5,alibi,rope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-20 --eval_lengths=1-40 --max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --seeds=0-2
     # 5 more runs of to_20 need the task copy_repeated of commit 8188f61
     run to_20 --task=scan_simple --pe=nope,t5,alibi,rope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-25 --max_steps=2000 --batch_size=32 --n_eval=16 --n_test=128 --seeds=0-2
-    run flip_flop configs/flip_flop_rope.py --pe=rope,fox,stickbreaking,nope,path,pope,vipe,alibi,prism --seeds=0-2
+    run flip_flop configs/flip_flop_rope.py --pe=rope,fox,stickbreaking,nope,pope,vipe,alibi,prism --seeds=0-2
+    # its runs with path need commit 1f45c91
     for run in out/flip_flop/*/pe=*; do for share in 98 10; do python train.py --eval_only --out_dir="$run" --task=flip_flop:ignore=$share --results="$records"; done; done
     ;;
 text)    # Python's library, chorales, SCAN

@@ -228,8 +228,8 @@ COLUMNS = {   # steps a minute, tokens of the longest problem, lengths trained a
     'Python': '160 512 64 64,128,512 --task=stdlib --batch_size=16 --n_test=16',
 }
 ROWS = {name: f'--pe={name}' for name in (
-    'nope ape learned rope rope+ssmax yarn alibi t5 fire kerple vrope vipe pope pope+vipe prism '
-    'fox cope path stickbreaking').split()}
+    'nope ape learned rope yarn alibi t5 fire vrope vipe pope pope+vipe prism fox '
+    'stickbreaking').split()}
 ROWS |= {                           # shifts as far as the column is evaluated
     'shifted_ape': '--pe=shifted_ape --max_shift={tokens}',
     'rope_d80': '--pe=rope --d_model=80',                  # about as many parameters as prism
