@@ -51,7 +51,6 @@ class SharedConfig:
     eval_len: int = 0              # longest total length in evaluation (train.py sets it)
     rope_base: float = 10000.0     # base of the frequencies, as in theta_c = base^(-2c/d)
     rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
-    nope_every: int = 0            # every n-th layer's attention is without encoding; 0: none
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
     causal: bool = True            # False: only the last token, the answer, is masked
     # kernels.py, for pope, vipe and prism: auto (if it pays on CUDA) | triton | reference
@@ -64,8 +63,6 @@ class SharedConfig:
                  f'{f.name} must be one of {", ".join(map(str, choices))}, got {value!r}')
         # widths, bases and counts; where 0 has a meaning it is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
-        need(not self.nope_every or 2 <= self.nope_every <= self.n_layer,
-             f'nope_every must be 0, or from 2 to n_layer={self.n_layer}, got {self.nope_every}')
         need(self.d_model % self.n_head == 0,
              f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         need(self.attention == 'mha' or self.n_head % 2 == 0,
@@ -1067,11 +1064,8 @@ def build(cfg):
              f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
     need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
          f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
-    need(not cfg.nope_every or 'prism' not in names,
-         'nope_every would leave prism cursors that nothing reads: set it to 0')
-    need(not (cfg.rope_heads or cfg.nope_every) or hooks_of(cfg.pe) != ['embed'],
-         f'rope_heads and nope_every are for encodings of attention; {cfg.pe} acts on the '
-         'embedding, which all heads and layers share')
+    need(not cfg.rope_heads or hooks_of(cfg.pe) != ['embed'], 'rope_heads is for encodings of '
+         f'attention; {cfg.pe} acts on the embedding, which all heads share')
     heads = cfg.rope_heads or cfg.heads                     # the encoding's
     rest = copy.copy(cfg)
     rest.heads = cfg.heads - heads                          # the others
@@ -1085,9 +1079,7 @@ def build(cfg):
         parts = [shared.get(cls) or cls(here) for cls in classes]
         shared |= {type(part): part for part in parts if part.shared}
         enc = parts[0] if len(parts) == 1 else Sum(here, *parts)
-        enc = SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc
-        without = cfg.nope_every and (layer + 1) % cfg.nope_every == 0
-        layers.append(NoPE(cfg) if without else enc)
+        layers.append(SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc)
     return layers
 
 
@@ -1137,7 +1129,7 @@ def draw(path, T=48):
     """Draw the encodings side by side, except where this content has nothing to show."""
     from matplotlib.figure import Figure  # pip install matplotlib
     left_out = 'nope shifted_ape prism stickbreaking'.split()
-    names = [name for name in ENCODINGS if name not in left_out] + ['ape+rope']
+    names = [name for name in ENCODINGS if name not in left_out]
     rows = math.ceil(len(names) / 4)
     fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
     for i, name in enumerate(names, 1):

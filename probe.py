@@ -44,7 +44,6 @@ RED = dict(color='crimson', lw=1)  # the line where training ended
 KINDS = 'text', 'feature', 'position'  # of perturb()
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
-NOT_ALIKE = 'this probe compares layers of the same encoding: train with --nope_every=0'
 NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
 # Shapes: B or n problems of T tokens, the input of which has a length L; H heads of D features;
 # C = d_model; where an axis comes before H, L is the number of layers.
@@ -295,7 +294,7 @@ def ladder(cfg, length):
     """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) are, and the input x_t that each needs; None
     for a task that does not define exactly one correct key for each state."""
     name, _, options = cfg.task.partition(':')
-    if name not in ('copy', 'parity', 'polynomial', 'product', 'reverse') or 'steps=0' in options:
+    if name not in ('copy', 'parity', 'polynomial', 'reverse') or 'steps=0' in options:
         return None
     t = torch.arange(1, length + 1)  # BoS is token 0, x_t token t, EoI token L + 1
     return length + t, length + 1 - t if cfg.task.startswith('reverse') else t
@@ -387,7 +386,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     need(ladder(cfg, longest), f'{cfg.task} does not define a unique correct key for each state: '
-         'train copy, parity, polynomial, product or reverse, with steps')
+         'train copy, parity, polynomial or reverse, with steps')
     # query L + 1 + d, L > d, and its target are within train_len
     need(not distances or 0 <= 2 * min(distances) < cfg.train_len - 3, '--distances '
          f'must be ≥ 0, one of them within the trained {cfg.train_len} tokens')
@@ -621,7 +620,6 @@ def norms(model, task, cfg, length=0, n=8):
     norm of queries (q) and keys (k), and the largest of a head. Summary of the norms' fractions:
     `used`: exp(entropy) / count; `fast`: of the faster half; `fast_after_first`: above layer 1.
     """
-    need(not cfg.nope_every, NOT_ALIKE)
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
 
     def rotated_parts(layer):
@@ -842,7 +840,6 @@ def toeplitz(model, task, cfg, length=0, n=8):
     `qp kp toeplitz`: the diagonals' means of that term (Assumption 3.2: 1). Summary: means.
     """
     need(cfg.causal, NOT_CAUSAL)
-    need(not cfg.nope_every, NOT_ALIKE)
     length, tokens, _ = batch(task, cfg.train_lengths, length, n)
     T = tokens.shape[1]
     tokens, = fewer(cfg, tokens, limit=2 ** 23 * cfg.n_layer)  # (n, T)

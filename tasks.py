@@ -145,12 +145,10 @@ class Iterative(Task):
     states, end of sequence. `length` is L; the states s and EoS are supervised. steps=0, as in
     parity:steps=0, keeps only the last state (A.1: no chain of thought). A subclass defines the
     symbols, and the states of inputs that are uniform on the symbols.
-    >>> examples(5, 'copy parity polynomial product product:own=1 reverse count mode sort')
+    >>> examples(5, 'copy parity polynomial reverse count mode sort')
     copy                BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS
     parity              BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS
     polynomial          BoS 4 4 3 0 3 EoI 4 2 2 1 4 EoS
-    product             BoS 1 4 2 1 4 EoI 1 4 3 3 2 EoS
-    product:own=1       BoS 1 4 2 1 4 EoI 1 1 4 4 4 EoS
     reverse             BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS
     count               BoS 80 84 EoI 80 81 82 83 84 EoS
     mode                BoS e j d a d EoI d EoS
@@ -191,23 +189,6 @@ class Polynomial(Iterative):
 
     def states(self, x):
         return iterate(lambda s, x_t: (s * x_t + 1) % 5, x)
-
-
-class Product(Iterative):
-    """Running product, s_t = s_(t-1) beta_t x_t mod 5, x_t in 1..4, s_0 = 1, beta = 1.
-    product:own=1 draws a beta for each position once, so no model can know beta beyond the training
-    lengths. (The toy model of ViPE's section 3, where the numbers are real.)"""
-    max_length = 1000
-    symbols = range(1, 5)   # without 0, which would end the dependence on what came before
-
-    def __init__(self, own=False, steps=True):
-        g = torch.Generator().manual_seed(0)
-        self.beta = torch.randint(1, 5 if own else 2, (self.max_length,), generator=g)
-        super().__init__(steps)
-
-    def states(self, x):
-        factors = (x + 1) * self.beta[:x.shape[1]].to(x.device) % 5     # beta_t x_t [n, L]
-        return iterate(lambda s, factor: s * factor % 5, factors) - 1   # as indices into symbols
 
 
 class Reverse(Iterative):
@@ -735,6 +716,12 @@ class SCANCoT(SCAN):
         return f'{command} = {plan} → {steps} .'
 
 
+def scan_pairs(split='length', part='train'):
+    """Return [(command, actions)] of SCAN, for part train or test of split length or simple."""
+    return [tuple(text[4:-4].split(' EoI '))        # without BoS and EoS
+            for name, _, text in SCAN(simple=split == 'simple').texts if name == part]
+
+
 class CFQ(Pairs):
     """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
     Entities are M0, M1, ... as in its authors' baselines. The random split, or cfq:mcd=1, 2 or 3.
@@ -1073,7 +1060,7 @@ class Genome(Corpus):
 # --------------------------------------------------------------------------------------------------
 # names, and the program
 
-TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(), 'product': Product(),
+TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
          'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),
          'indirect_indexing': IndirectIndexing(), 'distance': Distance(),
          'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),

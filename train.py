@@ -1055,16 +1055,15 @@ def load(run_dir, seed=None, cfg=None):
     saved = checkpoint['config']
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
     trained = tasks.make(saved['task'], cfg.data)
-    if cfg.the_task.vocab != trained.vocab or type(cfg.the_task) is not type(trained):
-        raise UserError(f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is '
-                        'another task or has another vocabulary')
+    need(cfg.the_task.vocab == trained.vocab and type(cfg.the_task) is type(trained),
+         f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is another, '
+         'or has another vocabulary')
     check_same(cfg, checkpoint, ['vocab_size', 'train_len'] + ['data'] * cfg.the_task.own_vocab)
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
-    if seed not in models:
-        raise UserError(f'no model of seed {seed} in {run_dir}; there are: '
-                        + '; '.join([*map(str, models), *failures(checkpoint)]))
+    need(seed in models, f'no model of seed {seed} in {run_dir}; there are: '
+         + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(cfg.weights_dtype)         # random, before its weights
     load_weights(model, models[seed], run_dir)
     cfg.seeds = [seed]
@@ -1077,8 +1076,7 @@ def evaluate_run(cfg):
     saved = read_checkpoint(cfg.out_dir)
     print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
     seeds = [seed for seed in cfg.seeds if 'failed' not in saved['seeds'].get(seed, {})]
-    if not seeds:
-        raise UserError(f'every seed of the run in {cfg.out_dir} diverged')
+    need(seeds, f'every seed of the run in {cfg.out_dir} diverged')
     for seed in seeds:
         model = load(cfg.out_dir, seed, cfg)[0].to(device)
         by_seed[seed] = evaluate(model, cfg.the_task, held_out(cfg, 'test', device),
@@ -1098,9 +1096,9 @@ def read_points(values):
             name = ','.join(f'{key}={slug(str(x))}' for key, x in zip(varied, point))
             here['out_dir'] = os.path.join(values['out_dir'], name)
         points.append((' '.join(map(str, point)), make_config(here)))
-    if len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) > 1:
-        raise UserError('a sweep prints one table, and these tasks differ in their eval_lengths or '
-                        'in what is scored; run them one by one')
+    need(len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) == 1,
+         'a sweep prints one table, and these tasks differ in their eval_lengths or in what is '
+         'scored; run them one by one')
     return points, varied
 
 

@@ -1,8 +1,8 @@
-"""Tables and figures of the records in results/*.jsonl, and the board.
+"""Tables of the records in results/*.jsonl, and the board.
 
     python results/tables.py                          list the sets of records
     python results/tables.py vipe_long                print a set as a Markdown table;
-                             --figure=FILE.png        draw it, too; --metric=token, last: not exact
+                             --metric=token, last     instead of exact
     python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall
     python results/tables.py refresh                  rewrite the marked blocks of the README files
 
@@ -36,7 +36,6 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import probe  # noqa: E402
 import train  # noqa: E402
 from train import check_name, slug  # noqa: E402
 
@@ -119,7 +118,7 @@ def read_runs(*paths):
 
 
 # --------------------------------------------------------------------------------------------------
-# a grid {row: {column: [Run]}} as a table or a figure
+# a grid {row: {column: [Run]}} as a table
 
 def varying(runs):
     """The options that tell runs apart; one that follows from those before it is left out."""
@@ -180,30 +179,6 @@ def table(keys, grid, metric='exact'):
         yield '| ' + ' | '.join([*options, *cells]) + ' |'
 
 
-def figure(grid, metric='exact'):
-    """Curves over length / training length: the mean of a run's seeds, and their range."""
-    plt = probe.pyplot()
-    train.need(plt, 'figures require matplotlib: pip install matplotlib')
-    columns = list(dict.fromkeys(column for row in grid.values() for column in row))
-    fig, axes = plt.subplots(1, len(columns), figsize=(2 + 4 * len(columns), 4), squeeze=False,
-                             layout='constrained')
-    for ax, column in zip(axes[0], columns):
-        here = [(', '.join(row) or column, run) for row, cells in grid.items()
-                for run in cells.get(column, []) if run.scores]
-        for (label, run), colour in zip(here, itertools.cycle(probe.COLOURS)):
-            x = [n / max(run.trained) for n in run.sizes]
-            y = [[run.mean(seed, [n], metric) for seed in run.scores] for n in run.sizes]
-            ax.plot(x, list(map(statistics.mean, y)), label=label, color=colour)
-            ax.fill_between(x, *zip(*((min(values), max(values)) for values in y)),
-                            color=colour, alpha=0.15, lw=0)
-        ax.axvline(1, color='crimson', lw=1)
-        corpus = any(run.corpus for _, run in here)
-        ax.set(title=column, xlabel='length / longest training length',
-               ylabel='perplexity' if corpus else metric, ylim=None if corpus else (-0.03, 1.03))
-        ax.legend(fontsize=7)
-    return fig
-
-
 # --------------------------------------------------------------------------------------------------
 # the board: how far every encoding generalizes on every task, all with the same small budget.
 # In a cell, seed 5 tries five learning rates; seeds 0 to 4 train at the one that ended best on
@@ -234,7 +209,6 @@ ROWS |= {                           # shifts as far as the column is evaluated
     'shifted_ape': '--pe=shifted_ape --max_shift={tokens}',
     'rope_d80': '--pe=rope --d_model=80',                  # about as many parameters as prism
     'rope_half': '--pe=rope --rope_fraction=0.5',
-    'rope_every_2nd': '--pe=rope --nope_every=2',
     'mla': '--pe=rope --attention=mla'}
 
 
@@ -291,8 +265,7 @@ def run_cell(minutes, row, column, records):
 @dataclass
 class Options:
     """The flags of this program."""
-    metric: Literal['exact', 'token', 'last'] = 'exact'    # what a table or figure shows
-    figure: str = ''                # draw into this file
+    metric: Literal['exact', 'token', 'last'] = 'exact'    # what a table shows
     minutes: float = 1.0            # the board's dial: the time of RoPE's run in each column
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
@@ -341,8 +314,6 @@ def main(argv):
         check_name('set', what, sets)
         keys, grid = grid_of(sets[what])
     print('\n'.join(table(keys, grid, options.metric)))
-    if options.figure:
-        figure(grid, options.metric).savefig(options.figure, dpi=110)
 
 
 if __name__ == '__main__':
