@@ -218,17 +218,6 @@ def head_rows(columns):
 # --------------------------------------------------------------------------------------------------
 # pictures
 
-def pyplot():
-    """matplotlib.pyplot that draws into files; None if matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use('Agg')  # without a display
-    import matplotlib.pyplot as plt
-    return plt
-
-
 def figure(title, *panels):
     """A draw(plt) of one panel for each function panel(ax), at most three in a row."""
     def draw(plt):
@@ -1764,14 +1753,18 @@ def main(argv):
         given.hf, given.text, own.get('length', 0))
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
     print(as_text(rows, summary))
-    folder, plt = given.out_dir or cfg.out_dir, pyplot()
+    folder = given.out_dir or cfg.out_dir
     path = os.path.join(folder, f'probe_{name}')
     os.makedirs(folder, exist_ok=True)
     train.write_file(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
     pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
     picture = given.picture or path + '.png'
-    if plt is None:
+    try:
+        import matplotlib
+    except ImportError:
         return print(f'wrote {path}.json (pip install matplotlib to draw {picture})')
+    matplotlib.use('Agg')  # without a display
+    import matplotlib.pyplot as plt
     draw(plt).savefig(picture, dpi=150)
     plt.close('all')
     print(f'wrote {path}.json and drew {picture}')

@@ -1429,14 +1429,9 @@ def test_without_triton_everything_but_the_kernels_works(monkeypatch):
     assert pe.kernels(required=False) is None
     with pytest.raises(pe.UserError, match='requires kernels.py beside pe.py'):
         pe.kernels()
-
-
-@pytest.mark.skipif(CUDA or kernels.triton is None, reason='needs Triton and no GPU')
-def test_kernels_warn_where_triton_was_imported_too_early():
-    env = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    for code in ('import triton, kernels', 'import kernels, triton'):
-        early = code.endswith('kernels')
-        assert ('too late to choose' in python('-c', code, env=env).stderr) == early
+    if kernels.triton and not CUDA:
+        monkeypatch.delenv('TRITON_INTERPRET')
+        assert 'too late to choose' in python('-c', 'import triton, kernels').stderr
 
 
 COMPILE = """
@@ -2529,21 +2524,29 @@ def test_stretch():
 
 def test_a_llama_as_one_of_ours(tmp_path):
     """q, k and logits of a trace give the attention and the output that transformers computes, with
-    shared keys. --hf and --text replace a run, in every probe that accepts a Llama."""
+    shared keys. --hf and --text replace a run, in every probe that accepts a Llama. Beyond a
+    sliding window, which is not ours, it is refused."""
     transformers, tokenizers = map(pytest.importorskip, ('transformers', 'tokenizers'))
     torch.manual_seed(0)
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    shape = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=67, max_position_embeddings=64,
-        attn_implementation='eager', initializer_range=0.5, head_dim=12, attention_bias=True,
-        rope_parameters=dict(rope_type='yarn', rope_theta=500.0, factor=4.0,
-                             original_max_position_embeddings=16))).eval()
+        attn_implementation='eager', initializer_range=0.5, head_dim=12)
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **shape, attention_bias=True, rope_parameters=dict(
+            rope_type='yarn', rope_theta=500.0, factor=4.0,
+            original_max_position_embeddings=16))).eval()
+    windowed = transformers.MistralForCausalLM(transformers.MistralConfig(
+        **shape, sliding_window=8))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f'w{i}': i for i in range(67)},
                                                              unk_token='w66'))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        single='w1 $A w2', special_tokens=[('w1', 1), ('w2', 2)])  # begin and end of a text
     folder, text = tmp_path / 'net', tmp_path / 'text'
-    net.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    for path, saved in ((folder, net), (tmp_path / 'windowed', windowed)):
+        saved.save_pretrained(path)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     text.write_text(' '.join(f'w{random.Random(i).randrange(1, 66)}' for i in range(200)))
     model, cfg = probe.load_llama(str(folder), str(text))
     row, = probe.sequences(cfg.the_task, [16], 0, 1)
@@ -2559,10 +2562,12 @@ def test_a_llama_as_one_of_ours(tmp_path):
     for function in probe.LLAMA:
         probe.main([function.__name__, *where, *['--l_max=3'] * (function is probe.perturb)])
         assert json.loads((tmp_path / f'probe_{function.__name__}.json').read_text())['summary']
-    cfg.the_task.begin = [2]
     tokens, targets = cfg.the_task.lay_out([[0, 1], [1, 0, 1, 0, 1]], 5)
-    assert tokens.tolist() == [[2, 0, 1, 0, 0], [2, 1, 0, 1, 0]]
+    assert tokens.tolist() == [[1, 0, 1, 0, 0], [1, 1, 0, 1, 0]]
     assert targets.tolist() == [[0, 1, -100, -100, -100], [1, 0, 1, 0, -100]]  # 0 is a token
+    probe.load_llama(str(path), str(text), 8)
+    with pytest.raises(train.UserError, match='at 9 tokens, .* changes the logits by'):
+        probe.load_llama(str(path), str(text), 9)
 
 
 # ------------------------------------------------------------------------------------------------
