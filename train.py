@@ -693,7 +693,7 @@ def read_checkpoint(folder):
         raise
     except Exception:                                      # torch says it in many ways
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
-    removed = {'ema': 0, 'positions': 'index'}             # options, and what is still possible
+    removed = {'ema': 0, 'positions': 'index', 'nope_every': 0}    # and what is still possible
     for key in removed:
         need(checkpoint['config'].get(key, removed[key]) == removed[key],
              f'{path} used {key}, an option that was removed')
