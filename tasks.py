@@ -55,7 +55,7 @@ class Task:
         known = f'{self.min_length} to {self.max_length}'.replace('to inf', 'and more')
         need(self.min_length <= length <= self.max_length, f'{self.name} has problems of lengths '
              f'{known}, not {length} (options train_lengths and eval_lengths)')
-        return self.problems(n, length, Draw(generator))
+        return self.problems(n, length, Draw(generator))    # None: the default generator
 
     def pool(self, n, length, generator):
         """An epoch's training problems of a length: n new ones, or all of a fixed training set."""
@@ -75,7 +75,7 @@ class Task:
 
     def width(self, lengths):
         """The number of tokens in the longest sequence. One problem shows it: all are padded."""
-        ends = min(lengths), max(lengths)
+        ends = min(lengths), max(lengths)   # the widest is one of these
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
     def decode(self, row):
@@ -84,7 +84,7 @@ class Task:
 
     def encode(self, text):
         """The token indices [T] of a text. Raise UserError if a word is not in the vocabulary."""
-        words = text.split() if self.separator else list(text)
+        words = text.split() if self.separator else list(text)  # '': a token is a character
         index = {word: i for i, word in enumerate(self.vocab) if i != PAD}
         unknown = ' '.join(sorted({*words} - index.keys()))
         need(not unknown, f'{unknown!r} is not in the vocabulary of {self.name}, which begins '
@@ -124,11 +124,11 @@ def compose(prompt, answer):
     are lists of tokens, the same in every row or [n, k]; padding moves to the end of its row."""
     one = next(filter(torch.is_tensor, prompt))[:, :1]      # [n, 1]
     columns = [part if torch.is_tensor(part) else torch.full_like(one, part)
-               for part in [*prompt, *answer]]
+               for part in [*prompt, *answer]]              # a token becomes a column
     tokens = torch.cat(columns, dim=1)                      # [n, T]
     start = (torch.cat(columns[:len(prompt)], dim=1) != PAD).sum(dim=1, keepdim=True)   # of answers
     padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)   # the rest keeps its order
-    tokens = tokens.gather(1, padding_last)
+    tokens = tokens.gather(1, padding_last)                 # closes the gaps left by short numbers
     return tokens, supervise(tokens, start)
 
 
@@ -180,7 +180,7 @@ class Copy(Iterative):
 class Parity(Iterative):
     """Running parity, s_1 = x_1, s_t = (s_(t-1) + x_t) mod 2 (ViPE Table 3)."""
     def states(self, x):
-        return x.cumsum(dim=1) % 2
+        return x.cumsum(dim=1) % 2  # the recurrence in closed form
 
 
 class Polynomial(Iterative):
@@ -206,7 +206,7 @@ class Count(Iterative):
     symbols = range(128)
 
     def inputs_and_states(self, n, length, draw):
-        start = draw.integers(self.max_length + 1 - length, n, 1)
+        start = draw.integers(self.max_length + 1 - length, n, 1)   # [n, 1]; s_L <= 127
         s = start + torch.arange(length, device=draw.device)    # [n, L]
         return s[:, [0, -1]], s                                 # [n, 2], [n, L]
 
@@ -217,7 +217,7 @@ class Mode(Iterative):
     symbols = 'abcdefghij'
 
     def inputs_and_states(self, n, length, draw):
-        x = draw.integers(10, n, length)
+        x = draw.integers(10, n, length)                        # [n, L]
         counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)    # [n, 10]
         tied = counts == counts.amax(dim=1, keepdim=True)       # with the most frequent letter
         # random orders of the letters, those that do not tie last
@@ -225,7 +225,7 @@ class Mode(Iterative):
         mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)    # [n], [n]
         place = (x == second[:, None]).int().argmax(dim=1)      # where the second first occurs
         row = torch.arange(n, device=x.device)
-        x[row, place] = torch.where(tied.sum(dim=1) > 1, mode, x[row, place])
+        x[row, place] = torch.where(tied.sum(dim=1) > 1, mode, x[row, place])   # second loses one
         return x, mode[:, None]                                 # [n, L], [n, 1]
 
 
@@ -265,7 +265,7 @@ class IndirectIndexing(Task):
         sign, size = torch.where(shift < 0, minus, plus), shift.abs()
         tens = torch.where(size < 10, PAD, size // 10 + digit)  # padding: no leading zero
         prompt = [source, comma, source.gather(1, i), comma, sign, tens, size % 10 + digit, comma]
-        return compose(prompt, [source.gather(1, i + shift)])
+        return compose(prompt, [source.gather(1, i + shift)])   # the answer is one letter
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,21 +307,21 @@ class Distance(Classification):
 
     def place(self, words, draw):
         n, length = words.shape
-        pairs = self.triggers // 2
+        pairs = self.triggers // 2  # 1; 2 in distance_sum
         places = torch.zeros(n, pairs, 2, dtype=torch.int64, device=draw.device)
-        clash = torch.ones(n, dtype=torch.bool, device=draw.device)
+        clash = torch.ones(n, dtype=torch.bool, device=draw.device)     # all rows are undrawn
         while clash.any():  # draw a row again while two of its triggers share a position
             d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)     # distances
             i = draw.integers(length - d, n, pairs)             # where each pair begins
             drawn = torch.stack([i, i + d], dim=2)              # [n, pairs, 2]
-            places = torch.where(clash[:, None, None], drawn, places)
+            places = torch.where(clash[:, None, None], drawn, places)   # keeps the valid rows
             clash = (places.flatten(1).sort(dim=1).values.diff(dim=1) == 0).any(dim=1)  # [n]
         first = draw.integers(2, n, pairs)  # 1: trigger 1 (or 3) comes before trigger 0 (or 2)
         trigger = torch.stack([first, 1 - first], dim=2)        # [n, pairs, 2]
         trigger += self.first_trigger + 2 * torch.arange(pairs, device=draw.device)[:, None]
-        words.scatter_(1, places.flatten(1), trigger.flatten(1))
+        words.scatter_(1, places.flatten(1), trigger.flatten(1))    # replaces background
         total = places.diff(dim=2).sum(dim=1)                   # [n, 1], of the pairs' distances
-        return words, total * self.classes // (pairs * self.span)
+        return words, total * self.classes // (pairs * self.span)   # [n, L], [n, 1] in 0..31
 
 
 class DistanceSum(Distance):
@@ -345,7 +345,7 @@ class TriggerCount(Classification):
         count = draw.integers(min(length, self.most) + 1, n, 1)     # [n, 1], the class
         chosen = draw.permutation(n, length) < count    # [n, length], `count` positions of each row
         trigger = self.first_trigger + draw.integers(self.triggers, n, length)
-        return torch.where(chosen, trigger, words), count
+        return torch.where(chosen, trigger, words), count   # [n, L], [n, 1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class Stack(Characters):
     The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
     actions; the size of the stack is uniform on 1..length-1."""
     def write(self, n, length, draw):
-        size = 1 + draw.integers(max(1, length - 1), n, 1)
+        size = 1 + draw.integers(max(1, length - 1), n, 1)  # [n, 1]
         start, actions = draw.integers(2, n, length), 2 + draw.integers(3, n, length)
         x = torch.where(torch.arange(length, device=draw.device) < size, start, actions)
         stack = x.new_zeros(n, length + 1)      # from the bottom, in use up to depth
@@ -432,7 +432,7 @@ class Stack(Characters):
             stack.scatter_(1, depth, action % 3)    # 0 and 3 write 0, 1 and 4 write 1
             depth = torch.where(action == 2, depth - 1, depth + 1).clamp(min=0)
         i = depth - 1 - torch.arange(length + 1, device=draw.device)    # [n, length + 1], top first
-        bits = stack.gather(1, i.clamp(min=0))
+        bits = stack.gather(1, i.clamp(min=0))                          # unused where i < 0
         return [x, '='], [torch.where(i >= 0, bits, torch.where(i == -1, 2, 0)), '.']
 
 
@@ -442,7 +442,7 @@ class DynStrCpy(Characters):
         d = draw.integers(10, n, 1)
         x = draw.integers(9, n, length)
         x = x + (x >= d)    # any digit but d
-        x = x.scatter(1, draw.integers(length, n, 1), d)
+        x = x.scatter(1, draw.integers(length, n, 1), d)            # at a uniform position
         suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)     # nothing before the d
         return [x, ',', d, '='], [suffix, '.']
 
@@ -452,8 +452,8 @@ class AdditionCoT(Characters):
     For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
     digits of the longer number. The other's number is uniform on 1..length; no leading zeros."""
     def write(self, n, length, draw):
-        long = number(n, length, draw, length)
-        short = number(n, length, draw, 1 + draw.integers(length, n, 1))
+        long = number(n, length, draw, length)  # [n, L], lowest digit first
+        short = number(n, length, draw, 1 + draw.integers(length, n, 1))    # -1 beyond its digits
         swap = draw.integers(2, n, 1) == 1
         a, b = torch.where(swap, short, long), torch.where(swap, long, short)
         carry = torch.zeros_like(swap).long()
@@ -474,7 +474,7 @@ class Addition(AdditionCoT):
         self.reversed = reversed
 
     def write(self, n, length, draw):
-        (a, _, b, _), steps = super().write(n, length, draw)
+        (a, _, b, _), steps = super().write(n, length, draw)        # without + and =
         numbers = a, b, torch.cat(steps[-length - 2:-1], dim=1)     # the sum and . are last
         a, b, total = numbers if self.reversed else (x.flip(1) for x in numbers)
         return [a, '+', b, '='], [total, '.']
@@ -493,13 +493,13 @@ class MultiplicationCoT(Characters):
             terms += ['+', digit, '*(', digit, '+1)']
             for lower in digits_of_b[i + 1:]:
                 terms += ['(', lower, '+0)']
-        return [a, 'x', b, '='], [a, 'x[', *terms[1:], '].']
+        return [a, 'x', b, '='], [a, 'x[', *terms[1:], '].']    # without the first +
 
 
 def number(n, length, draw, size):
     """Digits [n, length] of n numbers, lowest first, -1 beyond `size` (int or [n, 1]) digits."""
     x = draw.integers(10, n, length)
-    highest = 1 + draw.integers(9, n, length)
+    highest = 1 + draw.integers(9, n, length)   # 1 to 9, for the top digit
     t = torch.arange(length, device=draw.device)
     x = torch.where((t == size - 1) & (size > 1), highest, x)   # no leading zeros, except for 0
     return torch.where(t >= size, -1, x)
@@ -526,10 +526,10 @@ class FlipFlop(Task):
         what = torch.where(draw.integers(2, n, length) == 1, write, read)   # [n, length]
         what[draw.integers(100, n, length) < self.ignore] = ignore
         what[:, 0], what[:, -1] = write, read       # so that there is a bit to recall
-        bit = draw.integers(2, n, length)
+        bit = draw.integers(2, n, length)                       # also after i, as a distractor
         t = torch.arange(length, device=draw.device)
         last_write = torch.where(what == write, t, 0).cummax(dim=1).values  # [n, length]
-        bit = torch.where(what == read, bit.gather(1, last_write), bit)
+        bit = torch.where(what == read, bit.gather(1, last_write), bit)     # reads repeat a write
         tokens = torch.stack([what, bit + zero], dim=2).flatten(1)      # [n, 2 length]
         return tokens, torch.where(tokens == read, tokens.roll(-1, dims=1), -100)
 
@@ -556,7 +556,7 @@ class Group(Task):
         table = self.table.to(draw.device)
         products = iterate(lambda a, b: table[a, b], x)         # [n, length]
         tokens = pad(pad(x + 2, (1, 0), value=1), (0, 1))       # [n, 1 + length + 1], padding last
-        return tokens, pad(products + 2, (1, 1), value=-100)
+        return tokens, pad(products + 2, (1, 1), value=-100)    # no labels for ^ and <pad>
 
 
 class MQAR(Task):
@@ -576,7 +576,7 @@ class MQAR(Task):
 
     def problems(self, n, length, draw):
         keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
-        values = draw.integers(self.words, n, self.keys) + self.words
+        values = draw.integers(self.words, n, self.keys) + self.words   # may repeat
         pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
         slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1  # of noise
         # the pairs again, each in a slot of its own
@@ -664,7 +664,7 @@ def scan():
         turn, act = ['I_TURN_' + direction.upper()], clauses.get(verb, [])  # `turn` is no act
         clauses[f'{verb} {direction}'] = turn + act
         clauses[f'{verb} opposite {direction}'] = turn + turn + act
-        clauses[f'{verb} around {direction}'] = (turn + act) * 4
+        clauses[f'{verb} around {direction}'] = (turn + act) * 4    # four quarter turns
     commands = {}
     for clause, actions in clauses.items():     # 34 clauses, 102 phrases
         for n, times in enumerate(('', ' twice', ' thrice'), 1):
@@ -672,7 +672,7 @@ def scan():
     phrases = list(commands.items())            # the commands of two phrases: 2 * 102 ** 2
     for (x, (plan_x, steps_x)), (y, (plan_y, steps_y)) in itertools.product(phrases, repeat=2):
         commands[f'{x} and {y}'] = f'{plan_x} and {plan_y}', steps_x + steps_y
-        commands[f'{x} after {y}'] = f'{plan_x} after {plan_y}', steps_y + steps_x
+        commands[f'{x} after {y}'] = f'{plan_x} after {plan_y}', steps_y + steps_x  # y first
     return commands
 
 
@@ -691,7 +691,7 @@ class SCAN(Pairs):
         texts = []
         for command, (plan, steps) in scan().items():
             length = sum(len(actions) for _, actions in steps)
-            part = 'train' if length <= 22 else 'test'
+            part = 'train' if length <= 22 else 'test'  # the paper's length split
             texts.append((part, length, self.text(command, plan, steps)))
         if self.simple:
             order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
@@ -741,7 +741,7 @@ class CFQ(Pairs):
         punctuation = f'([{re.escape(string.punctuation)}])'
         question = re.sub(punctuation, r' \1 ', entry['questionPatternModEntities']).split()
         query = entry['sparqlPatternModEntities'].replace('count(*)', 'count ( * )')
-        query = query.replace('\\n', ' ').split()
+        query = query.replace('\\n', ' ').split()   # \n as two characters, not a line end
         query = [re.sub(r'^m\.', 'm_', word.removeprefix('ns:')) for word in query]
         return len(query), f'BoS {" ".join(question)} EoI {" ".join(query)} EoS'
 
@@ -813,7 +813,7 @@ class Corpus(Task):
         if any(part for part, _ in found):      # what has no part's name is for training
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
-            return named | dict(val=val or test, test=test or val)
+            return named | dict(val=val or test, test=test or val)  # one may serve as both
 
         def cut(x):     # into 90, 5 and 5 %
             return np.split(x, [int(0.9 * len(x)), int(0.95 * len(x))])
@@ -839,7 +839,7 @@ class Corpus(Task):
             symbols = np.asarray(piece, dtype=np.int64)     # [t]; of uint16 the sum could overflow
             need(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols up '
                  f'to {symbols.max()}, which are not in the vocabulary of 0 to {size - 1}')
-            row[:len(piece)] = symbols + self.first
+            row[:len(piece)] = symbols + self.first     # the rest of the row stays PAD
         tokens = torch.from_numpy(tokens)
         return tokens, supervise(tokens, 1)
 
@@ -854,7 +854,7 @@ class Corpus(Task):
         places = [max(0, len(document) - length) // self.stride + 1 for document in chosen]
         starts = draw.integers(torch.tensor(places, device=draw.device), n) * self.stride
         pieces = [document[i:i + length] for document, i in zip(chosen, starts.tolist())]
-        return [x.to(draw.device) for x in self.lay_out(pieces, length)]
+        return [x.to(draw.device) for x in self.lay_out(pieces, length)]    # made on the CPU
 
     def held_out(self, split, n, lengths, generator):
         """The same text for every length: n segments of max(lengths) tokens (shorter ones only if
@@ -876,7 +876,7 @@ class Corpus(Task):
         sets = {}
         for length in lengths:
             pieces = [x for segment in segments[:n] for x in contexts(segment, length)]
-            sets[length] = self.lay_out(pieces, length)
+            sets[length] = self.lay_out(pieces, length)     # shorter contexts, more rows
         return sets
 
     def existing(self, lengths, part):
@@ -888,7 +888,7 @@ class Corpus(Task):
 
 def mapped(path, dtype):
     """A file as an array, on disk if it is large: a map would keep many small files open."""
-    large = path.stat().st_size > 2 ** 20
+    large = path.stat().st_size > 2 ** 20   # bytes, 1 MiB
     return np.memmap(path, dtype, 'r') if large else np.frombuffer(path.read_bytes(), dtype)
 
 
@@ -950,7 +950,7 @@ class Tokens(Corpus):
             low, high = tokens[:1000:2], tokens[1:1000:2]       # halves, if these are uint32
             need(high.any() or not low.any(), 'every other token is 0, as in a file of uint32')
             return [tokens]
-        array = np.load(path, mmap_mode='r')
+        array = np.load(path, mmap_mode='r')    # stays on disk
         need(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
         return [array]
 
@@ -1026,7 +1026,7 @@ class MIDI(Corpus):
         low, high = self.vocab.index('Pitch_21'), self.vocab.index('Pitch_108')
         moved = tokens + draw.integers(7, n, 1) - 3     # consecutive tokens are a semitone apart
         moved += 12 * (moved < low) - 12 * (moved > high)               # [n, length]
-        tokens = torch.where((low <= tokens) & (tokens <= high), moved, tokens)
+        tokens = torch.where((low <= tokens) & (tokens <= high), moved, tokens)     # pitches only
         return tokens, supervise(tokens, 1)
 
 
@@ -1092,7 +1092,7 @@ def make(name, data=''):
         given[key] = value if kind is str else kind(int(value))
     if given:
         task = type(task)(**given)
-    task.name, task.data = name, data or task.data
+    task.name, task.data = name, data or task.data  # stdlib brings its own data
     return task
 
 
@@ -1125,7 +1125,7 @@ def main(argv):
     task = make(args.name, args.data)
     usual = 64 if task.corpus else max(5, task.min_length)
     length = usual if args.length is None else args.length
-    tokens, targets = task.sample(5, length)
+    tokens, targets = task.sample(5, length)    # unseeded: others every time
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     print('options:', options_of(task) or 'none')
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')

@@ -152,7 +152,7 @@ class Config(ModelConfig, Running):
              'length_schedule must be pairs (first step, longest length), in order of steps, from '
              f'step 0 on; got {stages}')
         for step in steps:
-            lengths = lengths_at(self, step)
+            lengths = lengths_at(self, step)               # [] if the stage's limit excludes all
             # problems to draw a batch from; None: without limit
             size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
             need(lengths and not (size and size < self.batch_size),
@@ -174,7 +174,7 @@ def check_name(what, name, known):
     if name not in known:
         usual = dict(learning_rate='lr', steps='max_steps', heads='n_head', layers='n_layer')
         near = [x for x in [usual.get(name)] if x in known]
-        near += difflib.get_close_matches(name, known, 1, 0.7)
+        near += difflib.get_close_matches(name, known, 1, 0.7)     # one name, similarity >= 0.7
         listed = 'there are: ' + ', '.join(known) if len(known) < 60 else '--help lists them'
         hint = f', did you mean {near[0]!r}?' if near else f'; {listed}'
         raise UserError(f'unknown {what} {name!r}{hint}')
@@ -182,7 +182,7 @@ def check_name(what, name, known):
 
 def slug(text):
     """Text as part of a file name."""
-    return re.sub(r'[^\w.+=,-]', '_', text)
+    return re.sub(r'[^\w.+=,-]', '_', text)                # parity:steps=0 -> parity_steps=0
 
 
 def keys(cls):
@@ -213,11 +213,11 @@ def as_typed(value):
 def parse_list(text):
     """1-16 | 1,2,4-6 | [(0, 5), (400, 10)] -> list."""
     if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', text):
-        return ast.literal_eval(text)
+        return ast.literal_eval(text)                      # evaluates literals, never calls
     numbers = []
     for part in text.split(','):                           # 5 or 1-16
         first, _, last = part.partition('-')
-        numbers += range(int(first), int(last or first) + 1)
+        numbers += range(int(first), int(last or first) + 1)       # both ends included
     return numbers
 
 
@@ -234,9 +234,9 @@ def convert(cls, key, value, where):
         text = value.capitalize() if kind is bool else value
         with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = parse_list(text) if kind is list else ast.literal_eval(text)
-    if value in choices or value is None and default is None:
+    if value in choices or value is None and default is None:      # None has a meaning of its own
         return value
-    if kind is list and isinstance(value, (tuple, range)):
+    if kind is list and isinstance(value, (tuple, range)):         # of a config file
         value = list(value)
     if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
         value = kind(value) if kind(value) == value else value     # 1e4 steps, a rate of 1
@@ -253,10 +253,10 @@ def parse(cls, argv):
     flags, words = {}, []
     for arg in argv:
         key, equals, value = arg.lstrip('-–—').partition('=')      # --key=value, also pasted
-        if key != arg.partition('=')[0]:
+        if key != arg.partition('=')[0]:                   # the word began with a dash
             flags[key] = convert(cls, key, value if equals else True, arg)
         else:
-            words.append(arg)
+            words.append(arg)                              # such as the path of a config file
     return flags, words
 
 
@@ -264,15 +264,15 @@ def read_file(path, values):
     """`values` with the assignments of a config file on top; it may use values set before it."""
     names = dict(values)                                   # what its lines may read
     try:
-        with open(path, encoding='utf-8-sig') as f:
-            exec(compile(f.read(), path, 'exec'), names)
+        with open(path, encoding='utf-8-sig') as f:        # without a byte-order mark
+            exec(compile(f.read(), path, 'exec'), names)   # path names it in the traceback
     except OSError as error:
         raise UserError(f'cannot read config file {path}: {error.strerror}') from None
     except Exception as error:                             # whatever its lines raise
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         line = getattr(error, 'lineno', line)              # of a SyntaxError
         raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
-    changed = {key: x for key, x in names.items() if not (
+    changed = {key: x for key, x in names.items() if not (         # what the file assigned
         key.startswith('_') or inspect.ismodule(x) or key in values and x is values[key])}
     return values | {key: convert(Config, key, x, path) for key, x in changed.items()}
 
@@ -289,7 +289,7 @@ def read_options(argv):
     With --eval_only or --resume the run's own configuration replaces the files; flags come on top.
     """
     flags, paths = parse(Config, argv)
-    values = defaults(Config)
+    values = defaults(Config)                              # {option: value}
     for path in paths:                                     # a later file overrides an earlier one
         values = read_file(path, values)
     values |= flags                                        # and a flag overrides all files
@@ -300,7 +300,7 @@ def read_options(argv):
         here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only', 'overwrite')}
         if values['eval_only']:
             here['results'] = values['results']            # only if asked for now
-        values = read_checkpoint(values['out_dir'])['config'] | flags | here
+        values = read_checkpoint(values['out_dir'])['config'] | flags | here       # the right wins
     return values
 
 
@@ -314,7 +314,7 @@ def default_out_dir(values):
 def make_config(values):
     """The Config of {option: value}; raise UserError if the values do not fit together."""
     check_name('task', values['task'].partition(':')[0], tasks.TASKS)
-    return Config(**{key: x for key, x in values.items() if key in keys(Config)})
+    return Config(**{key: x for key, x in values.items() if key in keys(Config)})  # not DERIVED
 
 
 def print_help(doc, cls):
@@ -322,7 +322,7 @@ def print_help(doc, cls):
     source declares them: NAME: type = default  # meaning."""
     print(doc + '\nSet --NAME=value, or NAME = value in a config file.')
     classes = [base for x in encodings.ENCODINGS.values() for base in x.__mro__]
-    for owner in dict.fromkeys([*cls.__mro__, *classes]):
+    for owner in dict.fromkeys([*cls.__mro__, *classes]):  # each class once, in order
         if owner.__module__ in (cls.__module__, 'model', 'pe') and owner is not encodings.PEConfig:
             lines = re.findall(r'^(?:    # .*\n)*    \w+: .+ = .*', inspect.getsource(owner), re.M)
             if lines:
@@ -342,7 +342,7 @@ def generator(device, stream, number):
     """A random generator of its own for every stream (train, fixed, eval, test) and number."""
     stream = ('train', 'fixed', 'eval', 'test').index(stream) + 1
     # the CPU's generator uses only the lowest 32 bits of its seed
-    return torch.Generator(device).manual_seed(stream << 28 | number)
+    return torch.Generator(device).manual_seed(stream << 28 | number)      # number < 2 ** 28
 
 
 class Batches:
@@ -353,20 +353,21 @@ class Batches:
     """
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
-        self.generator = generator(device, 'train', seed)
+        self.generator = generator(device, 'train', seed)  # of orders and online problems
         self.lengths, self.at = None, 0                    # at: the next row of the epoch
 
     def pool(self, lengths, source):
         """The problems of an epoch: tokens, targets [N, T], padded to the longest."""
         # online: a pool for 64 steps, so that one call draws many problems
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
-        problems = [self.task.pool(per_length, length, source) for length in lengths]
+        problems = [self.task.pool(per_length, length, source) for length in lengths]      # [n, t]
+        # all rows are padded to the longest: batches of one shape, as CUDA graphs require
         T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # small pools
 
         def stack(parts, fill):                            # [n, t] of each length -> (N, T)
             return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=fill) for x in parts])
-        tokens, targets = zip(*problems)
+        tokens, targets = zip(*problems)                   # each: one [n, t] per length
         return stack(tokens, tasks.PAD), stack(targets, -100)      # -100 masks the loss
 
     def begin_epoch(self, lengths):
@@ -375,7 +376,7 @@ class Batches:
         if lengths != self.lengths or not self.cfg.n_train:
             fixed = self.cfg.n_train > 0                   # the same pool in every epoch
             source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
-            self.tokens, self.targets = self.pool(lengths, source)
+            self.tokens, self.targets = self.pool(lengths, source)         # [N, T], on the device
         self.lengths = lengths
         # a permutation of the rows: lengths mix, and no problem comes twice in an epoch
         self.order = torch.randperm(len(self.tokens), generator=self.generator, device=self.device)
@@ -384,7 +385,7 @@ class Batches:
         """tokens, targets [B, T] of a step."""
         lengths = lengths_at(self.cfg, step)
         if lengths != self.lengths or self.at + self.cfg.batch_size > len(self.tokens):
-            self.begin_epoch(lengths)
+            self.begin_epoch(lengths)                      # a new stage, or too few rows left
         rows = self.order[self.at:self.at + self.cfg.batch_size]   # (B,)
         self.at += self.cfg.batch_size
         return self.tokens[rows].long(), self.targets[rows].long() # (B, T)
@@ -400,7 +401,7 @@ class Batches:
              f'the run in {self.cfg.out_dir} was trained on another kind of device, which draws '
              'other random numbers: use its --device')
         self.generator.set_state(state['start'])
-        self.begin_epoch(state['lengths'])
+        self.begin_epoch(state['lengths'])                 # draws the same pool and order again
         self.at = state['at']
         need(self.state()['sum'] == state['sum'], 'the problems of the run in '
              f'{self.cfg.out_dir} have changed: its data or tasks.py; --overwrite trains it again')
@@ -414,7 +415,7 @@ def held_out(cfg, split, device):
     for some in lengths:                                   # a corpus cuts one text for all lengths
         sets = task.held_out(split, n, some, lambda length: generator('cpu', split, length))
         for length, (tokens, targets) in sets.items():
-            yield length, (tokens.to(device), targets.to(device))
+            yield length, (tokens.to(device), targets.to(device))  # [n, T], drawn on the CPU
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,11 +423,11 @@ def held_out(cfg, split, device):
 
 def learning_rate(cfg, step):
     """Linear warm-up to lr, then linear or cosine decay to min_lr at max_steps."""
-    if step < cfg.warmup_steps:
-        return cfg.lr * (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    if step < cfg.warmup_steps:                            # step counts from 0
+        return cfg.lr * (step + 1) / cfg.warmup_steps      # from lr / warmup_steps up to lr
+    done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)    # in [0, 1)
     left = {'none': 1.0, 'linear': 1 - done, 'cosine': (1 + math.cos(math.pi * done)) / 2}
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left[cfg.decay]
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left[cfg.decay]    # none: constant at lr
 
 
 class Trainer:
@@ -437,9 +438,9 @@ class Trainer:
         if cfg.kernel == 'triton':
             encodings.kernels()                            # before the optimizer imports Triton
         torch.manual_seed(seed)                            # initial weights, then dropout
-        self.model = Transformer(cfg).to(device, cfg.weights_dtype)
-        self.batches = Batches(cfg, seed, cfg.the_task, device)
-        self.autocast = precision(cfg, device)
+        self.model = Transformer(cfg).to(device, cfg.weights_dtype)        # initialized on the CPU
+        self.batches = Batches(cfg, seed, cfg.the_task, device)    # the same for every encoding
+        self.autocast = precision(cfg, device)             # a context for each forward pass
         on_gpu = device.type == 'cuda'                     # where launches cost more than sums
         groups = self.model.optim_groups(cfg.lr, cfg.weight_decay) # a class may have its own
         for group in groups:                               # a CUDA graph reads rates from tensors
@@ -447,21 +448,21 @@ class Trainer:
             group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
         self.peaks = [group['lr'].item() for group in groups]      # before warm-up and decay
         self.optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
-                                           capturable=on_gpu)
+                                           capturable=on_gpu)      # keeps step counts on the GPU
         # what a step calls: the model, or its compiled form; a function, or its CUDA graph
         self.forward = self.model
         large = sum(p.numel() for p in self.model.parameters()) >= 1e7
         if on_gpu and large if cfg.compile is None else cfg.compile:
-            self.forward = torch.compile(self.model, dynamic=False)
+            self.forward = torch.compile(self.model, dynamic=False)        # recompiles per shape
         # a capture refuses the factorization that keeps PRISM's matrix orthogonal
         captures = self.forward is self.model and cfg.prism_recurrent != 'orthogonal'
         if on_gpu and captures if cfg.graph is None else cfg.graph:
-            self.update = Graph(self.update)
+            self.update = Graph(self.update)               # shadows the method update()
 
     def step(self, number):
         """One optimizer step; the loss before it, []. On a GPU nothing here waits for it."""
         tokens, targets = self.batches.next(number)        # (B, T)
-        factor = learning_rate(self.cfg, number) / self.cfg.lr
+        factor = learning_rate(self.cfg, number) / self.cfg.lr     # 1 at the peak, then decays
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group['lr'].fill_(factor * peak)               # in place, for a CUDA graph
         return self.update(tokens, targets)
@@ -470,20 +471,21 @@ class Trainer:
         """Forward, backward, clip, AdamW on a batch. Returns the loss, []."""
         loss = 0
         pieces = self.cfg.accumulate                       # micro-batches
+        # (B / pieces, T) each; their losses times `fraction` add up to the batch's mean loss
         for x, y in zip(tokens.tensor_split(pieces), targets.tensor_split(pieces)):
             # of the supervised targets: 1 if the batch is in one piece
             fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / (targets != -100).sum()
             with self.autocast:                            # bfloat16, if asked for
                 part = fraction * self.forward(x, y)[1]    # the model gives (logits, mean loss)
-            part.backward()
-            loss = loss + part.detach()
+            part.backward()                                # adds to p.grad: micro-batches sum up
+            loss = loss + part.detach()                    # [], without its autograd graph
         if self.cfg.grad_clip:
-            clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
+            clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)   # of all as one vector
         self.optimizer.step()                              # AdamW
         for group in self.optimizer.param_groups:
             if 'clamp' in group:                           # PoPE's delta
                 for p in group['params']:
-                    p.data.clamp_(*group['clamp'])
+                    p.data.clamp_(*group['clamp'])         # (lowest, highest)
         self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
         return loss
 
@@ -497,7 +499,7 @@ class Trainer:
         weights = self.model.state_dict()                  # a copy: training continues in place
         rng = [torch.get_rng_state()]                      # of dropout
         if self.device.type == 'cuda':
-            rng.append(torch.cuda.get_rng_state())
+            rng.append(torch.cuda.get_rng_state())         # of dropout on the GPU
         return dict(model={name: x.to('cpu', copy=True) for name, x in weights.items()}, rng=rng,
                     moments=self.optimizer.state_dict()['state'], batches=self.batches.state(),
                     losses=self.losses)
@@ -513,8 +515,8 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         for i, moments in state['moments'].items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
-                                               for name, x in moments.items()}
-        cpu, *cuda = state['rng']
+                                               for name, x in moments.items()}     # averages, step
+        cpu, *cuda = state['rng']                          # cuda: [] if it was trained on a CPU
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state(cuda[0])
@@ -534,7 +536,7 @@ class Graph:
 
     def __call__(self, *args):
         shapes = [x.shape for x in args]
-        if shapes != self.shapes:
+        if shapes != self.shapes:                          # at first, and when T changes
             self.shapes, self.calls, self.graph = shapes, 0, None  # capture again
             self.args = [torch.empty_like(x) for x in args]        # where the graph reads them
         self.calls += 1
@@ -542,16 +544,16 @@ class Graph:
             mine.copy_(x)
         if self.calls <= 3:
             current = torch.cuda.current_stream()
-            self.side.wait_stream(current)
-            with torch.cuda.stream(self.side):
+            self.side.wait_stream(current)                 # after the copies above
+            with torch.cuda.stream(self.side):             # PyTorch requires a side stream
                 result = self.function(*self.args)
-            current.wait_stream(self.side)
+            current.wait_stream(self.side)                 # before the caller reads the result
             return result
-        if self.graph is None:
+        if self.graph is None:                             # at the fourth call
             gc.collect()                                   # freeing a graph would break a capture
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.side):
-                self.result = self.function(*self.args)
+            with torch.cuda.graph(self.graph, stream=self.side):   # captures kernels, runs none
+                self.result = self.function(*self.args)    # at a fixed address, too
             # a capture resets dropout's counter on that stream, and replay() sets it on this one
             torch.cuda.current_stream().wait_stream(self.side)
         self.graph.replay()
@@ -569,9 +571,9 @@ def pick_device(cfg):
     except (RuntimeError, AssertionError):
         raise UserError(f'--device={name} is not available: use cpu, or auto') from None
     if device.type == 'cuda':
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)                      # for calls that name no device
     need(device.type == 'cuda' or not cfg.graph, '--graph requires a CUDA device; leave it out')
-    work = cfg.batch_size * cfg.train_len * cfg.d_model
+    work = cfg.batch_size * cfg.train_len * cfg.d_model    # B T C, the size of an activation
     if work <= 2 ** 18 and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(1)
     return device
@@ -581,8 +583,8 @@ def precision(cfg, device):
     """Set how matrices are multiplied; the autocast context of the forward pass."""
     torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
     if cfg.dtype == 'bfloat16':
-        return torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext()
+        return torch.autocast(device.type, torch.bfloat16)         # weights stay in float32
+    return contextlib.nullcontext()                        # nothing is cast
 
 
 # --------------------------------------------------------------------------------------------------
@@ -591,7 +593,7 @@ def precision(cfg, device):
 def token_losses(logits, targets):
     """Cross-entropy of every token [B, T], 0 where it is not supervised."""
     return F.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=-100,
-                           reduction='none')
+                           reduction='none')               # it takes (B, V, T) and (B, T)
 
 
 @torch.no_grad()
@@ -603,13 +605,13 @@ def evaluate(model, task, sets, autocast=None):
     n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats.
     """
     training = model.training
-    model.eval()
+    model.eval()                                           # no dropout, no random position shift
     scores, finite = {}, True
     for length, (tokens, targets) in sets:                 # (n, T) each
         T = tokens.shape[1]
         rows = max(1, min(2 ** 15, 2 ** 25 // len(task.vocab)) // T)       # limits memory
         correct, loss = [], 0
-        for x, y in zip(tokens.split(rows), targets.split(rows)):
+        for x, y in zip(tokens.split(rows), targets.split(rows)):  # (rows, T) each
             with autocast or contextlib.nullcontext():
                 logits = model(x)[0]                       # (rows, T, V)
             if finite and not logits.isfinite().all():
@@ -617,15 +619,16 @@ def evaluate(model, task, sets, autocast=None):
                 tqdm.write(f'logits are NaN or infinite from length {length} on')
             correct.append(logits.argmax(dim=-1) == y)     # (rows, T), padding included
             if task.corpus:
-                loss = loss + token_losses(logits, y).sum(dtype=torch.float64)
+                loss = loss + token_losses(logits, y).sum(dtype=torch.float64)     # [], in nats
         correct = torch.cat(correct)                       # (n, T)
         asked = targets != -100                            # (n, T) supervised
         states = asked if task.end is None else asked & (targets != task.end)
         # (n, 1): where the last state is, the largest supervised position
         last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
-        score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),
-                     token=((correct & asked).sum() / asked.sum()).double(),
-                     last=correct.gather(1, last).double().mean())
+        # if every argmax is correct, greedy decoding would have read the same prefixes
+        score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),          # (n,) -> []
+                     token=((correct & asked).sum() / asked.sum()).double(),       # over all rows
+                     last=correct.gather(1, last).double().mean())                 # (n, 1) -> []
         if task.corpus:
             score['loss'] = loss / asked.sum()
         scores[length] = {key: round(x.item(), 6) for key, x in score.items()}
@@ -654,14 +657,14 @@ def locked(folder):
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)         # raises instead of waiting
     except BlockingIOError:
         os.close(handle)
         raise UserError(f'another process trains in {folder}: use another --out_dir') from None
     try:
         yield
     finally:
-        os.close(handle)
+        os.close(handle)                                   # which releases the lock
 
 
 def write_file(path, data):
@@ -669,9 +672,9 @@ def write_file(path, data):
     try:
         with open(path + '.tmp', 'wb') as f:
             f.write(data.encode() if isinstance(data, str) else data)
-            f.flush()
+            f.flush()                                      # from Python to the operating system
             os.fsync(f.fileno())                           # a full disk shows here at the latest
-        os.replace(path + '.tmp', path)
+        os.replace(path + '.tmp', path)                    # atomic: readers see old or new
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
@@ -686,10 +689,10 @@ def read_checkpoint(folder):
     try:
         if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
             raise zipfile.BadZipFile
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
         if not {'config', 'seeds', 'step'} <= checkpoint.keys():
             raise zipfile.BadZipFile
-    except (OSError, MemoryError):
+    except (OSError, MemoryError):                         # not the content of the file
         raise
     except Exception:                                      # torch says it in many ways
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
@@ -708,21 +711,22 @@ def save(cfg, checkpoint, trainers, step, log):
     there = os.listdir(cfg.out_dir)
     for name in there:
         own = re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name)
-        if own and 'ckpt.pt' in there and not checkpoint['step']:
+        if own and 'ckpt.pt' in there and not checkpoint['step']:  # step 0: not continued
             os.remove(os.path.join(cfg.out_dir, name))
+    # the log first: if the process dies before ckpt.pt, the old log_size removes these points
     with open(os.path.join(cfg.out_dir, 'log.jsonl'), 'ab') as f:
         f.truncate(checkpoint['log_size'])                 # lines that no checkpoint counts
         f.write(''.join(json.dumps(point) + '\n' for point in log).encode())
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
     checkpoint.update(step=step, log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
-    write_checkpoint(cfg, checkpoint)
+    write_checkpoint(cfg, checkpoint)                      # after the log, whose size it contains
 
 
 def write_checkpoint(cfg, checkpoint):
     """Write config.json and ckpt.pt."""
     buffer = io.BytesIO()                                  # in memory first: written whole or not
-    torch.save(checkpoint, buffer)
+    torch.save(checkpoint, buffer)                         # a zip archive, hence the checksums
     write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
 
@@ -738,7 +742,7 @@ def check_same(cfg, checkpoint, names):
 def load_weights(model, weights, folder):
     """model.load_state_dict(weights); raise UserError if the parameters differ."""
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(weights)                     # strict: same names and shapes
     except RuntimeError:
         raise UserError(f'the run in {folder} has other parameters: an option, pe.py or model.py '
                         'has changed since') from None
@@ -757,15 +761,15 @@ def append_record(cfg, device, by_seed, failed):
                                               or getattr(cfg, key) != defaults(Config)[key])}
     scores = {}
     for seed, by_length in by_seed.items():
-        rows = [by_length[n] for n in cfg.eval_lengths]
+        rows = [by_length[n] for n in cfg.eval_lengths]    # in the order of the record's lengths
         # a list per metric; a metric equal to exact is left out
         columns = {metric: [round(row[metric], 4) for row in rows] for metric in rows[0]}
         scores[seed] = {metric: column for metric, column in columns.items() if metric != 'n'
                         and (metric == 'exact' or column != columns['exact'])}
     sizes = {n: row['n'] for by_length in by_seed.values() for n, row in by_length.items()
-             if row['n'] != cfg.n_test}
+             if row['n'] != cfg.n_test}                    # SCAN: fewer problems than n_test
     git = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'describe', '--always',
-           '--dirty', '--exclude=*']
+           '--dirty', '--exclude=*']                       # no tags: a hash, -dirty if changed
     commit = ''
     with contextlib.suppress(OSError):                     # no git
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -774,11 +778,11 @@ def append_record(cfg, device, by_seed, failed):
     origin = dict(n=sizes, failed=list(failed), torch=torch.__version__, commit=commit,
                   hardware=hardware)
     line = json.dumps(result | {key: x for key, x in origin.items() if x}, separators=(',', ':'))
-    with open(cfg.results, 'a+') as f:
+    with open(cfg.results, 'a+') as f:                     # reads anywhere, writes at the end
         f.seek(0)
         known = f.read()
-        if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:
-            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')
+        if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:      # origin may vary
+            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # ends a cut line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -816,7 +820,7 @@ def brief(cfg, scores):
         trained = [n for n in scores if n <= max(cfg.train_lengths)] or list(scores)
         return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
                          f'{perplexity(scores[n]):.2f}) in contexts of {n}'
-                         for n in sorted({max(trained), max(scores)}))
+                         for n in sorted({max(trained), max(scores)}))     # one if they are equal
     trained, longer, largest = summary(cfg, scores)
     return (f'exact match {trained} on training lengths, {longer} on longer ones; '
             f'max length >= 95 %: {largest}')
@@ -829,15 +833,15 @@ def print_strips(cfg, rows):
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
-    ticks = ' ' * len(lengths)
-    for i in sorted({0, inside - 1, *range(7, len(lengths), 8)}):
+    ticks = ' ' * len(lengths)                             # the row of numbers above the strips
+    for i in sorted({0, inside - 1, *range(7, len(lengths), 8)}):  # also each 8th column
         text = str(lengths[i])
         start = max(0, i + 1 - len(text))                  # a number ends above its column
-        if not ticks[max(0, start - 1):start + len(text)].strip():
+        if not ticks[max(0, start - 1):start + len(text)].strip():         # free, and a space left
             ticks = ticks[:start] + text + ticks[start + len(text):]
     print(f'{"":{width}}{ticks[:inside]} {ticks[inside:]}  training    longer  max length')
     for label, scores, metric in rows:
-        strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)
+        strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)        # eighths
         trained, longer, largest = summary(cfg, scores, metric)    # the columns to the right
         print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {trained:>7}   '
               f'{longer:>7}  {largest:>10}')
@@ -880,7 +884,7 @@ def catch_signals():
     caught = []
 
     def catch(number, frame):
-        caught.append(number)
+        caught.append(number)                              # no work here: a step may be running
         signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(ValueError):                  # only the main thread gets signals
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -895,32 +899,32 @@ def train(cfg, device, checkpoint, stop):
     checkpoint says which seeds diverged.
     """
     trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
-    first, log = checkpoint['step'], []
+    first, log = checkpoint['step'], []                    # log: points not yet written
     began, every = time.time(), 0.1 if sys.stderr.isatty() else 10   # seconds; in a pipe 10
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False)
     for step in bar:
         for trainer in trainers.values():
-            trainer.losses.append(trainer.step(step))
-        done = step + 1
+            trainer.losses.append(trainer.step(step))      # [], still on the device: no waiting
+        done = step + 1                                    # steps completed
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
-        if not (logging or stop):
+        if not (logging or stop):                          # stop: a signal arrived
             continue
-        drop_diverged(trainers, checkpoint, done)
+        drop_diverged(trainers, checkpoint, done)          # before save(): keeps finite weights
         if not trainers:
             save(cfg, checkpoint, trainers, done, log)
-            break
+            break                                          # the test below then returns {}
         if logging:
-            speed = round((done - first) / (time.time() - began), 2)
+            speed = round((done - first) / (time.time() - began), 2)       # a step trains all seeds
             means = {seed: trainer.mean_loss() for seed, trainer in trainers.items()}
             log += [dict(step=done, seed=seed, loss=x, lr=learning_rate(cfg, step),
                          steps_per_s=speed) for seed, x in means.items()]
-            loss = sum(means.values()) / len(means)
+            loss = sum(means.values()) / len(means)        # over seeds, for the progress bar
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
         if evaluating:
             pause = time.time()
-            scores = test(cfg, trainers, 'eval', device)
+            scores = test(cfg, trainers, 'eval', device)   # {seed: {length: scores}}
             log += [dict(step=done, seed=seed, eval=x) for seed, x in scores.items()]
             began += time.time() - pause                   # evaluations do not count as training
         if evaluating or stop:
@@ -929,9 +933,9 @@ def train(cfg, device, checkpoint, stop):
         if evaluating:
             tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
-        if stop and done < cfg.max_steps:
+        if stop and done < cfg.max_steps:                  # at max_steps only the test is left
             return None
-    return test(cfg, trainers, 'test', device)
+    return test(cfg, trainers, 'test', device)             # problems that no evaluation used
 
 
 def begin(cfg, device, checkpoint):
@@ -941,7 +945,7 @@ def begin(cfg, device, checkpoint):
     first = checkpoint['step']
     for seed, trainer in trainers.items():
         if first:
-            trainer.restore(checkpoint['seeds'][seed])
+            trainer.restore(checkpoint['seeds'][seed])     # weights, moments, batches, generators
     if first:
         print(f'continues the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
@@ -953,9 +957,9 @@ def begin(cfg, device, checkpoint):
 
 def drop_diverged(trainers, checkpoint, step):
     """Remove each seed of which a loss, up to this step, or a weight is not finite."""
-    for seed, trainer in [*trainers.items()]:
+    for seed, trainer in [*trainers.items()]:              # a copy: the loop deletes from it
         trainer.losses = [float(x) for x in trainer.losses]        # waits for the device
-        start = step + 1 - len(trainer.losses)
+        start = step + 1 - len(trainer.losses)             # the step of the first loss, from 1
         bad = [i for i, x in enumerate(trainer.losses, start) if not math.isfinite(x)]
         # a loss shows the weights before its step, so look at those after it, too
         if not all(p.isfinite().all() for p in trainer.model.parameters()):
@@ -988,14 +992,14 @@ def run(cfg, stop):
         if not cfg.overwrite and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
             checkpoint = read_checkpoint(cfg.out_dir)
             check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
-        checkpoint['config'] = asdict(cfg)
-        test_of = [cfg.n_test, cfg.eval_lengths]
+        checkpoint['config'] = asdict(cfg)                 # options in FREE may be new ones
+        test_of = [cfg.n_test, cfg.eval_lengths]           # other values require another test
         if checkpoint.get('test_of') == test_of:
             by_seed = checkpoint['scores']
             changed = ', before its encoding was changed' * (checkpoint['source'] != source(cfg))
             print(f'{cfg.out_dir} was finished earlier{changed}; --overwrite trains it again')
         else:
-            by_seed = train(cfg, device, checkpoint, stop)
+            by_seed = train(cfg, device, checkpoint, stop)         # {} if every seed diverged
             if by_seed is not None:
                 checkpoint |= dict(test_of=test_of, scores=by_seed, source=source(cfg))
                 write_checkpoint(cfg, checkpoint)
@@ -1017,7 +1021,7 @@ def train_points(points, swept):
     """Train the one configuration, or each (label, config) of a sweep, and show a table: the exit
     status, 2 by UserError if a seed diverged."""
     stop = catch_signals()
-    scores, failed = {}, []
+    scores, failed = {}, []                                # {label: {seed: {length: scores}}}
     for label, cfg in points:
         if swept:
             print(f'--- {label} ({cfg.out_dir})')
@@ -1025,7 +1029,7 @@ def train_points(points, swept):
         if by_seed is None:
             print('stopped and saved; continue with the same command'
                   + ', without --overwrite' * cfg.overwrite)
-            return 128 + stop[0]
+            return 128 + stop[0]                           # as a shell reports a signal
         failed += [f'{label} {line}'.strip() for line in lines]
         if not by_seed:
             continue
@@ -1054,7 +1058,7 @@ def load(run_dir, seed=None, cfg=None):
     checkpoint = read_checkpoint(str(run_dir))
     saved = checkpoint['config']
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
-    trained = tasks.make(saved['task'], cfg.data)
+    trained = tasks.make(saved['task'], cfg.data)          # for its vocabulary
     need(cfg.the_task.vocab == trained.vocab and type(cfg.the_task) is type(trained),
          f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is another, '
          'or has another vocabulary')
@@ -1090,7 +1094,7 @@ def evaluate_run(cfg):
 def read_points(values):
     """[(label, config)] of the points of a sweep, or of the one run, and the options it varies."""
     varied, points = swept(values), []
-    for point in itertools.product(*(values[key] for key in varied)):
+    for point in itertools.product(*(values[key] for key in varied)):      # (): the one run
         here = values | dict(zip(varied, point))
         if varied:
             name = ','.join(f'{key}={slug(str(x))}' for key, x in zip(varied, point))
@@ -1122,7 +1126,7 @@ def run_program(main, *errors):
     """Run main(argv) and exit with its status; a UserError, or one of `errors`, is one line and
     status 2, and so is a lack of memory."""
     if hasattr(sys.stdout, 'reconfigure'):                 # not in a notebook
-        sys.stdout.reconfigure(errors='replace')
+        sys.stdout.reconfigure(errors='replace')           # ? for characters it cannot print
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # ... | head
     try:
@@ -1134,7 +1138,7 @@ def run_program(main, *errors):
         if isinstance(error, OSError) and error.filename:
             says = f'{error.filename}: {error.strerror}'
     except (MemoryError, RuntimeError) as error:
-        lacks_memory = re.search('out of memory|allocate', str(error))
+        lacks_memory = re.search('out of memory|allocate', str(error))     # as PyTorch words it
         if not (lacks_memory or isinstance(error, MemoryError)):
             raise
         says = ('not enough memory: use a smaller model or batch_size, a larger accumulate, or '
