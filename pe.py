@@ -199,6 +199,8 @@ class Encoding(nn.Module):
 
     def mix(self, weights, v, pos, state=None, x=None):
         """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
+        if self.fp32 and v.dtype in HALF:
+            return self.mix(weights.float(), v.float(), pos, state, x).to(v.dtype)
         at = self.at(None, None, pos, state, x, q_len=weights.shape[-2])
         return self.out(weights @ self.value(v, at), at)
 
@@ -301,8 +303,9 @@ def check_positions(pos, B, T):
     need(pos.shape in ((T,), (B, T)), f'pos must have a position for each of the {T} keys, [{T}] '
          f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
     if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
-        need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all(), 'positions must be at least 0 '
-             'and ascend along a row; give packed documents rows of their own')
+        need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all() and pos.isfinite().all(),
+             'positions must be at least 0, finite and ascend along a row; give packed documents '
+             'rows of their own')
 
 
 def causal(like, itself=True):

@@ -217,7 +217,7 @@ def parse_list(text):
     numbers = []
     for part in text.split(','):                           # 5 or 1-16
         first, _, last = part.partition('-')
-        numbers += range(int(first), int(last or first) + 1)       # both ends included
+        numbers += range(int(first), int(last or first) + 1)[:10 ** 6]     # both ends included
     return numbers
 
 
@@ -273,7 +273,8 @@ def read_file(path, values):
         line = getattr(error, 'lineno', line)              # of a SyntaxError
         raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
     changed = {key: x for key, x in names.items() if not (         # what the file assigned
-        key.startswith('_') or inspect.ismodule(x) or key in values and x is values[key])}
+        key.startswith('_') or inspect.ismodule(x) or callable(x)
+        or key in values and x is values[key])}
     return values | {key: convert(Config, key, x, path) for key, x in changed.items()}
 
 
@@ -506,17 +507,17 @@ class Trainer:
 
     def restore(self, state):
         """Continue from a state of the same configuration."""
-        need(state.get('moments'), f'the run in {self.cfg.out_dir} is of an older version of '
-             'train.py, which this one evaluates, but does not continue')
         load_weights(self.model, state['model'], self.cfg.out_dir)
         self.batches.restore(state['batches'])
         self.losses = state['losses']
         # the optimizer numbers its parameters in the order of its groups
         params = [p for group in self.optimizer.param_groups for p in group['params']]
+        if [x['exp_avg'].shape for x in state['moments'].values()] != [p.shape for p in params]:
+            raise KeyError('moments')                      # as if they were missing
         for i, moments in state['moments'].items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
                                                for name, x in moments.items()}     # averages, step
-        cpu, *cuda = state['rng']                          # cuda: [] if it was trained on a CPU
+        cpu, cuda = state['rng'][0], state['rng'][1:]      # cuda: [] if trained on a CPU
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state(cuda[0])
@@ -690,7 +691,8 @@ def read_checkpoint(folder):
         if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
             raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
-        if not {'config', 'seeds', 'step'} <= checkpoint.keys():
+        entries = [checkpoint['config'], *checkpoint['seeds'].values()]
+        if not all(isinstance(x, dict) for x in entries) or checkpoint['step'] < 0:
             raise zipfile.BadZipFile
     except (OSError, MemoryError):                         # not the content of the file
         raise
@@ -705,30 +707,32 @@ def read_checkpoint(folder):
 
 
 def save(cfg, checkpoint, trainers, step, log):
-    """Append the points in `log` to log.jsonl, then write config.json and ckpt.pt. The first save
-    removes the results of a run that this one replaces. A seed that diverged keeps its last finite
-    model."""
-    there = os.listdir(cfg.out_dir)
-    for name in there:
-        own = re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name)
-        if own and 'ckpt.pt' in there and not checkpoint['step']:  # step 0: not continued
-            os.remove(os.path.join(cfg.out_dir, name))
-    # the log first: if the process dies before ckpt.pt, the old log_size removes these points
-    with open(os.path.join(cfg.out_dir, 'log.jsonl'), 'ab') as f:
-        f.truncate(checkpoint['log_size'])                 # lines that no checkpoint counts
-        f.write(''.join(json.dumps(point) + '\n' for point in log).encode())
+    """Append the points in `log` to log.jsonl, and write ckpt.pt and config.json. A seed that
+    diverged keeps its last finite model."""
+    path, first = os.path.join(cfg.out_dir, 'log.jsonl'), not checkpoint['step']
+    lines = ''.join(json.dumps(point) + '\n' for point in log).encode()
+    if not first:
+        # the log first: if the process dies before ckpt.pt, the old log_size removes these points
+        with open(path, 'ab') as f:
+            f.truncate(min(f.tell(), checkpoint['log_size']))      # lines that no checkpoint counts
+            f.write(lines)
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
-    checkpoint.update(step=step, log_size=os.path.getsize(os.path.join(cfg.out_dir, 'log.jsonl')))
-    write_checkpoint(cfg, checkpoint)                      # after the log, whose size it contains
+    checkpoint.update(step=step, log_size=len(lines) if first else os.path.getsize(path))
+    write_checkpoint(cfg, checkpoint)
+    if first:                                              # now the run that it replaces may go
+        for name in os.listdir(cfg.out_dir):
+            if re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name):
+                os.remove(os.path.join(cfg.out_dir, name))
+        write_file(path, lines)
 
 
 def write_checkpoint(cfg, checkpoint):
-    """Write config.json and ckpt.pt."""
+    """Write ckpt.pt and config.json."""
     buffer = io.BytesIO()                                  # in memory first: written whole or not
     torch.save(checkpoint, buffer)                         # a zip archive, hence the checksums
-    write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
+    write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
 
 
 def check_same(cfg, checkpoint, names):
@@ -778,7 +782,7 @@ def append_record(cfg, device, by_seed, failed):
     origin = dict(n=sizes, failed=list(failed), torch=torch.__version__, commit=commit,
                   hardware=hardware)
     line = json.dumps(result | {key: x for key, x in origin.items() if x}, separators=(',', ':'))
-    with open(cfg.results, 'a+') as f:                     # reads anywhere, writes at the end
+    with open(cfg.results, 'a+', errors='surrogateescape') as f:    # reads anywhere, appends
         f.seek(0)
         known = f.read()
         if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:      # origin may vary
@@ -830,7 +834,7 @@ def print_strips(cfg, rows):
     """A strip with a character per length for each row."""
     lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
     inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # trained lengths
-    unicode = (sys.stdout.encoding or '').lower().startswith('utf')
+    unicode = str(getattr(sys.stdout, 'encoding', '')).lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
     ticks = ' ' * len(lengths)                             # the row of numbers above the strips
@@ -900,9 +904,11 @@ def train(cfg, device, checkpoint, stop):
     """
     trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
     first, log = checkpoint['step'], []                    # log: points not yet written
-    began, every = time.time(), 0.1 if sys.stderr.isatty() else 10   # seconds; in a pipe 10
+    began = time.time()
+    every = 0.1 if sys.stderr and sys.stderr.isatty() else 10      # seconds; in a pipe 10
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
-               desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False)
+               desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False,
+               disable=not sys.stderr)
     for step in bar:
         for trainer in trainers.values():
             trainer.losses.append(trainer.step(step))      # [], still on the device: no waiting
@@ -944,8 +950,12 @@ def begin(cfg, device, checkpoint):
                 if 'failed' not in entry}
     first = checkpoint['step']
     for seed, trainer in trainers.items():
-        if first:
-            trainer.restore(checkpoint['seeds'][seed])     # weights, moments, batches, generators
+        try:
+            if first:
+                trainer.restore(checkpoint['seeds'][seed]) # weights, moments, batches, generators
+        except (LookupError, TypeError, AttributeError, RuntimeError):
+            raise UserError(f'the checkpoint in {cfg.out_dir} lacks what continuing requires: '
+                            'evaluate it, or train again with --overwrite') from None
     if first:
         print(f'continues the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
@@ -989,15 +999,18 @@ def run(cfg, stop):
     os.makedirs(cfg.out_dir, exist_ok=True)
     with locked(cfg.out_dir):
         checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
-        if not cfg.overwrite and os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
+        there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}
+        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has files that are not of a run, but '
+             f'have its names: {", ".join(sorted(there))}; use another --out_dir')
+        if there and not cfg.overwrite:
             checkpoint = read_checkpoint(cfg.out_dir)
             check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
         checkpoint['config'] = asdict(cfg)                 # options in FREE may be new ones
         test_of = [cfg.n_test, cfg.eval_lengths]           # other values require another test
         if checkpoint.get('test_of') == test_of:
             by_seed = checkpoint['scores']
-            changed = ', before its encoding was changed' * (checkpoint['source'] != source(cfg))
-            print(f'{cfg.out_dir} was finished earlier{changed}; --overwrite trains it again')
+            then = ', before its encoding was changed' * (checkpoint['source'] != source(cfg))
+            print(f'{cfg.out_dir} was finished earlier{then}; --overwrite trains it again')
         else:
             by_seed = train(cfg, device, checkpoint, stop)         # {} if every seed diverged
             if by_seed is not None:
@@ -1012,9 +1025,10 @@ def run(cfg, stop):
 
 def source(cfg):
     """A checksum of the classes of the encoding, which tells whether they have been changed."""
-    classes = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
-               if issubclass(base, encodings.Encoding)]
-    return zlib.crc32(''.join(map(inspect.getsource, classes)).encode())
+    code = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
+            if issubclass(base, encodings.Encoding)]
+    code += filter(inspect.isfunction, vars(encodings).values())   # such as rotate()
+    return zlib.crc32(''.join(map(inspect.getsource, code)).encode())
 
 
 def train_points(points, swept):
