@@ -137,7 +137,8 @@ class Config(ModelConfig, Running):
         """Sort the lengths, keep those that the task has; raise UserError if that leaves none."""
         for key in 'seeds', 'train_lengths', 'eval_lengths':
             values = list(dict.fromkeys(getattr(self, key)))       # without repeats
-            need(0 < len(values) < 10 ** 6 and all(type(x) is int and 0 <= x < 2 ** 28 for x in values),
+            need(0 < len(values) < 10 ** 6
+                 and all(type(x) is int and 0 <= x < 2 ** 28 for x in values),
                  f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values[:99]}')
             if key != 'seeds':
                 part = 'train' if key == 'train_lengths' else None
