@@ -787,6 +787,7 @@ def test_starting_weights_and_optimizer_groups():
         writes = name.endswith(('attn.proj.weight', 'mlp.2.weight'))
         std = 0.2 if name == 'embedding.weight' else (p.shape[1] * (6 if writes else 1)) ** -0.5
         assert abs(p.std() / std - 1) < 0.05, name
+    assert encoding('prism').alpha.unique() == 1 and abs(encoding('fire').c - 0.1) < 1e-6
     assert abs(encoding('vipe', vipe_d_p=3000).W_p.std() / 0.02 - 1) < 0.05
 
     model = make(pe='prism+pope')
@@ -1874,6 +1875,8 @@ def test_evaluate_counts():
     model.answers[3, 7] += 1                               # row 3: its end token
     scores = train.evaluate(model, task, [(3, (tokens, targets))])[3]
     assert scores == dict(exact=0, token=0.75, last=0.5, n=4)
+    runs = {seed: {1: dict(exact=seed, n=4)} for seed in (0, 1)}
+    assert train.mean_scores(runs) == {1: dict(exact=0.5, n=4)}
 
 
 # batches and the learning rate
