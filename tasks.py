@@ -957,7 +957,7 @@ class Tokens(Corpus):
 
 class GPT2(Tokens):
     """GPT-2's byte pairs in files of tokens, as nanoGPT's prepare.py writes them for OpenWebText.
-    Text to and from tokens, as for --prompt, requires `tiktoken`. `length`: tokens in a context."""
+    Text to and from tokens requires `tiktoken`. `length`: tokens in a context."""
     def __init__(self):
         super().__init__(50303)     # 46 unused: with padding 50304 = 64 * 786, which suits GPUs
 
@@ -1097,7 +1097,7 @@ def make(name, data=''):
 
 
 def options_of(task):
-    """The options of a task with their defaults, as in own=0:steps=1."""
+    """The options of a task with their defaults, as in steps=1."""
     options = ':'.join(map(str, inspect.signature(type(task)).parameters.values()))
     return options.replace('True', '1').replace('False', '0')
 
