@@ -40,11 +40,10 @@ except ImportError:  # Triton is for Linux; the references work everywhere
     triton = tl = None
     jit, constexpr = lambda function: function, float
 
-EPS = 1e-8  # added to histograms before sharpening; equal to pe.EPS
 # globals that kernels read must be constexpr
 INTERPRETED = constexpr(os.environ.get('TRITON_INTERPRET') == '1')
 LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
-EPSILON = constexpr(EPS)
+EPSILON = constexpr(1e-8)  # added to histograms before sharpening; equal to pe.EPS
 
 
 # --------------------------------------------------------------------------------------------------

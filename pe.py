@@ -440,19 +440,16 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len). The ramp w_c is linear in c: 0 for more than beta_fast turns over
-    train_len, 1 below beta_slow, as in the authors' code. Not prefix-consistent: give `total_len`.
+    s = max(1, T / train_len). The ramp w_c is linear in c: 0 for more than 32 turns over
+    train_len, 1 below one turn, as in the authors' code. Not prefix-consistent: give `total_len`.
     """
-    yarn_beta_fast: float = 32.0   # keep features with more rotations than this over train_len
-    yarn_beta_slow: float = 1.0    # interpolate fully features with fewer rotations than this
-
     def state(self, x, pos, total_len=None):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
     def qk(self, q, k, at):
         s, d, base = at.state, q.shape[-1], self.cfg.rope_base
         fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * turns)) / 2 / math.log(base)
-                      for turns in (self.yarn_beta_fast, self.yarn_beta_slow))  # c of these turns
+                      for turns in (32, 1))  # c of these turns
         low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
@@ -565,12 +562,10 @@ class FIRE(Encoding):
     """Functional interpolation (Li et al. 2023), psi(x) = log(c x + 1):
     logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))), f an MLP; c, L learned."""
     needs_causal = True
-    fire_width: int = 32           # hidden width of the MLP
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        n = self.fire_width
-        self.mlp = nn.Sequential(nn.Linear(1, n), nn.ReLU(), nn.Linear(n, cfg.heads))
+        self.mlp = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, cfg.heads))
         self.c = nn.Parameter(torch.tensor(0.1))  # |c| is used
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 

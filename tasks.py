@@ -7,8 +7,8 @@
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
 `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, which returns the text of a
 row of tokens. tokens [n, T] int64 are whole sequences, problem and answer, on the generator's
-device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere. A task
-that `labels` its tokens has their labels as targets instead.
+device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere. Targets
+of `group` are labels of its tokens instead.
 To add a task, write a class and register an instance in TASKS.
 """
 import argparse
@@ -45,7 +45,6 @@ class Task:
     max_length = math.inf
     corpus = False         # next-token prediction, evaluated by its loss
     fixed = False          # it has a training set of its own
-    labels = False         # targets[t] is the label of token t, not the next token
     needs = ''             # what --data must be, for a task that reads files
     data = ''              # the path given by --data
     own_vocab = False      # the vocabulary comes from the data
@@ -453,7 +452,7 @@ class AdditionCoT(Characters):
     digits of the longer number. The other's number is uniform on 1..length; no leading zeros."""
     def write(self, n, length, draw):
         long = number(n, length, draw, length)  # [n, L], lowest digit first
-        short = number(n, length, draw, 1 + draw.integers(length, n, 1))    # -1 beyond its digits
+        short = number(n, length, draw, 1 + draw.integers(length, n, 1))    # -1: no digit
         swap = draw.integers(2, n, 1) == 1
         a, b = torch.where(swap, short, long), torch.where(swap, long, short)
         carry = torch.zeros_like(swap).long()
@@ -542,8 +541,6 @@ class Group(Task):
     >>> examples(5, 'group:name=s3')
     group:name=s3       ^ 102 120 210 012 021
     """
-    labels = True
-
     def __init__(self, name='s5'):
         need(name in ('s2', 's3', 's4', 's5'), f'group:name must be s2 to s5, got {name!r}')
         elements = list(itertools.permutations(range(int(name[1]))))    # 120 of s5

@@ -327,6 +327,7 @@ def print_help(doc, cls):
     for owner in dict.fromkeys([*cls.__mro__, *classes]):  # each class once, in order
         if owner.__module__ in (cls.__module__, 'model', 'pe') and owner is not encodings.PEConfig:
             lines = re.findall(r'^(?:    # .*\n)*    \w+: .+ = .*', inspect.getsource(owner), re.M)
+            lines = [x for x in lines if re.search(r'(?m)^    (\w+):', x)[1] in keys(cls)]
             if lines:
                 print('\n'.join(['', owner.__name__, *lines]))
 
@@ -513,9 +514,10 @@ class Trainer:
         self.losses = state['losses']
         # the optimizer numbers its parameters in the order of its groups
         params = [p for group in self.optimizer.param_groups for p in group['params']]
-        if [x['exp_avg'].shape for x in state['moments'].values()] != [p.shape for p in params]:
-            raise KeyError('moments')                      # as if they were missing
-        for i, moments in state['moments'].items():
+        saved = state['moments']                           # {number: {name: average, or step}}
+        need(saved and all(x['exp_avg'].shape == params[i].shape for i, x in saved.items()),
+             f'the run in {self.cfg.out_dir} is of another version: evaluate it, or --overwrite it')
+        for i, moments in saved.items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
                                                for name, x in moments.items()}     # averages, step
         cpu, cuda = state['rng'][0], state['rng'][1:]      # cuda: [] if trained on a CPU
@@ -538,7 +540,7 @@ class Graph:
 
     def __call__(self, *args):
         shapes = [x.shape for x in args]
-        if shapes != self.shapes:                          # at first, and when T changes
+        if shapes != self.shapes:                          # on the first call, and if T changes
             self.shapes, self.calls, self.graph = shapes, 0, None  # capture again
             self.args = [torch.empty_like(x) for x in args]        # where the graph reads them
         self.calls += 1
@@ -737,8 +739,12 @@ def write_checkpoint(cfg, checkpoint):
 
 
 def check_same(cfg, checkpoint, names):
-    """Refuse a checkpoint whose config differs from cfg in one of these options."""
-    for key in names:
+    """Refuse a checkpoint whose config differs from cfg in one of these options, those of other
+    encodings than cfg.pe excepted."""
+    own, other = set(), set()                              # options of encodings
+    for name, cls in encodings.ENCODINGS.items():
+        (own if name in cfg.pe.split('+') else other).update(encodings.options_of(cls))
+    for key in [key for key in names if key not in other - own]:
         saved, now = checkpoint['config'].get(key), getattr(cfg, key)
         need(saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
              'use the same, another --out_dir, or --overwrite')
