@@ -558,11 +558,12 @@ class Group(Task):
 
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023) of the values of some keys.
-    Pairs of key and value, then each pair again, in any order, among noise; the repeated values are
-    supervised. `length`: pairs of tokens. Options `keys`: how many; `words`: the number of
+    Pairs of key and value, each twice among pairs of noise; the repeated values are supervised.
+    In the paper all pairs are first; here they may be anywhere, so that no position tells them
+    from noise. `length`: pairs of tokens. Options `keys`: how many; `words`: the number of
     different keys, of values and of noise.
     >>> examples(6, 'mqar:keys=2:words=9')
-    mqar:keys=2:words=9 key2 value0 key3 value8 key2 value0 noise3 noise1 noise2 noise0 key3 value8
+    mqar:keys=2:words=9 noise2 noise6 key3 value8 key3 value8 noise0 noise5 key2 value0 key2 value0
     """
     def __init__(self, keys=4, words=64):
         need(1 <= keys <= words, f'keys must be 1 to {words}, the number of words, got {keys}')
@@ -575,14 +576,15 @@ class MQAR(Task):
         keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
         values = draw.integers(self.words, n, self.keys) + self.words   # may repeat
         pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
-        slots = draw.integers(self.words, n, length - self.keys, 2) + 2 * self.words + 1  # of noise
-        # the pairs again, each in a slot of its own
-        place = draw.permutation(n, length - self.keys)[:, :self.keys, None].expand(-1, -1, 2)
-        asked = slots.scatter(1, place, pairs)                      # [n, length - keys, 2]
-        tokens = torch.cat([pairs, asked], dim=1).flatten(1)        # [n, 2 length]
-        value = (tokens > self.words) & (tokens <= 2 * self.words)
-        value[:, :2 * self.keys] = False                            # not when first seen
-        return tokens, torch.where(value, tokens, -100).roll(-1, dims=1)
+        tokens = draw.integers(self.words, n, length, 2) + 2 * self.words + 1   # of noise
+        places = draw.permutation(n, length)[:, :2 * self.keys].view(n, self.keys, 2)
+        first, again = places.sort(dim=2).values.unbind(dim=2)      # [n, keys] each
+        asked = torch.zeros_like(tokens, dtype=torch.bool)          # [n, length, 2]
+        for place in first, again:
+            tokens.scatter_(1, place[..., None].expand(-1, -1, 2), pairs)
+        asked[..., 1].scatter_(1, again, True)                      # the repeated values
+        tokens, asked = tokens.flatten(1), asked.flatten(1)         # [n, 2 length]
+        return tokens, torch.where(asked, tokens, -100).roll(-1, dims=1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -349,22 +349,23 @@ def generator(device, stream, number):
 
 
 class Batches:
-    """Shuffled batches [B, T] of mixed lengths, rows padded on the right, on the device.
+    """Shuffled batches of mixed lengths, rows padded on the right, on the device.
 
     An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order.
-    It follows from the generator's state at its start, which is what a checkpoint stores.
+    It follows from the generator's state at its start, which is what a checkpoint stores. To
+    compute little on padding, a batch has two parts: rows of the narrower half of the pool, and
+    rows of the wider half. Each part has one shape for the whole epoch, as CUDA graphs require.
     """
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
         self.generator = generator(device, 'train', seed)  # of orders and online problems
-        self.lengths, self.at = None, 0                    # at: the next row of the epoch
+        self.lengths, self.at = None, 0                    # at: the next step of the epoch
 
     def pool(self, lengths, source):
         """The problems of an epoch: tokens, targets [N, T], padded to the longest."""
         # online: a pool for 64 steps, so that one call draws many problems
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.pool(per_length, length, source) for length in lengths]      # [n, t]
-        # all rows are padded to the longest: batches of one shape, as CUDA graphs require
         T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # small pools
 
@@ -381,20 +382,32 @@ class Batches:
             source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
             self.tokens, self.targets = self.pool(lengths, source)         # [N, T], on the device
         self.lengths = lengths
-        # a permutation of the rows: lengths mix, and no problem comes twice in an epoch
-        self.order = torch.randperm(len(self.tokens), generator=self.generator, device=self.device)
+        widths, rows = (self.tokens != tasks.PAD).sum(dim=1).sort(stable=True)     # (N,) each
+        half = self.cfg.batch_size // 2                    # rows of a batch from the narrower part
+        cut = len(rows) * half // self.cfg.batch_size      # 0 if a batch has one row
+        if cut and widths[cut - 1] > 0.8 * widths[-1]:     # two parts would cost more than padding
+            half = cut = 0
+        self.parts = []                                    # (rows, rows of a step, their width)
+        for part, count in (rows[:cut], half), (rows[cut:], self.cfg.batch_size - half):
+            if count:
+                order = torch.randperm(len(part), generator=self.generator, device=self.device)
+                width = int((self.tokens[part[-1]] != tasks.PAD).sum())    # the last is the widest
+                self.parts.append((part[order], count, width))     # lengths mix
 
     def next(self, step):
-        """tokens, targets [B, T] of a step."""
-        lengths = lengths_at(self.cfg, step)
-        if lengths != self.lengths or self.at + self.cfg.batch_size > len(self.tokens):
+        """[tokens, targets, tokens, ...] of a step, [b, t] for each part and its micro-batches."""
+        lengths, batch = lengths_at(self.cfg, step), []
+        if lengths != self.lengths or (self.at + 1) * self.cfg.batch_size > len(self.tokens):
             self.begin_epoch(lengths)                      # a new stage, or too few rows left
-        rows = self.order[self.at:self.at + self.cfg.batch_size]   # (B,)
-        self.at += self.cfg.batch_size
-        return self.tokens[rows].long(), self.targets[rows].long() # (B, T)
+        for rows, count, width in self.parts:
+            rows = rows[self.at * count:(self.at + 1) * count]     # (b,); no problem comes twice
+            for some in rows.tensor_split(min(count, self.cfg.accumulate)):
+                batch += self.tokens[some, :width].long(), self.targets[some, :width].long()
+        self.at += 1
+        return batch
 
     def state(self):
-        """What restore() reads: how the epoch began, its next row, a checksum of its problems."""
+        """What restore() reads: how the epoch began, its next step, a checksum of its problems."""
         return dict(start=self.start, lengths=self.lengths, at=self.at,
                     sum=zlib.crc32(self.tokens.cpu().numpy().tobytes()))
 
@@ -464,23 +477,21 @@ class Trainer:
 
     def step(self, number):
         """One optimizer step; the loss before it, []. On a GPU nothing here waits for it."""
-        tokens, targets = self.batches.next(number)        # (B, T)
+        batch = self.batches.next(number)                  # tokens, targets, tokens, ...
         factor = learning_rate(self.cfg, number) / self.cfg.lr     # 1 at the peak, then decays
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group['lr'].fill_(factor * peak)               # in place, for a CUDA graph
-        return self.update(tokens, targets)
+        return self.update(*batch)
 
-    def update(self, tokens, targets):
-        """Forward, backward, clip, AdamW on a batch. Returns the loss, []."""
-        loss = 0
-        pieces = self.cfg.accumulate                       # micro-batches
-        # (B / pieces, T) each; their losses times `fraction` add up to the batch's mean loss
-        for x, y in zip(tokens.tensor_split(pieces), targets.tensor_split(pieces)):
-            # of the supervised targets: 1 if the batch is in one piece
-            fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / (targets != -100).sum()
+    def update(self, *batch):
+        """Forward, backward, clip, AdamW on Batches.next(). Returns the mean loss, []."""
+        loss, total = 0, sum((y != -100).sum() for y in batch[1::2])       # supervised targets
+        for x, y in zip(batch[::2], batch[1::2]):          # parts of the batch, (b, t) each
+            # of the supervised targets; the losses times `fraction` add up to the mean loss
+            fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / total
             with self.autocast:                            # bfloat16, if asked for
                 part = fraction * self.forward(x, y)[1]    # the model gives (logits, mean loss)
-            part.backward()                                # adds to p.grad: micro-batches sum up
+            part.backward()                                # adds to p.grad: the parts sum up
             loss = loss + part.detach()                    # [], without its autograd graph
         if self.cfg.grad_clip:
             clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)   # of all as one vector
