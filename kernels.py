@@ -524,7 +524,7 @@ def launch_polar(kernel, x, delta, base, softplus, *others):
     """Run one of PoPE's kernels."""
     x, delta = readable(x), delta if delta is None else delta.contiguous()
     B, H, T, D = x.shape
-    tensors = [x, delta, cos_sin_table(T, D, base, x.device), *others]
+    tensors = [x, delta, cos_sin_table(power_of_2(T), D, base, x.device), *others]
     steps = [x.stride(2) for x in (x, *others[:2])]             # of x, y; backward: of x, dy, dx
     with torch.cuda.device_of(x):
         kernel[triton.cdiv(T, POLAR_ROWS) * B * H,](

@@ -132,6 +132,7 @@ class Encoding(nn.Module):
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
     mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
+    capturable = True         # False: a CUDA graph cannot capture a step
     reads_content = False     # True: state() computes positions from the content
     own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
 
@@ -910,6 +911,7 @@ class PRISM(Encoding):
         need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must be 1 '
              f'and others up to n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
+        self.capturable = cfg.prism_recurrent != 'orthogonal'   # a capture refuses its QR
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         branches = cfg.prism_cursors + cfg.prism_absolute               # of a head

@@ -7,8 +7,7 @@
 A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
 `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, which returns the text of a
 row of tokens. tokens [n, T] int64 are whole sequences, problem and answer, on the generator's
-device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere. Targets
-of `group` are labels of its tokens instead.
+device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere.
 To add a task, write a class and register an instance in TASKS.
 """
 import argparse
@@ -27,7 +26,6 @@ import sys
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from pe import UserError, need
@@ -131,11 +129,6 @@ def compose(prompt, answer):
     return tokens, supervise(tokens, start)
 
 
-def iterate(step, x):
-    """s [n, L] with s_1 = x_1 and s_t = step(s_(t-1), x_t)."""
-    return torch.stack(list(itertools.accumulate(x.unbind(dim=1), step)), dim=1)
-
-
 # --------------------------------------------------------------------------------------------------
 # ViPE's iterative tasks. Its paper names count, reverse, mode and sort without defining them.
 
@@ -187,7 +180,8 @@ class Polynomial(Iterative):
     symbols = range(5)
 
     def states(self, x):
-        return iterate(lambda s, x_t: (s * x_t + 1) % 5, x)
+        step = itertools.accumulate(x.unbind(dim=1), lambda s, x_t: (s * x_t + 1) % 5)
+        return torch.stack([*step], dim=1)
 
 
 class Reverse(Iterative):
@@ -365,10 +359,8 @@ class Characters(Task):
     bucket_sort         443034=033444.
     odds_first          493039=909433.
     stack               110112=1011200.
-    >>> examples(3, 'dyn_str_cpy addition addition:reversed=1 addition_cot multiplication_cot')
+    >>> examples(3, 'dyn_str_cpy addition_cot multiplication_cot')
     dyn_str_cpy         047,4=47.
-    addition            33+794=827.
-    addition:reversed=1 33+497=728.
     addition_cot        33+497=3407,3912,0708→728.
     multiplication_cot  839x773=839x[7*(7+1)(7+0)(3+0)+7*(7+1)(3+0)+3*(3+1)].
     """
@@ -466,19 +458,6 @@ class AdditionCoT(Characters):
         return [a, '+', b, '='], [*steps[:-1], '→', *total, '.']
 
 
-class Addition(AdditionCoT):
-    """Add two numbers without a chain of thought. `length`: digits of the longer number.
-    The highest digit is first or, with addition:reversed=1, the lowest."""
-    def __init__(self, reversed=False):
-        self.reversed = reversed
-
-    def write(self, n, length, draw):
-        (a, _, b, _), steps = super().write(n, length, draw)        # without + and =
-        numbers = a, b, torch.cat(steps[-length - 2:-1], dim=1)     # the sum and . are last
-        a, b, total = numbers if self.reversed else (x.flip(1) for x in numbers)
-        return [a, '+', b, '='], [total, '.']
-
-
 class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
     For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
@@ -505,7 +484,7 @@ def number(n, length, draw, size):
 
 
 # --------------------------------------------------------------------------------------------------
-# recall and state tracking, the tests of encodings after 2023
+# recall, the tests of encodings after 2023
 
 class FlipFlop(Task):
     """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
@@ -531,29 +510,6 @@ class FlipFlop(Task):
         bit = torch.where(what == read, bit.gather(1, last_write), bit)     # reads repeat a write
         tokens = torch.stack([what, bit + zero], dim=2).flatten(1)      # [n, 2 length]
         return tokens, torch.where(tokens == read, tokens.roll(-1, dims=1), -100)
-
-
-class Group(Task):
-    """State tracking (Merrill et al. 2024): the products of permutations x_1 to x_t.
-    Token t is x_t, its label the product, the left factor applied first. `length`: permutations,
-    uniform; option `name`: their group, s2 to s5. Without the start symbol, attention that depends
-    on distances alone could not distinguish `x x` from `x`.
-    >>> examples(5, 'group:name=s3')
-    group:name=s3       ^ 102 120 210 012 021
-    """
-    def __init__(self, name='s5'):
-        need(name in ('s2', 's3', 's4', 's5'), f'group:name must be s2 to s5, got {name!r}')
-        elements = list(itertools.permutations(range(int(name[1]))))    # 120 of s5
-        products = [[elements.index(tuple(b[i] for i in a)) for b in elements] for a in elements]
-        self.table = torch.tensor(products)     # table[a, b]: a, then b
-        self.vocab = ['<pad>', '^', *(''.join(map(str, p)) for p in elements)]
-
-    def problems(self, n, length, draw):
-        x = draw.integers(len(self.table), n, length)
-        table = self.table.to(draw.device)
-        products = iterate(lambda a, b: table[a, b], x)         # [n, length]
-        tokens = pad(pad(x + 2, (1, 0), value=1), (0, 1))       # [n, 1 + length + 1], padding last
-        return tokens, pad(products + 2, (1, 1), value=-100)    # no labels for ^ and <pad>
 
 
 class MQAR(Task):
@@ -1065,7 +1021,7 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
          'trigger_count': TriggerCount(), 'distance_sum': DistanceSum(),
          'string_copy': StringCopy(), 'string_reverse': StringReverse(), 'odds_first': OddsFirst(),
          'bucket_sort': BucketSort(), 'stack': Stack(), 'dyn_str_cpy': DynStrCpy(),
-         'flip_flop': FlipFlop(), 'group': Group(), 'mqar': MQAR(), 'addition': Addition(),
+         'flip_flop': FlipFlop(), 'mqar': MQAR(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(), 'scan': SCAN(),
          'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT(), 'stdlib': StandardLibrary(),
          'cfq': CFQ(), 'text': Text(), 'characters': TextCharacters(), 'tokens': Tokens(),

@@ -470,8 +470,8 @@ class Trainer:
         large = sum(p.numel() for p in self.model.parameters()) >= 1e7
         if on_gpu and large if cfg.compile is None else cfg.compile:
             self.forward = torch.compile(self.model, dynamic=False)        # recompiles per shape
-        # a capture refuses the factorization that keeps PRISM's matrix orthogonal
-        captures = self.forward is self.model and cfg.prism_recurrent != 'orthogonal'
+        captures = self.forward is self.model and all(
+            getattr(part, 'capturable', True) for part in self.model.modules())
         if on_gpu and captures if cfg.graph is None else cfg.graph:
             self.update = Graph(self.update)               # shadows the method update()
 

@@ -133,9 +133,11 @@ def main(argv):
             both = [(root / path).read_text().splitlines() for root in (ROOT, folder)]
             print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
     elif flag == '--check':
-        # prints a line for each test, the errors, and what passing tests print
+        # prints a line for each test, the errors, and what passing tests print; after 2 minutes in
+        # one test, as in an endless loop, it shows the line and stops
         return subprocess.call([sys.executable, '-m', 'pytest', '-v', '--tb=line', '-rsP', '-p',
-                                'no:cacheprovider', *graders(name)],
+                                'no:cacheprovider', '-o', 'faulthandler_timeout=120', '-o',
+                                'faulthandler_exit_on_timeout=true', *graders(name)],
                                cwd=folder if folder.exists() else ROOT)
     else:
         raise UserError(f'unknown flag {flag}: use --check or --show-diff')

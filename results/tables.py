@@ -196,7 +196,7 @@ COLUMNS = {   # steps a minute, lengths trained and evaluated, flags
     'flip-flop': f'2400 2-16 2-16,{TO_64} --task=flip_flop',
     'recall': f'3000 4-16 4-16,{TO_64} --task=mqar:keys=2:words=8',
     'text': '1600 64 64,80,96,128,192,256 --task=stdlib --batch_size=16 --n_test=64',
-    'addition': '4000 1-5 1-8,10,12,16,20 --task=addition:reversed=1',
+    'addition': '2000 1-5 1-8,10,12,16,20 --task=addition_cot',
     'indirect': '6000 3-6 3-9,10,12 --task=indirect_indexing:letters=12:shift=2'}
 ROWS = {name: f'--pe={name}' for name in train.encodings.ENCODINGS}
 ROWS['shifted_ape'] += ' --max_shift=256'                  # as far as any column is evaluated
@@ -209,7 +209,7 @@ def flags_of(steps, row, column):
     return [*SHAPE.split(), *flags, f'--train_lengths={trained}', f'--eval_lengths={evaluated}',
             *ROWS.get(row, f'--pe={row}').split(), f'--max_steps={steps}',
             f'--eval_interval={steps}', f'--warmup_steps={max(1, steps // 10)}',
-            f'--length_schedule=[(0,{(first + last) // 2}),({steps // 5},{last})]']
+            f'--length_schedule=[[0,{(first + last) // 2}],[{steps // 5},{last}]]']
 
 
 def steps_of(minutes, column, times):
@@ -230,8 +230,10 @@ def find_cells(minutes, cells, records):
     found, grid = {key_of(run.options, free): run for run in runs}, {}
     for row, column in cells:
         for times in TIMES:
-            steps = steps_of(minutes, column, times)
-            key = key_of(train.parse(train.Config, flags_of(steps, row, column))[0], free)
+            flags = flags_of(steps_of(minutes, column, times), row, column)
+            flags = train.parse(train.Config, flags)[0]
+            key = key_of({name: train.as_typed(value) if isinstance(value, list) else value
+                          for name, value in flags.items()}, free)
             if key in found:
                 grid.setdefault((row,), {})[column] = [found[key]]
     return grid
