@@ -849,7 +849,7 @@ def mapped(path, dtype):
 
 def read_text(path):
     """The content of a text file. Raise UserError if it is not UTF-8."""
-    with reading(path, 'UTF-8 text (task text reads any bytes)'):
+    with reading(path, 'UTF-8 text'):
         return pathlib.Path(path).read_bytes().decode()     # line ends as they are
 
 
@@ -874,21 +874,6 @@ class StandardLibrary(Text):
     data = os.path.dirname(os.__file__)
     endings = '.py'
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-
-
-class TextCharacters(Corpus):
-    """Text files by characters, those that occur in them. `length`: characters in a context."""
-    needs = 'UTF-8 text, a file or a folder (tinyshakespeare: github.com/karpathy/char-rnn)'
-    own_vocab = True
-    separator = ''
-    first = 0               # documents are tokens already
-
-    @functools.cached_property
-    def vocab(self):
-        return ['<pad>', *sorted(set().union(*map(read_text, self.files())))]
-
-    def documents(self, path):
-        return [self.encode(read_text(path)).numpy().astype(np.uint16)]
 
 
 class Tokens(Corpus):
@@ -1024,7 +1009,7 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
          'flip_flop': FlipFlop(), 'mqar': MQAR(),
          'addition_cot': AdditionCoT(), 'multiplication_cot': MultiplicationCoT(), 'scan': SCAN(),
          'scan_simple': SCAN(simple=True), 'scan_cot': SCANCoT(), 'stdlib': StandardLibrary(),
-         'cfq': CFQ(), 'text': Text(), 'characters': TextCharacters(), 'tokens': Tokens(),
+         'cfq': CFQ(), 'text': Text(), 'tokens': Tokens(),
          'openwebtext': GPT2(), 'jsb': JSB(), 'maestro': MIDI(), 'genome': Genome()}
 
 

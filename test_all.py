@@ -1075,8 +1075,8 @@ def planted(tmp_path, monkeypatch):
     ('mqar:keys=3 5', 'lengths 6 and more'),
     ('scan 23', r'\[1, 2, .*, not 23'),
     ('text --data=missing', 'does not exist'),
-    ('characters --data=empty', 'nothing to read'),
-    ('characters --data=utf16', 'required: UTF-8'),
+    ('text --data=empty', 'nothing to read'),
+    ('genome --data=utf16', 'required: UTF-8'),
     ('tokens --data=odd.bin', r'required: a .bin \(uint16\) or .npy file'),
     ('tokens --data=float.npy', 'not a row of integers'),
     ('tokens --data=uint32.bin', 'as in a file of uint32'),
@@ -1097,7 +1097,6 @@ def test_mistakes_are_reported_in_a_line(argv, says, planted, monkeypatch):
 
 @pytest.mark.parametrize('name, data, texts, size', [
     ('text', 'unicode.txt', [UNICODE], 257),
-    ('characters', 'unicode.txt', [UNICODE], 1 + len(set(UNICODE))),
     ('tokens:size=300', 'three.bin', ['7 258 0'], 301),
     ('openwebtext', 'pairs.bin', ['pairs'], 50304),
     ('jsb', 'bach.json', ['74 70 65 - 74 70 65 21 74 70 65 60 74 70 65 108'], 90),
@@ -1210,7 +1209,7 @@ def test_a_corpus_is_learned_and_written(tmp_path, capsys):
     that depends on the final length."""
     walk = np.random.default_rng(0).integers(2, size=50000).cumsum() % 6
     (tmp_path / 'text').write_text(''.join('abcdef'[x] for x in walk))
-    train.main(flags(task='characters', data=tmp_path / 'text', out_dir=tmp_path / 'sweep', lr=1e-2,
+    train.main(flags(task='text', data=tmp_path / 'text', out_dir=tmp_path / 'sweep', lr=1e-2,
                      train_lengths=16, eval_lengths='16,32', max_steps=200, eval_interval=200,
                      batch_size=32, pe='nope,vipe'))
     table = r'perplexity by length, pe\ncontext +16 +32\nnope +(\S+) +(\S+)\nvipe +(\S+) +(\S+)\n'
@@ -2302,8 +2301,8 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     norms. Of a text it reports the loss, and its rise without a head."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12], n_head=2)
-    model, task, cfg = nano('characters', pe='random', **shape)
-    plain = nano('characters', pe='nope', **shape)[0]
+    model, task, cfg = nano('text', pe='random', **shape)
+    plain = nano('text', pe='nope', **shape)[0]
     plain.load_state_dict(model.state_dict(), strict=False)
     row = probe.ablate(model, task, cfg, what='positions', n=30)[0][0]
     heads, summary, _ = probe.ablate(model, task, cfg, n=30)

@@ -228,6 +228,29 @@ board)    # the board, at its two settings
     python results/tables.py board --minutes=1
     python results/tables.py board --minutes=0.25
     ;;
+speed)    # milliseconds of a training step of every encoding and their ratio to NoPE, by turns, one thread
+    for shape in '--d_model=64 --n_layer=2 --batch_size=64' '--d_model=128 --n_layer=3 --n_head=4 --batch_size=128'; do
+        python - $shape --train_lengths=16 >> "$records" <<'END'
+import json, platform, statistics, sys, time
+import torch, train
+torch.set_num_threads(1)
+flags, trainers = sys.argv[1:], {}
+for pe in train.encodings.ENCODINGS:
+    cfg = train.make_config(train.read_options([*flags, f'--pe={pe}']))
+    trainers[pe] = train.Trainer(cfg, 0, torch.device('cpu'))
+def milliseconds(trainer):
+    start = time.perf_counter()
+    for step in range(4):
+        trainer.step(step)
+    return 250 * (time.perf_counter() - start)
+rounds = [{pe: milliseconds(trainer) for pe, trainer in trainers.items()} for _ in range(12)][1:]
+ms = {pe: round(statistics.median(x[pe] for x in rounds), 2) for pe in trainers}
+ratio = {pe: round(statistics.median(x[pe] / x['nope'] for x in rounds), 2) for pe in trainers}
+print(json.dumps(dict(benchmark='step', flags=' '.join(flags), tokens=cfg.train_len, ms=ms, ratio=ratio,
+                      torch=torch.__version__, hardware=platform.machine())))
+END
+    done
+    ;;
 probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last four read a language model
     for run in out/parity_rope/*/; do python probe.py alignment "$run"; done
     for run in out/parity_rope/*/; do python probe.py squeeze "$run"; done

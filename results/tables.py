@@ -20,9 +20,11 @@ corpus also loss) at each of the lengths, to four digits; a metric equal to exac
 the number of problems of a length where it is not n_test. Records of probes ({"probe", "run",
 "args", "rows": {"columns", "values"}, "summary"}) and speed ({"benchmark", ...}) have no table.
 """
+import importlib.util
 import itertools
 import json
 import math
+import operator
 import re
 import statistics
 import subprocess
@@ -31,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -275,6 +279,7 @@ class Options:
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
     records: str = 'out/board.jsonl'  # the file of the board's records; ours: results/board.jsonl
+    figure: str = ''                # draw the board's curves to this file
 
 
 def board(options):
@@ -296,11 +301,99 @@ def board(options):
     return find_cells(options.minutes, cells, options.records)
 
 
+def board_table(grid):
+    """Lines of a Markdown table of the board."""
+    columns = list(dict.fromkeys(column for row in grid.values() for column in row))
+    yield ('Each cell: the longest length with 95 % exact over the longest training length (median '
+           'of five seeds, least to most); tokens correct at 1.5 times that length. *Italic*: the '
+           'median seed has not fitted the training lengths. text: perplexity at 2 and at 4 times '
+           'the training context, over that at the training context.\n')
+    yield '| encoding | ' + ' | '.join(columns) + ' |'
+    yield '|---' * len(['', *columns]) + '|'
+    for (row,), cells in grid.items():
+        yield f'| {row} | ' + ' | '.join(board_cell(*cells.get(c, [None])) for c in columns) + ' |'
+
+
+def board_cell(run):
+    """A cell of the board as text."""
+    if run is None or not run.scores:
+        return 'diverged' if run else ''
+    longest = max(run.trained)
+    if run.corpus:
+        once, twice, four = ([run.mean(seed, [n * longest], 'loss') for seed in run.scores]
+                             for n in (1, 2, 4))
+        return ', '.join(f'{statistics.mean(map(operator.truediv, x, once)):.2f}'
+                         for x in (twice, four))
+    reach = [run.reach(seed, 'exact') / longest for seed in run.scores] + [0] * len(run.failed)
+    middle, least, most = (f'{f(reach):.3g}' for f in (statistics.median, min, max))
+    further = min(n for n in run.sizes if n >= 1.5 * longest)
+    tokens = statistics.mean(run.mean(seed, [further], 'token') for seed in run.scores)
+    text = middle + f' ({least} to {most})' * (least != most) + f'; {100 * tokens:.0f} %'
+    return text if fitted(run) else f'*{text}*'
+
+
+# the headline figure: a panel for each of these columns of the board; colors by Okabe and Ito
+PANELS = {'parity': 'exact', 'polynomial': 'last', 'reverse': 'exact', 'flip-flop': 'exact',
+          'recall': 'exact', 'text': 'loss'}
+TITLES = {'exact': 'whole answers correct', 'last': 'last states correct',
+          'loss': 'perplexity over that at 1x'}
+COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
+              stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
+
+
+def constant_answer(column, lengths, metric):
+    """Scores at these lengths of the most frequent token, given as every answer."""
+    task = train.tasks.make(COLUMNS[column].split()[3].removeprefix('--task='))
+    for length in lengths:
+        targets = task.sample(2000, length, torch.Generator().manual_seed(0))[1]   # (2000, T)
+        asked = (targets != -100) & (targets != task.end)      # states, without the end token
+        right = (targets == targets[asked].mode().values) | ~asked
+        if metric == 'last':
+            last = (torch.arange(targets.shape[1]) * asked).argmax(dim=1, keepdim=True)
+            right = right.gather(1, last)
+        ends = metric == 'last' or task.end is None        # it never gives the end token
+        yield ends * right.all(dim=1).double().mean().item()
+
+
+def draw(grid, path):
+    """The headline figure: every curve the mean of five seeds, its band from worst to best."""
+    train.need(importlib.util.find_spec('matplotlib'), 'the figure needs: pip install matplotlib')
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(2, 3, figsize=(9, 5.6), layout='constrained')
+    for axis, (column, metric) in zip(axes.flat, PANELS.items()):
+        axis.set_title(f'{column}: {TITLES[metric]}', fontsize=9)
+        axis.axvline(1, color='black', linestyle='--', linewidth=0.8)
+        axis.set(xlim=(0, 4), ylim=(-0.03, 1.03))
+        for row, color in COLORS.items():
+            run, = grid.get((row,), {}).get(column, [None])
+            if not run:
+                continue
+            lengths = [*run.sizes]
+            x = np.array(lengths) / max(run.trained)
+            y = np.array([[*run.by_length(seed, metric).values()] for seed in run.scores])
+            if run.corpus:                                 # over the first length, the trained one
+                y = np.exp(y - y[:, :1])
+                axis.set(yscale='log', ylim=(0.85, 4))
+            style = '-' if fitted(run) else ':'            # unfitted: dotted
+            axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
+            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color, alpha=0.12)
+        if column != 'text':
+            axis.plot(x, [*constant_answer(column, lengths, metric)], color='gray', linewidth=0.8)
+    figure.supxlabel('length over the longest training length', fontsize=9)
+    handles = [pyplot.Line2D([], [], color=color, linewidth=3) for color in COLORS.values()]
+    figure.legend(handles, COLORS, loc='outside lower center', ncols=9, fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
 def refreshed(text, sets):
     """A README file's text with its blocks <!-- SET --> .. <!-- end of SET --> written again."""
     def write(match):
         check_name('set', match[2], sets)
-        return '\n'.join([match[1], *table(*grid_of(sets[match[2]])), match[3]])
+        lines = table(*grid_of(sets[match[2]]))
+        if match[2] == 'board':
+            cells = itertools.product(ROWS, COLUMNS)
+            lines = board_table(find_cells(Options.minutes, cells, 'results/board.jsonl'))
+        return '\n'.join([match[1], *lines, match[3]])
     return re.sub(r'(<!-- (\w+) -->)\n.*?(<!-- end of \2 -->)', write, text, flags=re.DOTALL)
 
 
@@ -319,11 +412,12 @@ def main(argv):
             train.write_file(str(path), refreshed(path.read_text(), sets))
         return
     if what == 'board':
-        keys, grid = ['encoding'], board(options)
-    else:
-        check_name('set', what, sets)
-        keys, grid = grid_of(sets[what])
-    print('\n'.join(table(keys, grid, options.metric)))
+        grid = board(options)
+        if options.figure:
+            draw(grid, options.figure)
+        return print('\n'.join(board_table(grid)))
+    check_name('set', what, sets)
+    print('\n'.join(table(*grid_of(sets[what]), options.metric)))
 
 
 if __name__ == '__main__':
