@@ -515,9 +515,8 @@ class FlipFlop(Task):
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023) of the values of some keys.
     Pairs of key and value, each twice among pairs of noise; the repeated values are supervised.
-    In the paper all pairs are first; here they may be anywhere, so that no position tells them
-    from noise. `length`: pairs of tokens. Options `keys`: how many; `words`: the number of
-    different keys, of values and of noise.
+    (In the paper the pairs are first; ours are anywhere, so that positions do not give them away.)
+    `length`: pairs. Options `keys`: how many; `words`: how many keys, values and noises exist.
     >>> examples(6, 'mqar:keys=2:words=9')
     mqar:keys=2:words=9 noise2 noise6 key3 value8 key3 value8 noise0 noise5 key2 value0 key2 value0
     """

@@ -1623,7 +1623,7 @@ def test_stopped_at_any_step_and_continued_is_bitwise_the_same(kw, tmp_path):
         assert read_checkpoint(folder)['step'] == stop_at
         with open(folder / 'log.jsonl', 'a') as log:
             log.write('half a li')                         # as if killed while saving once more
-        train.main(['--resume', f'--out_dir={folder}'])    # the other options are the run's own
+        train.main(flags(out_dir=folder, **kw))
         for seed in small(**kw).seeds:
             assert same(weights(whole, seed), weights(folder, seed))
         assert log_lines(folder) == log_lines(whole)
@@ -1660,14 +1660,14 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
 
 def test_checkpoints_that_do_not_fit(tmp_path):
     """Those of an older version are read if only options are missing."""
-    argv = flags(out_dir=tmp_path)
-    train.main(argv)
+    command = flags(out_dir=tmp_path)
+    train.main(command)
     path, whole = tmp_path / 'ckpt.pt', read_checkpoint(tmp_path)
 
     def refuses(says, *argv, **changes):
         torch.save(whole | changes, path)
         with pytest.raises(train.UserError, match=says):
-            train.main(['--resume', f'--out_dir={tmp_path}', *argv])
+            train.main([*command, *argv])
     refuses('trained with seeds', '--seeds=0,1')
     refuses('max_steps', '--max_steps=99')
     refuses('trained with train_len=3, not', config=whole['config'] | dict(train_len=3))
@@ -1688,7 +1688,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     for bad in (good[:-99], good[:2000] + b'?' + good[2001:], b'hello'):
         path.write_bytes(bad)
         with pytest.raises(train.UserError, match='damaged, or not a checkpoint'):
-            train.main(argv)
+            train.main(command)
 
 
 # many seeds, and what a step may be bound to
@@ -1937,7 +1937,7 @@ BAD = [
     ('--d_model=32,33', 'even'), ('--task=jsb', 'add --data=PATH'),
     ('configs/none.py', 'cannot read config file configs/none.py'),
     ('--device=cuda:7', 'not available'), ('--graph', '--graph requires a CUDA device'),
-    ('--resume --out_dir=nowhere', 'no run in nowhere'),
+    ('--eval_only --out_dir=nowhere', 'no run in nowhere'),
     ('--eval_only --pe=nope,rope', 'takes one trained run')]
 
 
@@ -2614,7 +2614,7 @@ def test_a_run_is_read_back_from_its_record(tmp_path):
             assert run.by_length(int(seed), metric) == wanted
 
 
-def test_a_table_shows_planted_numbers_and_failed_seeds(tmp_path):
+def test_a_listing_shows_planted_numbers_and_failed_seeds(tmp_path):
     corpus, rare = record({0: [0, 0, 0]}, task='stdlib'), record({0: [0.5, 1, 0.9]}, task='copy')
     corpus['scores'][0]['loss'] = [3.0, 2.0, 2.04]
     rare['n'] = {'1': 2, '4': 300}                         # too few of length 1 to count in reach
@@ -2623,14 +2623,11 @@ def test_a_table_shows_planted_numbers_and_failed_seeds(tmp_path):
                 record({1: [1, 0.75, 0]}, seeds='1-2', warmup_steps=7),
                 record({}, seeds='0-1', pe='nope'),
                 corpus, rare, {'probe': 'alignment', 'rows': {}})
-    runs = tables.read_runs(tmp_path / 'x.jsonl')['planted']
-    keys, grid = tables.grid_of(runs)
-    assert keys == ['pe']                                  # the warm-up follows from it
-    *_, head, _, rope, nope = tables.table(keys, grid)
-    assert head == '| pe | parity | stdlib | copy |'
-    assert rope == ('| rope | 92.5 (87.5 to 97.5): 97.5, 87.5<br>25.0 (0.0 to 50.0): 50.0, 0.0<br>'
-                    '2, 1<br>1 of 3 seeds failed | 12.18<br>7.69<br>none | 99.0<br>90.0<br>2 |')
-    assert nope == '| nope | 2 of 2 seeds failed |  |  |'
+    _, rope, nope, text, copy = tables.listing(tables.read_runs(tmp_path / 'x.jsonl')['planted'])
+    assert rope == 'parity | rope | 97.5, 87.5 | 50.0, 0.0 | 2, 1 | 1 diverged'
+    assert nope == 'parity | nope |  |  |  | 2 diverged'   # the warm-up follows from it
+    assert text == 'stdlib | rope | 12.18 | 7.69 | 0'
+    assert copy == 'copy | rope | 99.0 | 90.0 | 2'
 
 
 @pytest.fixture
@@ -2661,10 +2658,21 @@ def test_the_board_trains_what_is_missing(tiny, monkeypatch, capsys):
         tables.main(['board', '--task=tyni'])
 
 
-@pytest.mark.parametrize('path', ['README.md', 'results/README.md'])
-def test_marked_blocks_are_made_from_the_records(path):
-    text, sets = (tables.ROOT / path).read_text(), tables.read_runs()
-    assert tables.refreshed(text.replace('<!-- end', 'old\n<!-- end'), sets) == text, 'refresh it'
+def test_the_page_shows_the_board_of_its_records():
+    text = tables.PAGE.read_text()
+    assert tables.refreshed(text.replace('<!-- end', 'old\n<!-- end')) == text, 'refresh it'
+
+
+def test_a_cell_of_the_board(tmp_path):
+    """The median of seeds, least to most; unfitted in italics; a figure of it can be drawn."""
+    write_lines(tmp_path / 'x.jsonl', record({0: [1, 1, 1]}), record({1: [1, 0.5, 0]}, seeds='1-2'))
+    run, = tables.read_runs(tmp_path / 'x.jsonl')['planted']
+    assert tables.board_cell(run) == '*0.5 (0 to 2); 100 %*'
+    run.failed.clear()
+    run.scores[1]['exact'] = [1, 1, 1]
+    assert tables.board_cell(run) == '2; 100 %' and tables.board_cell(None) == ''
+    found = list(tables.constant_answer('polynomial', [1, 2], 'last'))
+    assert found[0] == pytest.approx(0.2, abs=0.05) and found[1] == pytest.approx(0.36, abs=0.05)
 
 
 def test_commands_name_options_and_configs_that_exist():
@@ -2689,11 +2697,11 @@ def test_every_program_has_help_and_lists_what_it_has():
 
 
 def test_readme_code_runs(tmp_path, capsys):
-    """PoPE in a foreign attention, and a trained model in a notebook; FoX is as in pe.py."""
+    """PoPE in another model, and a trained model in a notebook; FoX is as in pe.py."""
     assert readme_code('class FoX') in inspect.getsource(pe)
     names = {}
-    exec(readme_code('class Attention'), names)
-    assert names['x'].shape == (8, 100, 64) and names['x'].isfinite().all()
+    exec(readme_code('enc.attend'), names)
+    assert names['y'].shape == (8, 4, 100, 16) and names['y'].isfinite().all()
     run = python('train.py', *flags(n_layer=2, out_dir=tmp_path, pe='rope'))
     assert run.returncode == 0, run.stderr
     exec(readme_code('train.load').replace('out/parity_rope', str(tmp_path)), {'torch': torch})

@@ -68,7 +68,6 @@ class Running:
     accumulate: int = 1            # micro-batches that a batch is split into, to save memory
     compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
     graph: bool = None             # replay a step as a CUDA graph; None: on CUDA, if not compiled
-    resume: bool = False           # take the other options from the run in out_dir and continue it
     overwrite: bool = False        # train again, in place of the run in out_dir
     eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
     results: str = ''              # append a JSON line about each finished run to this file
@@ -288,7 +287,7 @@ def swept(values):
 def read_options(argv):
     """Config files and flags -> the value of every option, a list where a sweep varies it.
 
-    With --eval_only or --resume the run's own configuration replaces the files; flags come on top.
+    With --eval_only the run's own configuration replaces the files; flags come on top.
     """
     flags, paths = parse(Config, argv)
     values = defaults(Config)                              # {option: value}
@@ -296,12 +295,9 @@ def read_options(argv):
         values = read_file(path, values)
     values |= flags                                        # and a flag overrides all files
     values['out_dir'] = os.path.expanduser(values['out_dir'] or default_out_dir(values))
-    need(not (values['eval_only'] and swept(values)),
-         '--eval_only takes one trained run: --out_dir=RUN')
-    if (values['eval_only'] or values['resume']) and not swept(values):
-        here = {key: values[key] for key in ('out_dir', 'resume', 'eval_only', 'overwrite')}
-        if values['eval_only']:
-            here['results'] = values['results']            # only if asked for now
+    if values['eval_only']:
+        need(not swept(values), '--eval_only takes one trained run: --out_dir=RUN')
+        here = {key: values[key] for key in ('out_dir', 'eval_only', 'results')}
         values = read_checkpoint(values['out_dir'])['config'] | flags | here       # the right wins
     return values
 

@@ -3,7 +3,6 @@
 task = 'addition_cot'
 pe = 'prism'
 n_head = 4
-n_layer = 2
 prism_cursors = 4
 train_lengths = range(1, 9)
 length_schedule = [(0, 3), (500, 5), (1000, 8)]

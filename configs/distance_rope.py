@@ -4,7 +4,6 @@ task = 'distance'
 pe = 'rope'
 train_lengths = [128]
 eval_lengths = [128, 160, 192, 256]
-n_layer = 2
 n_head = 4
 max_steps = 3000
 n_test = 4096

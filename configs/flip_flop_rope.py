@@ -10,7 +10,6 @@ train_lengths = [64]
 eval_lengths = [64]
 batch_size = 32
 max_steps = 1000
-lr = 1e-3
 eval_interval = 500
 n_eval = 64
 n_test = 2048

@@ -11,7 +11,6 @@ n_head = 16
 dropout = 0.1
 train_lengths = [1000]
 eval_lengths = [1000]
-batch_size = 64
 max_steps = 100000
 lr = 2.5e-4
 min_lr = 2.5e-5

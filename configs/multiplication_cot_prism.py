@@ -3,7 +3,6 @@
 task = 'multiplication_cot'
 pe = 'prism'
 n_head = 4
-n_layer = 2
 prism_cursors = 4
 train_lengths = range(1, 6)
 length_schedule = [(0, 2), (500, 3), (1000, 5)]

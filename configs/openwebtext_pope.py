@@ -13,7 +13,6 @@ n_layer = 12
 n_head = 12
 train_lengths = [1024]
 eval_lengths = [1024]
-batch_size = 64
 accumulate = 4
 max_steps = 100000
 lr = 6e-4

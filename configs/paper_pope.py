@@ -17,7 +17,4 @@ lr = 2e-4
 min_lr = 2e-5
 decay = 'cosine'
 beta2 = 0.99
-weight_decay = 0.01
-grad_clip = 1.0
 eval_interval = 5000
-log_interval = 100

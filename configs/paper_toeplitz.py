@@ -25,4 +25,3 @@ beta2 = 0.9
 weight_decay = 1e-5
 grad_clip = 0.0
 eval_interval = 1360
-log_interval = 100

@@ -17,4 +17,3 @@ beta2 = 0.999
 weight_decay = 0.0              # Adam
 grad_clip = 0.0
 eval_interval = 8000
-log_interval = 100

@@ -1,9 +1,7 @@
-# PRISM computes the parity of up to 100 bits, trained on at most 16. Compare:
-# --pe=prism,vipe,shifted_ape,rope
+# PRISM computes the parity of up to 100 bits after at most 16. Compare: --pe=prism,vipe,rope
 task = 'parity'
 pe = 'prism'
 n_head = 2
-train_lengths = range(1, 17)
 length_schedule = [(0, 5), (400, 16)]
 eval_lengths = [*range(1, 21), 24, 32, 48, 64, 100]
 dropout = 0.1

@@ -4,7 +4,6 @@
 task = 'polynomial'
 pe = 'prism'
 n_head = 2
-train_lengths = range(1, 17)
 length_schedule = [(0, 5), (400, 16)]
 eval_lengths = [*range(1, 21), 24, 32, 48, 64, 100]
 dropout = 0.1

@@ -7,7 +7,6 @@ n_head = 2
 n_layer = 3
 prism_cursors = 4
 train_lengths = range(1, 23)
-eval_lengths = range(1, 49)     # those that exist; up to 22 these are the commands trained on
 length_schedule = [(0, 6), (300, 12), (600, 22)]
 dropout = 0.1
 batch_size = 16

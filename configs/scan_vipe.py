@@ -8,7 +8,6 @@ d_model = 256
 n_layer = 6
 n_head = 4
 train_lengths = range(1, 23)
-eval_lengths = range(1, 49)     # those that there are; up to 22 these are the commands trained on
 batch_size = 256
 max_steps = 20000
 lr = 5e-4

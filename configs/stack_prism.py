@@ -4,7 +4,6 @@
 task = 'stack'
 pe = 'prism'
 n_head = 4
-n_layer = 2
 prism_layers = [1, 2]
 prism_cursors = 4
 prism_d_pe = 84                 # the width per cursor that we read from the paper

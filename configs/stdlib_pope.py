@@ -4,7 +4,6 @@
 task = 'stdlib'
 pe = 'pope'
 norm = 'rmsnorm'
-d_model = 64
 n_layer = 3
 n_head = 4
 train_lengths = [128]

@@ -1,10 +1,10 @@
-"""Tables of the records in results/*.jsonl, and the board.
+"""The records in results/*.jsonl as text, and the board.
 
     python results/tables.py                          list the sets of records
-    python results/tables.py vipe_long                print a set as a Markdown table;
+    python results/tables.py vipe_long                print a set, every seed of every run;
                              --metric=token, last     instead of exact
     python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall
-    python results/tables.py refresh                  rewrite the marked blocks of the README files
+    python results/tables.py refresh                  rewrite the board in results/README.md
 
 A record is one line of JSON about a run, which `train.py --results=FILE` appends:
 
@@ -17,8 +17,8 @@ config has pe, task, out_dir and the options that differ from train.Config's def
 changes, rewrite the records), except train.NOT_RECORDED; lists as on the command line. The first
 folder below out/ names the set. scores has, for each seed that stayed finite, each metric (for a
 corpus also loss) at each of the lengths, to four digits; a metric equal to exact is left out. n is
-the number of problems of a length where it is not n_test. Records of probes ({"probe", "run",
-"args", "rows": {"columns", "values"}, "summary"}) and speed ({"benchmark", ...}) have no table.
+the number of problems of a length where it is not n_test. Records of probes ({"probe", ...}) and
+of speed ({"benchmark", ...}) are for results/README.md alone.
 """
 import importlib.util
 import itertools
@@ -38,6 +38,7 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / 'results/README.md'
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
@@ -122,7 +123,7 @@ def read_runs(*paths):
 
 
 # --------------------------------------------------------------------------------------------------
-# a grid {row: {column: [Run]}} as a table
+# a set of runs as text
 
 def varying(runs):
     """The options that tell runs apart; one that follows from those before it is left out."""
@@ -134,53 +135,21 @@ def varying(runs):
     return keys
 
 
-def grid_of(runs):
-    """Names of the row's options, and a grid with a column for each task."""
-    keys, grid = [key for key in varying(runs) if key != 'task'], {}
+def listing(runs, metric='exact'):
+    """A line of text for each run, with a number for each seed."""
+    keys = varying(runs)
+    yield ' | '.join([*keys, f'{metric} on training lengths (percent; of text: perplexity)',
+                      'at twice the longest', 'longest length with 95 %'])
     for run in runs:
-        row = grid.setdefault(tuple(str(run.options.get(key, '-')) for key in keys), {})
-        row.setdefault(run.options['task'], []).append(run)
-    return keys, grid
-
-
-def over_seeds(values, digits):
-    """'98 (96 to 100): 100, 96': mean, range and each seed; one number if all are equal."""
-    texts = [f'{x:.{digits}f}' for x in values]
-    if len(set(texts)) == 1:
-        return texts[0]
-    mean, least, most = (f'{f(values):.{digits}f}' for f in (statistics.mean, min, max))
-    return f'{mean} ({least} to {most}): {", ".join(texts)}'
-
-
-def cell_text(run, metric):
-    """The metric on the training lengths, at twice the longest, and what each seed reaches."""
-    count, longest = len(run.scores) + len(run.failed), max(run.trained)
-    failed = f'{len(run.failed)} of {count} seeds failed' if run.failed else ''
-    if not run.scores:
-        return failed
-    # SCAN lacks some lengths: take the nearest below twice the training length
-    twice = max((n for n in run.sizes if longest < n <= 2 * longest), default=None)
-    scale, digits = (1, 2) if run.corpus else (100, 1)
-    texts = [over_seeds([scale * run.mean(seed, lengths, metric) for seed in run.scores], digits)
-             for lengths in (run.trained, [twice])]
-    held = [run.reach(seed, metric) for seed in run.scores]
-    held = ['≥ ' * (n == max(run.sizes)) + str(n or 'none') for n in held]
-    texts[1] = texts[1].replace('nan', '-') + f' (at {twice})' * (twice not in (None, 2 * longest))
-    texts.append(', '.join(held if len(set(held)) > 1 else held[:1]))
-    return '<br>'.join(filter(None, [*texts, failed]))
-
-
-def table(keys, grid, metric='exact'):
-    """Lines of a Markdown table."""
-    columns = list(dict.fromkeys(column for row in grid.values() for column in row))
-    yield (f'Each cell: {metric} in percent, or perplexity, on the training lengths; at twice the '
-           'longest; longest length with 95 %. For seeds: mean (least to most): each seed.\n')
-    yield '| ' + ' | '.join([*keys, *columns]) + ' |'
-    yield '|---' * len([*keys, *columns]) + '|'
-    for options, row in grid.items():
-        cells = ['<br>'.join(cell_text(run, metric) for run in row.get(column, []))
-                 for column in columns]
-        yield '| ' + ' | '.join([*options, *cells]) + ' |'
+        longest = max(run.trained)
+        # SCAN lacks some lengths: take the nearest below twice the training length
+        twice = max((n for n in run.sizes if longest < n <= 2 * longest), default=None)
+        scale, digits = (1, 2) if run.corpus else (100, 1)
+        cells = [str(run.options.get(key, '-')) for key in keys]
+        cells += [', '.join(f'{scale * run.mean(seed, lengths, metric):.{digits}f}'
+                            for seed in run.scores) for lengths in (run.trained, [twice])]
+        cells.append(', '.join(str(run.reach(seed, metric)) for seed in run.scores))
+        yield ' | '.join(cells + [f'{len(run.failed)} diverged'] * bool(run.failed))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,19 +197,18 @@ def fitted(run):
 
 
 def find_cells(minutes, cells, records):
-    """A grid of the cells that have a record, each with the Run of the most steps."""
+    """{(row, column): its Run of the most steps} of the cells that have a record."""
     free = 'seeds', 'out_dir', 'n_test', 'lr'
-    runs = [run for runs in read_runs(records).values() for run in runs]
-    found, grid = {key_of(run.options, free): run for run in runs}, {}
-    for row, column in cells:
-        for times in TIMES:
-            flags = flags_of(steps_of(minutes, column, times), row, column)
-            flags = train.parse(train.Config, flags)[0]
-            key = key_of({name: train.as_typed(value) if isinstance(value, list) else value
-                          for name, value in flags.items()}, free)
-            if key in found:
-                grid.setdefault((row,), {})[column] = [found[key]]
-    return grid
+    runs = itertools.chain(*read_runs(records).values())
+    known, found = {key_of(run.options, free): run for run in runs}, {}
+    for (row, column), times in itertools.product(cells, TIMES):
+        flags = flags_of(steps_of(minutes, column, times), row, column)
+        flags = train.parse(train.Config, flags)[0].items()
+        key = key_of({name: train.as_typed(value) if isinstance(value, list) else value
+                      for name, value in flags}, free)
+        if key in known:
+            found[row, column] = known[key]
+    return found
 
 
 def run_train(folder, *flags):
@@ -283,35 +251,35 @@ class Options:
 
 
 def board(options):
-    """The grid of the board, after training the cells that have no record."""
+    """{(row, column): Run} of the board, after training the cells that have no record."""
     cells = [(row, column) for column in options.task.split(',') for row in options.pe.split(',')]
     train.need(options.minutes > 0, '--minutes must be positive')
     for row, column in cells:
         check_name('task of the board', column, COLUMNS)
-        check_name('encoding', row.split('+')[0], [*ROWS, *train.encodings.ENCODINGS])
+        check_name('encoding', row.split('+')[0], ROWS)
     Path(ROOT, options.records).parent.mkdir(exist_ok=True)
     Path(ROOT, options.records).touch()
     for times in TIMES:                                    # all at the first, then the unfitted
-        grid = find_cells(options.minutes, cells, options.records)
-        runs = {cell: grid.get((cell[0],), {}).get(cell[1], [None])[0] for cell in cells}
-        todo = [cell for cell, run in runs.items() if run is None or not fitted(run)
-                and run.options['max_steps'] < steps_of(options.minutes, cell[1], times)]
+        runs = find_cells(options.minutes, cells, options.records)
+        todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
+                .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
         for row, column in tqdm(todo, unit='cell', disable=not todo):
             run_cell(options.minutes, row, column, times, options.records)
     return find_cells(options.minutes, cells, options.records)
 
 
-def board_table(grid):
-    """Lines of a Markdown table of the board."""
-    columns = list(dict.fromkeys(column for row in grid.values() for column in row))
+def board_table(runs):
+    """Lines of a Markdown table of {(row, column): Run}."""
+    rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
     yield ('Each cell: the longest length with 95 % exact over the longest training length (median '
            'of five seeds, least to most); tokens correct at 1.5 times that length. *Italic*: the '
            'median seed has not fitted the training lengths. text: perplexity at 2 and at 4 times '
            'the training context, over that at the training context.\n')
-    yield '| encoding | ' + ' | '.join(columns) + ' |'
+    yield '| ' + ' | '.join(['encoding', *columns]) + ' |'
     yield '|---' * len(['', *columns]) + '|'
-    for (row,), cells in grid.items():
-        yield f'| {row} | ' + ' | '.join(board_cell(*cells.get(c, [None])) for c in columns) + ' |'
+    for row in rows:
+        cells = [board_cell(runs.get((row, column))) for column in columns]
+        yield '| ' + ' | '.join([row, *cells]) + ' |'
 
 
 def board_cell(run):
@@ -335,8 +303,7 @@ def board_cell(run):
 # the headline figure: a panel for each of these columns of the board; colors by Okabe and Ito
 PANELS = {'parity': 'exact', 'polynomial': 'last', 'reverse': 'exact', 'flip-flop': 'exact',
           'recall': 'exact', 'text': 'loss'}
-TITLES = {'exact': 'whole answers correct', 'last': 'last states correct',
-          'loss': 'perplexity over that at 1x'}
+TITLES = {'exact': 'answers correct', 'last': 'last states correct', 'loss': 'perplexity ratio'}
 COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
 
@@ -355,7 +322,7 @@ def constant_answer(column, lengths, metric):
         yield ends * right.all(dim=1).double().mean().item()
 
 
-def draw(grid, path):
+def draw(runs, path):
     """The headline figure: every curve the mean of five seeds, its band from worst to best."""
     train.need(importlib.util.find_spec('matplotlib'), 'the figure needs: pip install matplotlib')
     from matplotlib import pyplot
@@ -365,9 +332,9 @@ def draw(grid, path):
         axis.axvline(1, color='black', linestyle='--', linewidth=0.8)
         axis.set(xlim=(0, 4), ylim=(-0.03, 1.03))
         for row, color in COLORS.items():
-            run, = grid.get((row,), {}).get(column, [None])
-            if not run:
+            if (row, column) not in runs:
                 continue
+            run = runs[row, column]
             lengths = [*run.sizes]
             x = np.array(lengths) / max(run.trained)
             y = np.array([[*run.by_length(seed, metric).values()] for seed in run.scores])
@@ -385,16 +352,12 @@ def draw(grid, path):
     figure.savefig(path, dpi=100)
 
 
-def refreshed(text, sets):
-    """A README file's text with its blocks <!-- SET --> .. <!-- end of SET --> written again."""
-    def write(match):
-        check_name('set', match[2], sets)
-        lines = table(*grid_of(sets[match[2]]))
-        if match[2] == 'board':
-            cells = itertools.product(ROWS, COLUMNS)
-            lines = board_table(find_cells(Options.minutes, cells, 'results/board.jsonl'))
-        return '\n'.join([match[1], *lines, match[3]])
-    return re.sub(r'(<!-- (\w+) -->)\n.*?(<!-- end of \2 -->)', write, text, flags=re.DOTALL)
+def refreshed(text):
+    """The page's text with its block <!-- board --> .. <!-- end of board --> written again."""
+    runs = find_cells(Options.minutes, itertools.product(ROWS, COLUMNS), 'results/board.jsonl')
+    begin, end = '<!-- board -->', '<!-- end of board -->'
+    before, after = text.partition(begin)[0], text.partition(end)[2]
+    return before + '\n'.join([begin, *board_table(runs), end]) + after
 
 
 def main(argv):
@@ -408,16 +371,14 @@ def main(argv):
             print(f'{name:22}{len(runs):4} runs; they differ in {", ".join(varying(runs))}')
         return
     if what == 'refresh':
-        for path in (ROOT / 'README.md', ROOT / 'results/README.md'):
-            train.write_file(str(path), refreshed(path.read_text(), sets))
-        return
+        return train.write_file(str(PAGE), refreshed(PAGE.read_text()))
     if what == 'board':
-        grid = board(options)
+        runs = board(options)
         if options.figure:
-            draw(grid, options.figure)
-        return print('\n'.join(board_table(grid)))
+            draw(runs, options.figure)
+        return print('\n'.join(board_table(runs)))
     check_name('set', what, sets)
-    print('\n'.join(table(*grid_of(sets[what]), options.metric)))
+    print('\n'.join(listing(sets[what], options.metric)))
 
 
 if __name__ == '__main__':
