@@ -250,17 +250,19 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, scale,
                    D: tl.constexpr, BD: tl.constexpr, D_V: tl.constexpr, BD_V: tl.constexpr,
                    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """y_t, e_t and lse_t = log2 sum_s 2^x_ts, where x_ts is the logit times log2(e). N divides M.
-    q_step, k_step, ...: the stride from a position to the next."""
+    """y_t, e_t and lse_t = log2 sum_s 2^(x_ts factor), where x_ts = <q_t, k_s>, and factor makes it
+    the logit times log2(e). N divides M. q_step, ...: the stride from a position to the next."""
     t0, b, h = own_block(T, H, M, True)                         # queries t0..t0+M-1
     Q += b * T * q_step + h * D                                 # token 0 of sequence b, head h
     K += b * T * k_step + h * D
     V += b * T * v_step + h * D_V
     t = t0 + tl.arange(0, M)                                    # (M,)
     q = load_rows(Q, t0, q_step, T, D, BD, M)                   # (M, BD), zeros from row T on
-    y = tl.zeros([M, BD_V], tl.float32)  # sum_s 2^(x_ts - row_max) v_s so far
-    e = tl.zeros([M], tl.float32)                               # sum_s 2^(x_ts - row_max) (t - s)
-    row_sum = tl.zeros([M], tl.float32)  # sum_s 2^(x_ts - row_max): FlashAttention's l
+    factor = scale * LOG2E  # inside exp2, where the GPU multiplies and adds in one instruction
+    # sums over s so far, p_ts = 2^(factor (x_ts - row_max))
+    y = tl.zeros([M, BD_V], tl.float32)                         # of p_ts v_s
+    e = tl.zeros([M], tl.float32)                               # of p_ts (t - s)
+    row_sum = tl.zeros([M], tl.float32)                         # of p_ts: FlashAttention's l
     row_max = tl.full([M], float('-inf'), tl.float32)           # max_s x_ts: FlashAttention's m
     for diagonal in tl.static_range(2):  # first the keys that are visible to all M queries
         start = t0 if diagonal else 0                           # keys 0..t0-1: nothing is masked
@@ -268,13 +270,13 @@ def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, sca
         for s0 in range(start, end, N):
             s = s0 + tl.arange(0, N)                            # (N,)
             k = load_rows(K, s0, k_step, T, D, BD, N)           # (N, BD)
-            x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
+            x = dot(q, tl.trans(k), None, PRECISION)            # (M, N)
             if diagonal:  # hides the keys s >= T as well, which are later than every t < T
                 x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
             # online softmax: a new maximum rescales the sums so far
             new_max = tl.maximum(row_max, tl.max(x, 1))  # (M,) finite: key 0 is visible to all
-            rescale = tl.exp2(row_max - new_max)                # (M,) 0 in the first block
-            p = tl.exp2(x - new_max[:, None])                   # (M, N) at most 1
+            rescale = tl.exp2((row_max - new_max) * factor)     # (M,) 0 in the first block
+            p = tl.exp2(x * factor - (new_max * factor)[:, None])   # (M, N) at most 1
             block_sum = tl.sum(p, 1)                            # (M,)
             if E is not None:  # t - s = (t - s0) - (s - s0)
                 e = e * rescale + (t - s0) * block_sum - tl.sum(p * tl.arange(0, N)[None, :], 1)
@@ -284,7 +286,7 @@ def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, sca
             row_max = new_max
     store_rows(Y + b * T * y_step + h * D_V, y / row_sum[:, None], t0, y_step, T, D_V, BD_V, M)
     rows = (b * H + h) * T + t                                  # (M,) of E and LSE [B, H, T]
-    tl.store(LSE + rows, row_max + tl.log2(row_sum), mask=t < T)  # FlashAttention's L, in log 2
+    tl.store(LSE + rows, row_max * factor + tl.log2(row_sum), mask=t < T)  # its L, in log 2
     if E is not None:
         tl.store(E + rows, e / row_sum, mask=t < T)             # (M,)
 
@@ -323,10 +325,10 @@ def queries_kernel(Q, K, V, Y, E, LSE, DY, DE, MEAN, DQ,
             s = s0 + tl.arange(0, N)                            # (N,)
             k = load_rows(K, s0, k_step, T, D, BD, N)           # (N, BD)
             v = load_rows(V, s0, v_step, T, D_V, BD_V, N)       # (N, BD_V)
-            x = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2E)  # (M, N)
+            x = dot(q, tl.trans(k), None, PRECISION)            # (M, N)
             if diagonal:  # as in forward_kernel
                 x = tl.where(t[:, None] >= s[None, :], x, float('-inf'))
-            p = tl.exp2(x - lse[:, None])  # (M, N) softmax, without a running maximum
+            p = tl.exp2(x * (scale * LOG2E) - lse[:, None])     # (M, N) softmax, no running maximum
             dp = dot(dy, tl.trans(v), None, PRECISION)          # (M, N) <dy_t, v_s>
             if DE is not None:
                 dp += de[:, None] * (t[:, None] - s[None, :])   # (M, N)
@@ -360,10 +362,10 @@ def keys_kernel(Q, K, V, LSE, DY, DE, MEAN, DK, DV,
             dy = load_rows(DY, t0, dy_step, T, D_V, BD_V, M)    # (M, BD_V)
             lse = tl.load(LSE + rows, mask=t < T, other=float('inf'))  # (M,) past the end p = 0
             mean = tl.load(MEAN + rows, mask=t < T, other=0.0)  # (M,)
-            x = dot(k, tl.trans(q), None, PRECISION) * (scale * LOG2E)  # (N, M)
+            x = dot(k, tl.trans(q), None, PRECISION)            # (N, M)
             if diagonal:  # later queries attend to all N keys
                 x = tl.where(t[None, :] >= s[:, None], x, float('-inf'))
-            p = tl.exp2(x - lse[None, :])                       # (N, M)
+            p = tl.exp2(x * (scale * LOG2E) - lse[None, :])     # (N, M)
             dp = dot(v, tl.trans(dy), None, PRECISION)          # (N, M) <dy_t, v_s>
             if DE is not None:
                 de = tl.load(DE + rows, mask=t < T, other=0.0)  # (M,)
@@ -379,13 +381,13 @@ def keys_kernel(Q, K, V, LSE, DY, DE, MEAN, DK, DV,
 # attention: launches and operators
 
 LARGE, SMALL = 220 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
-# M, N, warps and stages where q and k are up to 64, 128 and 256 wide (PoPE: twice as wide as v):
-# the fastest on an H100. Last, untimed: up to 256 where shared memory is not LARGE. N divides M (in
-# keys_kernel M divides N), or the loops would miss pairs
+# M, N, warps and stages, the fastest on an H100, where q and k are up to 64 wide; 128, v 64 (PoPE);
+# 128, as v; 256. Last, untimed: 256 where shared memory is not LARGE. N divides M (in keys_kernel M
+# divides N), or the loops would miss pairs
 BLOCKS = {
-    'forward_kernel': [(64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)],
-    'queries_kernel': [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)],
-    'keys_kernel': [(64, 64, 4, 3), (32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 1)]}
+    'forward': [(64, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)],
+    'queries': [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)],
+    'keys': [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 1)]}
 
 
 def shared_memory(device):
@@ -411,7 +413,8 @@ def launch(kernel, *tensors):
     q, _, v, *_ = tensors                                       # (B, H, T, D), v (B, H, T, D_V)
     (B, H, T, D), D_V = q.shape, v.shape[3]
     small = D > 128 and shared_memory(q.device) < LARGE         # take the last row instead
-    M, N, warps, stages = BLOCKS[kernel.__name__][(D > 64) + (D > 128) + small]
+    row = (D > 64) + (max(D // 2, D_V) > 64) + (D > 128) + small
+    M, N, warps, stages = BLOCKS[kernel.__name__.removesuffix('_kernel')][row]
     if q.dtype == torch.float32:  # a number takes twice the memory
         M, N, warps, stages = (32, 32, 8, 1) if D <= 64 else (16, 16, 8, 1)
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'

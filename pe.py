@@ -1130,13 +1130,15 @@ def draw(path, T=48):
     from matplotlib.figure import Figure  # pip install matplotlib
     left_out = 'nope shifted_ape prism stickbreaking'.split()
     names = [name for name in ENCODINGS if name not in left_out]
-    rows = math.ceil(len(names) / 4)
-    fig = Figure(figsize=(11, 2.87 * rows), layout='constrained')
+    rows = math.ceil(len(names) / 6)
+    fig = Figure(figsize=(11, 2.2 * rows), layout='constrained')
     for i, name in enumerate(names, 1):
-        m, ax = picture(name, T), fig.add_subplot(rows, 4, i)
+        m, ax = picture(name, T), fig.add_subplot(rows, 6, i)
         ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
         ax.set_title(name + (' (value)' if 'out' in hooks_of(name) else ' (logit)'), fontsize=11)
-        ax.set(xlabel='key position s', ylabel='query position t')
+        ax.set(xticks=[], yticks=[])
+    fig.supxlabel('key position; yellow is the largest value of a panel, blue the smallest')
+    fig.supylabel('query position')
     fig.savefig(path, dpi=80)
 
 

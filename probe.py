@@ -4,7 +4,7 @@
     python probe.py NAME --help                        explains one probe and its options
     python probe.py cursor out/string_copy_prism       prints a table and writes probe_cursor.json
                                                        and probe_cursor.png into the run's folder
-    python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER --picture=FILE.svg
+    python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
     python probe.py attention by_hand:parity           probes a model whose weights are set by hand
     python probe.py axes --hf=FOLDER_OR_GGUF --text=FILE    probes a Llama-family checkpoint
 
@@ -490,6 +490,13 @@ def hidden_states(model, task, lengths, n, split):
     return {target: [torch.cat(x) for x in zip(*parts)] for target, parts in found.items()}
 
 
+def untrained(model, cfg):
+    """A model of the same configuration and seed, at its initial weights: a control."""
+    with torch.random.fork_rng():  # the caller's random numbers stay as they are
+        torch.manual_seed(cfg.seeds[0])
+        return Transformer(cfg).to(next(model.parameters()).dtype).eval()
+
+
 @torch.no_grad()
 def linear(model, task, cfg, n=32):
     """How precisely do hidden states encode the position and the distance to EoI?
@@ -506,10 +513,6 @@ def linear(model, task, cfg, n=32):
     if task.existing([3 * trained], None):
         lengths['3x'] = [3 * trained]
     need(longer, f'linear requires eval_lengths above {trained}, the longest training length')
-    with torch.random.fork_rng():  # the caller's random numbers stay as they are
-        torch.manual_seed(cfg.seeds[0])
-        untrained = Transformer(cfg).to(next(model.parameters()).dtype).eval()
-
     def predictions(net):
         """{(target, layer, part): (y, y_hat)}, both [N]."""
         fit, found = hidden_states(net, task, cfg.train_lengths, n, 'eval'), {}
@@ -522,7 +525,8 @@ def linear(model, task, cfg, n=32):
                     found[target, layer, part] = states[target][0], y_hat
         return found
 
-    found, floor, at = predictions(model), predictions(untrained), dict(position=1, distance=2)
+    found, floor = predictions(model), predictions(untrained(model, cfg))
+    at = dict(position=1, distance=2)
     rows, lines, summary = [], {}, {}
     for (target, layer, part), (y, y_hat) in found.items():
         scores = agreement(y, y_hat) | dict(untrained=agreement(*floor[target, layer, part])['r2'])
@@ -1687,6 +1691,7 @@ PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
 # probes that accept a Llama, and their n unless given (None: they have no n)
 LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, tuples: 1,
          perturb: 2, stretch: 2}
+CONTROLLED = norms, tuning, toeplitz  # their summary also shows an untrained model's
 
 
 def as_text(rows, summary):
@@ -1713,7 +1718,6 @@ def read_options(function, argv):
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
     parser.add_argument('--seed', type=int, help='of the run')
     parser.add_argument('--out_dir', default='', help="of the result; default: the run's folder")
-    parser.add_argument('--picture', default='', help='FILE.png, .svg or .pdf')
     parser.add_argument('--hf', default='', help='a Llama-family checkpoint in place of RUN')
     parser.add_argument('--text', default='', help='text to run the checkpoint on')
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()
@@ -1744,30 +1748,30 @@ def main(argv):
     name, *argv = argv  # the probe, then its options
     check_name('probe', name, PROBES)
     given, own = read_options(PROBES[name], argv)
-    need(not given.picture or given.picture.endswith(('.png', '.svg', '.pdf')),
-         f'--picture={given.picture}: the file must end in .png, .svg or .pdf')
     need(bool(given.run) != bool(given.hf), f'python probe.py {name} RUN: give one run, or --hf')
     need(not given.hf or PROBES[name] in LLAMA and given.seed is None,
          '--hf works with the probes marked * in python probe.py, and without --seed')
     model, cfg = load(given.run, given.seed) if given.run else load_llama(
         given.hf, given.text, own.get('length', 0))
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
+    if PROBES[name] in CONTROLLED and given.run and name_of(cfg) != BY_HAND:
+        control = PROBES[name](untrained(model, cfg), cfg.the_task, cfg, **own)[1]
+        summary |= {f'{key}, untrained': x for key, x in control.items() if x != summary[key]}
     print(as_text(rows, summary))
     folder = given.out_dir or cfg.out_dir
     path = os.path.join(folder, f'probe_{name}')
     os.makedirs(folder, exist_ok=True)
     train.write_file(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
     pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
-    picture = given.picture or path + '.png'
     try:
         import matplotlib
     except ImportError:
-        return print(f'wrote {path}.json (pip install matplotlib to draw {picture})')
+        return print(f'wrote {path}.json (pip install matplotlib to draw {path}.png)')
     matplotlib.use('Agg')  # without a display
     import matplotlib.pyplot as plt
-    draw(plt).savefig(picture, dpi=150)
+    draw(plt).savefig(path + '.png', dpi=150)
     plt.close('all')
-    print(f'wrote {path}.json and drew {picture}')
+    print(f'wrote {path}.json and drew {path}.png')
 
 
 if __name__ == '__main__':

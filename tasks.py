@@ -764,7 +764,7 @@ class Corpus(Task):
         """{part: [documents]}."""
         found = [(part, document) for part, document in self.read() if len(document) > 1]
         need(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
-        if any(part for part, _ in found):      # what has no part's name is for training
+        if {'val', 'test'} & {part for part, _ in found}:       # all else is for training
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
             return named | dict(val=val or test, test=test or val)  # one may serve as both

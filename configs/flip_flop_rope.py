@@ -1,7 +1,5 @@
-# Flip-flops (Liu et al. 2023): the bit that was written last, among instructions to be ignored. One
-# layer, two heads, as published. A test with more to ignore:
-# python train.py --eval_only --out_dir=out/flip_flop_rope --task=flip_flop:ignore=98
-# Compare: --pe=rope,nope,fox,stickbreaking
+# Flip-flops (Liu et al. 2023): recall the bit written last. One layer, two heads, as published.
+# More to ignore: --eval_only --task=flip_flop:ignore=98. Compare: --pe=rope,nope,fox,stickbreaking
 task = 'flip_flop'
 pe = 'rope'
 n_layer = 1

@@ -1,9 +1,7 @@
-# PoPE on OpenWebText at 124M parameters, with the settings of its paper (Tables 6 and 7;
-# perplexity 21.33 there, RoPE 21.55). For a GPU; not run yet. 253M: --d_model=1024 --n_layer=16
-# --n_head=16; 774M: --d_model=1280 --n_layer=36 --n_head=20. The data: --data=FOLDER with
-# train.bin and val.bin, as nanoGPT's data/openwebtext/prepare.py writes them. Books instead
-# (Figure 2): --eval_only --data=FOLDER, the books in FOLDER/test,
-# --eval_lengths=1024,2048,5120,10240
+# PoPE on OpenWebText, 124M parameters (Tables 6 and 7 of its paper: perplexity 21.33, RoPE 21.55).
+# For a GPU; not run yet. 253M: --d_model=1024 --n_layer=16 --n_head=16; 774M: --d_model=1280
+# --n_layer=36 --n_head=20. --data=FOLDER with train.bin and val.bin, as nanoGPT's prepare.py writes
+# them. Books (Figure 2), in FOLDER/test: --eval_only --eval_lengths=1024,2048,5120,10240
 task = 'openwebtext'
 pe = 'pope'
 norm = 'rmsnorm'

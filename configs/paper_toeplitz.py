@@ -1,8 +1,7 @@
-# After distance_*, trigger_count_*, distance_sum_*: the settings of the Toeplitz study (Tables 3
-# and 4), for its first task. The second task has 50,000 problems, 35,000 to train on, and 150
-# epochs: --n_train=35000 --n_test=15000 --max_steps=10200 MLA: --attention=mla (Table 4: batches
-# of 1024, --batch_size=1024 --max_steps=6800 --warmup_steps=408). Open: which initial scale the
-# study's embeddings have, here PyTorch's, and whether it has a mask (--causal=False).
+# After distance_*, trigger_count_*, distance_sum_*: the Toeplitz study's settings (Tables 3, 4)
+# for its first task. Second task: --n_train=35000 --n_test=15000 --max_steps=10200. MLA:
+# --attention=mla --batch_size=1024 --max_steps=6800 --warmup_steps=408. The study does not give the
+# embedding's initial scale, here PyTorch's, or whether it has a mask (--causal=False).
 d_model = 256
 d_ff = 512
 n_head = 16

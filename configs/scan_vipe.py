@@ -1,7 +1,6 @@
-# ViPE on SCAN's length split, at its paper's size (Exp. 8: 4 heads, 6 layers, d = 256; 15.0 %
-# there, on an unnamed split, NoPE 13.2, RoPE 2.1, APE 0.0). For a GPU; on a CPU --d_model=64
-# --n_layer=3 --batch_size=64 --max_steps=4000 --lr=1e-3 --warmup_steps=200 (results/README.md).
-# Compare: --pe=vipe,nope,rope,ape; the random split: --task=scan_simple --train_lengths=1-48
+# ViPE on SCAN's length split at its paper's size (Exp. 8, split not named: 15.0 %, NoPE 13.2, RoPE
+# 2.1, APE 0.0). For a GPU; on a CPU --d_model=64 --n_layer=3 --batch_size=64 --max_steps=4000
+# --lr=1e-3 --warmup_steps=200. The random split: --task=scan_simple --train_lengths=1-48
 task = 'scan'
 pe = 'vipe'
 d_model = 256

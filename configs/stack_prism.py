@@ -1,6 +1,5 @@
-# PRISM on stack manipulation (0110422=11020000), without the copy branch, with two PRISM layers (in
-# the paper before layers 1 and 4 of 5) and four cursors per head. The cursors of the second one can
-# follow the height of the stack: up at a push, down at a pop.
+# PRISM on stack manipulation (0110422=11020000), four cursors per head and two PRISM layers (in the
+# paper before layers 1 and 4 of 5). Cursors of the second can follow the height of the stack.
 task = 'stack'
 pe = 'prism'
 n_head = 4

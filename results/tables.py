@@ -199,7 +199,7 @@ def fitted(run):
 def find_cells(minutes, cells, records):
     """{(row, column): its Run of the most steps} of the cells that have a record."""
     free = 'seeds', 'out_dir', 'n_test', 'lr'
-    runs = itertools.chain(*read_runs(records).values())
+    runs = itertools.chain(*read_runs(*Path(ROOT).glob(records)).values())
     known, found = {key_of(run.options, free): run for run in runs}, {}
     for (row, column), times in itertools.product(cells, TIMES):
         flags = flags_of(steps_of(minutes, column, times), row, column)
@@ -257,8 +257,6 @@ def board(options):
     for row, column in cells:
         check_name('task of the board', column, COLUMNS)
         check_name('encoding', row.split('+')[0], ROWS)
-    Path(ROOT, options.records).parent.mkdir(exist_ok=True)
-    Path(ROOT, options.records).touch()
     for times in TIMES:                                    # all at the first, then the unfitted
         runs = find_cells(options.minutes, cells, options.records)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
