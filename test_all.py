@@ -1038,7 +1038,7 @@ FILES = {
     'bach.json': dict(train=[chorale(-1, 21, 60, 108), chorale(*range(60, 90))],
                       valid=[chorale(60)], test=[chorale(60), chorale(*range(60, 72))]),
     'trio.json': dict(train=[[[1, 2, 3]]], valid=[], test=[]),
-    'low.json': dict(train=[chorale(9)], valid=[], test=[]),
+    'low.json': dict(train=[chorale(9)], valid=[chorale(9)], test=[]),
     'midi/train.mid': '', 'midi/val.mid': '', 'midi/test.mid': '', 'cfq/dataset.json': CFQ,
     'cfq/splits/random_split.json': dict(trainIdxs=[*range(5)], devIdxs=[5, 6], testIdxs=[7, 8]),
     **{f'many/{i:02}': f'{i:02}' for i in range(40)}, 'one/a': BYTES,
