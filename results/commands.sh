@@ -159,6 +159,7 @@ text)    # Python's library, chorales, SCAN; in `cross`, seeds 1 and 2 have the 
     run cross --task=scan --pe=rope,pope,vipe,nope,ape,alibi,prism,pope+vipe,ape+rope,t5,fire,yarn,vrope,learned,random,shifted_ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --lr=1e-3,2e-3,4e-3 --seeds=0-2
     run cross --task=scan --pe=rope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --attention=mla --lr=1e-3,2e-3,4e-3 --seeds=0-2
     run cross --task=scan --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --lr=1e-3,2e-3,4e-3 --seeds=0-2
+    for delta in zero uniform; do run text_phases --task=stdlib --pe=rope,pope --pope_delta=$delta --n_head=2 --train_lengths=64 --eval_lengths=64,128,256 --batch_size=16 --n_test=64 --n_eval=16 --max_steps=800 --eval_interval=800 --lr=4e-3 --warmup_steps=80 --seeds=0-2; done
     # a trained RoPE with YaRN's frequencies, by evaluation alone; after `headline`
     cp -r out/board/text/rope,800 out/yarn_text
     for pe in rope yarn; do python train.py --eval_only --pe=$pe --out_dir=out/yarn_text --eval_lengths=64,80,96,128,192,256 --results="$records"; done
@@ -229,6 +230,12 @@ END
     done
     ;;
 probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last four read a language model
+    # what an untrained model has, and PoPE's phases; A1 in the first steps, by initial scale of the embedding
+    for run in out/text_phases/*/*/; do for seed in 0 1 2; do for probe in norms tuning; do python probe.py $probe "$run" --seed=$seed; done; done; done
+    for std in 1 0.1; do
+        python train.py --task=distance:span=64 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=100 --train_lengths=64 --eval_lengths=64 --max_steps=100 --batch_size=32 --n_test=64 --n_eval=8 --embedding_std=$std --seeds=0-2 --out_dir=out/a1_std_$std
+        for seed in 0 1 2; do python probe.py gradients out/a1_std_$std --seed=$seed --steps=48 --n=64; done
+    done
     for run in out/parity_rope/*/; do python probe.py alignment "$run"; done
     for run in out/parity_rope/*/; do python probe.py squeeze "$run"; done
     for run in out/parity_rope/*/ out/stdlib/*/*/; do python probe.py tuning "$run"; done

@@ -24,7 +24,6 @@ import importlib.util
 import itertools
 import json
 import math
-import operator
 import re
 import statistics
 import subprocess
@@ -271,8 +270,8 @@ def board_table(runs):
     rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
     yield ('Each cell: the longest length with 95 % exact over the longest training length (median '
            'of five seeds, least to most); tokens correct at 1.5 times that length. *Italic*: the '
-           'median seed has not fitted the training lengths. text: perplexity at 2 and at 4 times '
-           'the training context, over that at the training context.\n')
+           'median seed has not fitted the training lengths. text: perplexity at 1, 2 and 4 times '
+           'the training context.\n')
     yield '| ' + ' | '.join(['encoding', *columns]) + ' |'
     yield '|---' * len(['', *columns]) + '|'
     for row in rows:
@@ -286,10 +285,8 @@ def board_cell(run):
         return 'diverged' if run else ''
     longest = max(run.trained)
     if run.corpus:
-        once, twice, four = ([run.mean(seed, [n * longest], 'loss') for seed in run.scores]
-                             for n in (1, 2, 4))
-        return ', '.join(f'{statistics.mean(map(operator.truediv, x, once)):.2f}'
-                         for x in (twice, four))
+        return ', '.join(f'{statistics.mean(x):.3g}' for x in (
+            [run.mean(seed, [n * longest], 'loss') for seed in run.scores] for n in (1, 2, 4)))
     reach = [run.reach(seed, 'exact') / longest for seed in run.scores] + [0] * len(run.failed)
     middle, least, most = (f'{f(reach):.3g}' for f in (statistics.median, min, max))
     further = min(n for n in run.sizes if n >= 1.5 * longest)
