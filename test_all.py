@@ -1044,7 +1044,8 @@ FILES = {
     **{f'many/{i:02}': f'{i:02}' for i in range(40)}, 'one/a': BYTES,
     'named/a': BYTES, 'named/Validation/b': 'val', 'named/test.c': 'test', 'named/val/.d': 'no',
     'named/.val/e': 'no', 'no_test/a': BYTES, 'no_test/val/b': 'val', 'no_val/a': BYTES,
-    'no_val/test/b': 'test', 'two/train/a': bytes(range(20)), 'two/train/b': 'def'}
+    'no_val/test/b': 'test', 'two/train/a': bytes(range(20)), 'two/train/b': 'def',
+    'two/val/c': 'val'}
 
 
 @pytest.fixture
