@@ -46,8 +46,7 @@ LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
 EPSILON = constexpr(1e-8)  # added to histograms before sharpening; equal to pe.EPS
 
 
-# --------------------------------------------------------------------------------------------------
-# the functions to call, each below its plain reference (any dtype, O(T^2) memory); that of
+# ---- the functions to call, each below its plain reference (any dtype, O(T^2) memory); that of ---
 # cursor_scan is in pe.py
 
 def attention_reference(q, k, v):
@@ -144,8 +143,7 @@ def require_triton(reference):
                            f'Or use {reference}, which needs torch alone')
 
 
-# --------------------------------------------------------------------------------------------------
-# operators: autograd and torch.compile cannot look into a kernel, so every launch is inside a
+# ---- operators: autograd and torch.compile cannot look into a kernel, so every launch is inside a
 # custom operator of PyTorch, to which this section's decorator gives its shapes and its gradient
 
 def operator(fake, gradient_of=None, keep_outputs=True):
@@ -178,8 +176,7 @@ def operator(fake, gradient_of=None, keep_outputs=True):
     return register
 
 
-# --------------------------------------------------------------------------------------------------
-# shared by the kernels: the layout in memory, loads and stores of blocks of rows
+# ---- shared by the kernels: the layout in memory, loads and stores of blocks of rows -------------
 
 def power_of_2(n):
     """The smallest power of two >= n that tl.dot accepts."""
@@ -243,8 +240,7 @@ def dot(a, b, total, PRECISION: tl.constexpr):
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
-# --------------------------------------------------------------------------------------------------
-# attention, forward: a program for each block of M queries, head and sequence
+# ---- attention, forward: a program for each block of M queries, head and sequence ----------------
 
 @jit
 def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, scale,
@@ -291,8 +287,7 @@ def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, sca
         tl.store(E + rows, e / row_sum, mask=t < T)             # (M,)
 
 
-# --------------------------------------------------------------------------------------------------
-# attention, backward. With g_ts = dloss/dx_ts = p_ts (<dy_t, v_s> + de_t (t - s) - mean_t) and
+# ---- attention, backward. With g_ts = dloss/dx_ts = p_ts (<dy_t, v_s> + de_t (t - s) - mean_t) and
 # mean_t = <dy_t, y_t> + de_t e_t:
 #     dq_t = sum_s g_ts k_s / sqrt(D)    dk_s = sum_t g_ts q_t / sqrt(D)    dv_s = sum_t p_ts dy_t
 
@@ -377,8 +372,7 @@ def keys_kernel(Q, K, V, LSE, DY, DE, MEAN, DK, DV,
     store_rows(DV + b * T * dv_step + h * D_V, dv, s0, dv_step, T, D_V, BD_V, N)
 
 
-# --------------------------------------------------------------------------------------------------
-# attention: launches and operators
+# ---- attention: launches and operators -----------------------------------------------------------
 
 LARGE, SMALL = 220 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
 # M, N, warps and stages, the fastest on an H100, where q and k are up to 64 wide; 128, v 64 (PoPE);
@@ -457,8 +451,8 @@ def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tenso
     return [dq, dk, dv]
 
 
-# --------------------------------------------------------------------------------------------------
-# PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), from D to 2D features; delta is for
+# ---- PoPE ----------------------------------------------------------------------------------------
+# Eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), from D to 2D features; delta is for
 # keys alone. A program for each block of ROWS rows, head and sequence
 
 POLAR_ROWS = 64 if INTERPRETED else 16  # so few rows stay in a GPU's registers
@@ -558,8 +552,7 @@ def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
     return [dx, x.new_empty(0) if delta is None else parts.sum(dim=(0, 2)).to(delta.dtype)]
 
 
-# --------------------------------------------------------------------------------------------------
-# PRISM's Algorithm 1: a program for each cursor of each sequence
+# ---- PRISM's Algorithm 1: a program for each cursor of each sequence -----------------------------
 #
 # A program holds its cursor's histogram h in registers, one bin for each offset d, and walks over
 # the tokens t. HISTORY [B, C, T+1, L], L = 2T + 1, has the histogram before token t in row t;
@@ -723,8 +716,7 @@ def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor |
     return [dreset, dstep, dgamma.sum(dim=0), dcopy]            # dgamma (B, C) -> (C,)
 
 
-# --------------------------------------------------------------------------------------------------
-# python kernels.py
+# ---- python kernels.py ---------------------------------------------------------------------------
 
 def sample_inputs(name, B, H, T, D, dtype=torch.float32, device='cpu', P=None):
     """Random arguments of a function, all of which require gradients. For cursor_scan, H is the

@@ -14,7 +14,6 @@ In a model of your own: encodings = build(PEConfig(...)), one for each layer; st
 encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
-    python pe.py zoo.png         draws them; this requires matplotlib
 """
 import copy
 import difflib
@@ -83,8 +82,7 @@ def check_positive(cfg, *keys):
              f'{key} must be positive and finite, got {value}')
 
 
-# --------------------------------------------------------------------------------------------------
-# the hooks
+# ---- the hooks -----------------------------------------------------------------------------------
 
 HALF = torch.bfloat16, torch.float16
 
@@ -351,8 +349,7 @@ def fused_attention(q, k, v, mask, scale):
                                           scale=scale)[..., :width]
 
 
-# --------------------------------------------------------------------------------------------------
-# added to the embeddings
+# ---- added to the embeddings ---------------------------------------------------------------------
 
 class NoPE(Encoding):
     """No encoding: logit_ts = <q_t, k_s> / sqrt(d), order by causality only (Haviv et al. 2022)."""
@@ -409,8 +406,7 @@ class Random(Learned):
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
 
 
-# --------------------------------------------------------------------------------------------------
-# queries and keys
+# ---- queries and keys ----------------------------------------------------------------------------
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
@@ -510,8 +506,7 @@ def polar(x, phase, positive=True):
     return torch.cat([mu * phase.cos(), mu * phase.sin()], dim=-1).to(x.dtype)
 
 
-# --------------------------------------------------------------------------------------------------
-# logits and weights: an additive bias, other logits, another softmax
+# ---- logits and weights: an additive bias, other logits, another softmax -------------------------
 
 class ALiBi(Encoding):
     """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
@@ -607,8 +602,7 @@ class StickBreaking(Encoding):
         return (taken + later).exp()
 
 
-# --------------------------------------------------------------------------------------------------
-# values
+# ---- values --------------------------------------------------------------------------------------
 
 class VRoPE(Encoding):
     """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s. No parameters."""
@@ -685,8 +679,8 @@ class ViPE(Encoding):
         return torch.cat([y[..., :-1], code], dim=-1)               # (B, H, Tq, D + d_p)
 
 
-# --------------------------------------------------------------------------------------------------
-# PRISM: positions that the content decides. A cursor is a distribution over offsets, a histogram;
+# ---- PRISM: positions that the content decides ---------------------------------------------------
+# A cursor is a distribution over offsets, a histogram;
 # a query matches a key where the histograms of their cursors overlap
 
 EPS = 1e-8  # added to histograms before they are sharpened
@@ -957,8 +951,7 @@ PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIO
                           namespace=dict(__doc__=SharedConfig.__doc__, __module__=__name__))
 
 
-# --------------------------------------------------------------------------------------------------
-# combining encodings
+# ---- combining encodings -------------------------------------------------------------------------
 
 class Sum(Encoding):
     """'a+b': the hooks of a, then of b (out in reverse order); biases add. qk goes by `order`."""
@@ -1083,8 +1076,7 @@ def build(cfg):
     return layers
 
 
-# --------------------------------------------------------------------------------------------------
-# python pe.py
+# ---- python pe.py --------------------------------------------------------------------------------
 
 def hooks_of(names):
     """The hooks that an encoding, or a part of a sum, overrides."""
@@ -1105,53 +1097,7 @@ def print_encodings():
     print("join them with +, as in pe='ape+rope' or 'pope+vipe'")
 
 
-@torch.no_grad()
-def picture(name, T):
-    """[T, T]: what an encoding does with the same content at every position: the logits or, where
-    it acts on the average, how the value at s looks from t."""
-    torch.manual_seed(1)
-    cfg = PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
-    enc, pos = build(cfg)[0].eval(), torch.arange(T)
-    for p in enc.parameters() if name == 't5' else ():              # zero-initialized
-        nn.init.normal_(p)
-    x = torch.full((1, T, 32), float(hooks_of(name) != ['embed']))  # 0: vectors of positions alone
-    state = enc.state(x, pos)
-    heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)     # (1, 2, T, 16)
-    if 'out' not in hooks_of(name):
-        return enc.logits(heads, heads, pos, state, x)[0, 0]
-    on = torch.eye(T).expand(1, 2, T, T, T)                         # on[..., s, :]: attention to s
-    values = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
-    channel = 16 if enc.out_dim > 16 else 0                         # ViPE's code, if there is one
-    return torch.stack(values, dim=1)[..., channel] + causal(torch.zeros(T, T))
-
-
-def draw(path, T=48):
-    """Draw the encodings side by side, except where this content has nothing to show."""
-    from matplotlib.figure import Figure  # pip install matplotlib
-    left_out = 'nope shifted_ape prism stickbreaking'.split()
-    names = [name for name in ENCODINGS if name not in left_out]
-    rows = math.ceil(len(names) / 6)
-    fig = Figure(figsize=(11, 2.2 * rows), layout='constrained')
-    for i, name in enumerate(names, 1):
-        m, ax = picture(name, T), fig.add_subplot(rows, 6, i)
-        ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
-        ax.set_title(name + (' (value)' if 'out' in hooks_of(name) else ' (logit)'), fontsize=11)
-        ax.set(xticks=[], yticks=[])
-    fig.supxlabel('key position; yellow is the largest value of a panel, blue the smallest')
-    fig.supylabel('query position')
-    fig.savefig(path, dpi=80)
-
-
 if __name__ == '__main__':
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # python pe.py | head
-    if {'-h', '--help'} & set(sys.argv):
-        print(__doc__)
-    elif not sys.argv[1:]:
-        print_encodings()
-    else:
-        try:
-            draw(sys.argv[1])
-        except (ImportError, ValueError, OSError) as error:     # no matplotlib, another ending
-            print(f'pe.py: {error}', file=sys.stderr)
-            sys.exit(2)
+    print_encodings() if not sys.argv[1:] else print(__doc__)

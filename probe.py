@@ -49,8 +49,7 @@ NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
 # C = d_model; where an axis comes before H, L is the number of layers.
 
 
-# --------------------------------------------------------------------------------------------------
-# inside a forward pass
+# ---- inside a forward pass -----------------------------------------------------------------------
 
 class Layer:
     """The tensors of one layer in one forward pass.
@@ -138,8 +137,7 @@ def measured(model, rows, measure):
     return torch.stack([torch.stack([measure(x) for x in trace(model, row)]) for row in rows])
 
 
-# --------------------------------------------------------------------------------------------------
-# runs and problems
+# ---- runs and problems ---------------------------------------------------------------------------
 
 def load(run, seed=None):
     """(model, cfg) of a run's folder or of by_hand:TASK; cfg.seeds is the one seed loaded."""
@@ -189,8 +187,7 @@ def fewer(cfg, *tensors, limit=2 ** 26):
     return [x[:n] for x in tensors]
 
 
-# --------------------------------------------------------------------------------------------------
-# numbers
+# ---- numbers -------------------------------------------------------------------------------------
 
 def number(x, digits=4):
     """x as a JSON number, rounded to `digits` decimals; None for nan and infinity."""
@@ -215,8 +212,7 @@ def head_rows(columns):
             for i, h in np.ndindex(*next(iter(columns.values())).shape)]
 
 
-# --------------------------------------------------------------------------------------------------
-# pictures
+# ---- pictures ------------------------------------------------------------------------------------
 
 def figure(title, *panels):
     """A draw(plt) of one panel for each function panel(ax), at most three in a row."""
@@ -276,8 +272,8 @@ def label_tokens(axis, words):
             axis.set_tick_params(labelrotation=90)  # long words overlap otherwise
 
 
-# --------------------------------------------------------------------------------------------------
-# ViPE: does attention find the correct token as the input grows, and where are positions stored?
+# ---- ViPE ----------------------------------------------------------------------------------------
+# Does attention find the correct token as the input grows, and where are positions stored?
 
 def ladder(cfg, length):
     """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) are, and the input x_t that each needs; None
@@ -544,8 +540,7 @@ def linear(model, task, cfg, n=32):
                                  'root mean squared error (tokens)')
 
 
-# --------------------------------------------------------------------------------------------------
-# PoPE: loss at positions that were not trained, norms at each frequency, preferred distances
+# ---- PoPE: loss at positions that were not trained, norms at each frequency, preferred distances
 
 @torch.no_grad()
 def loss(model, task, cfg, length=0, n=32):
@@ -692,8 +687,7 @@ def tuning(model, task, cfg, length=0, contents=24):
         mark=cfg.train_len, xlim=(0, length))
 
 
-# --------------------------------------------------------------------------------------------------
-# Toeplitz study: which heads an answer depends on, how Toeplitz logits are, and which head the
+# ---- Toeplitz study: which heads an answer depends on, how Toeplitz logits are, and which head the
 # gradient of position reaches
 
 def ablate(model, task, cfg, what='heads', length=0, n=512):
@@ -955,8 +949,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
                                  xticks=range(len(found)), xticklabels=list(found))
 
 
-# --------------------------------------------------------------------------------------------------
-# PRISM: where cursors move, and how precisely scores measure positions
+# ---- PRISM: where cursors move, and how precisely scores measure positions -----------------------
 
 def cursors_of(model, tokens):
     """A dictionary for each of PRISM's cursors on tokens [B, T], query cursors first: layer, head,
@@ -1121,8 +1114,7 @@ def displacement(c, first):
     return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]  # after n tokens
 
 
-# --------------------------------------------------------------------------------------------------
-# LLM position generalization: logits as sums, disordered positions, longer texts
+# ---- LLM position generalization: logits as sums, disordered positions, longer texts -------------
 
 def logits_at(layer, pos_q, pos_k, q=None):
     """Unmasked logits [B, H, Tq, Tk] of a layer's queries, or of q, at positions pos_q and its keys
@@ -1257,6 +1249,18 @@ def analytic_fit(W, zq, zk, theta, pairs):
     return F.pad(r, (0, len(W) - len(pairs)), value=torch.nan)
 
 
+def random_phases(zq, zk, theta, queries):
+    """r of eq. 12's fit [H] if zq, zk [H, T, n] kept their norms and had random phases: a control.
+    What it explains follows from the norms, not from how phases were learned."""
+    source, T = torch.Generator().manual_seed(0), zq.shape[1]
+    q, k = (x.abs() * torch.exp(2j * np.pi * torch.rand(x.shape, generator=source).double())
+            for x in (zq[:, queries], zk))  # (H, queries, n), (H, T, n)
+    turn = torch.exp(-1j * torch.arange(T)[:, None] * theta)  # (T, n), by distance
+    maps = [((x[:, None].conj() * turn) @ k.mT).real for x in q.unbind(dim=1)]  # (H, T, T) each
+    return torch.stack([correlation(W.flatten(1), two_axes(W)[-1].flatten(1))
+                        for W in maps]).nanmean(dim=0)
+
+
 @torch.no_grad()
 def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """Does a query treat distance and content separately? W'_dj ~ a_d + b_j.
@@ -1264,24 +1268,29 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
     length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
     over queries. For encodings that rotate, over i >= j, of heads with slow dominating pairs:
-    slow_fg: their logits with f + g of eq. 15; dominance: all logits with theirs; r_fg: with f + g.
+    slow_fg: their logits with f + g of eq. 15; dominance: all logits with theirs; r_fg: with f + g;
+    r_random: r with random phases, the control.
     """
     rows = sequences(task, cfg.train_lengths, length, n)
     check_distances(model, rows[0], cfg)
     rotates = rotating(model.blocks[0].attn.pe)
 
     def measure(layer):
-        """[1, H]: r; for an encoding that rotates [4, H]: also analytic_fit()."""
+        """[1, H]: r; for an encoding that rotates [5, H]: also analytic_fit(), random_phases()."""
         T = layer.k.shape[2]
-        fakes = (fake_logits(layer, i) for i in range(T - 1, -1, -max(1, T // queries))[:queries])
+        chosen = [*range(T - 1, -1, -max(1, T // queries))[:queries]]
+        fakes = (fake_logits(layer, i) for i in chosen)
         r = [correlation(W.flatten(1), two_axes(W)[-1].flatten(1)) for W in fakes]
         parts = [torch.stack(r).nanmean(dim=0, keepdim=True)]  # (queries, H) -> (1, H)
         if rotates:
             z = polar(layer.enc, layer.q[0], layer.k[0])  # zq, zk, theta
             parts.append(analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1]))
+            r = random_phases(*z, chosen)[None]  # of the heads that it acts on
+            parts.append(F.pad(r, (0, parts[0].shape[1] - r.shape[1]), value=torch.nan))
         return torch.cat(parts)
-    found, T = measured(model, rows, measure).nanmean(dim=0), rows[0].shape[1]  # (L, 1 or 4, H)
-    columns = dict(zip(('r', 'slow_fg', 'dominance', 'r_fg'), found.unbind(dim=1)))  # each (L, H)
+    found, T = measured(model, rows, measure).nanmean(dim=0), rows[0].shape[1]  # (L, 1 or 5, H)
+    names = 'r', 'slow_fg', 'dominance', 'r_fg', 'r_random'
+    columns = dict(zip(names, found.unbind(dim=1)))  # each (L, H)
     summary = {'mean_' + name: number(x.nanmean()) for name, x in columns.items()}
     i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])  # best head
     W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
@@ -1476,8 +1485,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
                                  'distance to the nearest normal output', yscale='log')
 
 
-# --------------------------------------------------------------------------------------------------
-# Llama-family checkpoints in place of a run
+# ---- Llama-family checkpoints in place of a run --------------------------------------------------
 
 class LlamaRoPE(encodings.RoPE):
     """RoPE with the frequencies theta [d/2], and the scaling, of a checkpoint's rotary module."""
@@ -1619,8 +1627,7 @@ def load_llama(path, text, length=0):
         eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
 
 
-# --------------------------------------------------------------------------------------------------
-# circuits set by hand
+# ---- circuits set by hand ------------------------------------------------------------------------
 
 RULES = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2,
          'polynomial': lambda s, x: (s * x + 1) % 5}  # s_t of s_(t-1) and x_t
@@ -1677,8 +1684,7 @@ def iteration_head(name):
     return model, cfg
 
 
-# --------------------------------------------------------------------------------------------------
-# the program
+# ---- the program ---------------------------------------------------------------------------------
 
 PAPERS = {
     'ViPE': [attention, alignment, squeeze, linear],

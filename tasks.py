@@ -129,8 +129,7 @@ def compose(prompt, answer):
     return tokens, supervise(tokens, start)
 
 
-# --------------------------------------------------------------------------------------------------
-# ViPE's iterative tasks. Its paper names count, reverse, mode and sort without defining them.
+# ---- ViPE's iterative tasks. Its paper names count, reverse, mode and sort without defining them.
 
 class Iterative(Task):
     """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input,
@@ -261,8 +260,7 @@ class IndirectIndexing(Task):
         return compose(prompt, [source.gather(1, i + shift)])   # the answer is one letter
 
 
-# --------------------------------------------------------------------------------------------------
-# the Toeplitz study's tasks: a vocabulary of 574 tokens, classes included
+# ---- the Toeplitz study's tasks: a vocabulary of 574 tokens, classes included --------------------
 
 class Classification(Task):
     """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
@@ -341,8 +339,7 @@ class TriggerCount(Classification):
         return torch.where(chosen, trigger, words), count   # [n, L], [n, 1]
 
 
-# --------------------------------------------------------------------------------------------------
-# PRISM's tasks (Tables 3 and 4), in characters
+# ---- PRISM's tasks (Tables 3 and 4), in characters -----------------------------------------------
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
 CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
@@ -483,8 +480,7 @@ def number(n, length, draw, size):
     return torch.where(t >= size, -1, x)
 
 
-# --------------------------------------------------------------------------------------------------
-# recall, the tests of encodings after 2023
+# ---- recall, the tests of encodings after 2023 ---------------------------------------------------
 
 class FlipFlop(Task):
     """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
@@ -542,8 +538,7 @@ class MQAR(Task):
         return tokens, torch.where(asked, tokens, -100).roll(-1, dims=1)
 
 
-# --------------------------------------------------------------------------------------------------
-# data sets of commands and answers in words
+# ---- data sets of commands and answers in words --------------------------------------------------
 
 class Pairs(Task):
     """A fixed data set. A subclass defines `texts`, [(part, length, text)]. marks[0] ends the
@@ -719,8 +714,7 @@ def reading(path, needs):
         raise UserError(f'cannot read {path}: {reason}; required: {needs}') from None
 
 
-# --------------------------------------------------------------------------------------------------
-# corpora: predict the next token in contexts of `length` tokens
+# ---- corpora: predict the next token in contexts of `length` tokens ------------------------------
 
 PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val', dev='val')
 
@@ -996,8 +990,7 @@ class Genome(Corpus):
         return [self.encode(text).numpy().astype(np.uint16) for text in sequences]
 
 
-# --------------------------------------------------------------------------------------------------
-# names, and the program
+# ---- names, and the program ----------------------------------------------------------------------
 
 TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
          'count': Count(), 'reverse': Reverse(), 'mode': Mode(), 'sort': Sort(),

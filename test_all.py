@@ -72,8 +72,7 @@ VARIANTS |= {
 variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
 
 
-# ------------------------------------------------------------------------------------------------
-# helpers
+# ---- helpers -------------------------------------------------------------------------------------
 
 def noisy(module, by=1.0):
     """The module, with noise on every parameter, so that none is at its starting value."""
@@ -170,8 +169,7 @@ def pythons(*argvs):
         return list(pool.map(lambda argv: python(*argv), argvs))
 
 
-# ------------------------------------------------------------------------------------------------
-# pe.py: each encoding against its equation, in loops and in float64
+# ---- pe.py: each encoding against its equation, in loops and in float64 --------------------------
 
 THETA = 10.0 ** -torch.arange(4).double()   # RoPE's theta_c = 10000^(-2c/d) at d = 8
 
@@ -366,8 +364,7 @@ def test_vrope_and_pope_beside_vipe():
     close(other.logits(q, k, pos), enc.logits(q, k, pos))
 
 
-# ------------------------------------------------------------------------------------------------
-# pe.py: PRISM's cursors
+# ---- pe.py: PRISM's cursors ----------------------------------------------------------------------
 
 @pytest.mark.parametrize('copy', [False, True])
 def test_cursor_histogram_is_the_sum_over_all_paths(copy):
@@ -500,8 +497,7 @@ def test_prism_gates():
     close(excess, 1e-3 * (W.T @ W - torch.eye(100)).square().sum(), 1e-8)
 
 
-# ------------------------------------------------------------------------------------------------
-# what holds for every encoding: the contract that one of your own has to meet
+# ---- what holds for every encoding: the contract that one of your own has to meet ----------------
 
 @variants
 @torch.no_grad()
@@ -707,8 +703,7 @@ def readme_code(marker):
     return block
 
 
-# ------------------------------------------------------------------------------------------------
-# model.py
+# ---- model.py ------------------------------------------------------------------------------------
 
 def test_mla_logits_are_eq_3():
     """The Toeplitz study, eq. 3: heads of 4 NoPE and 4 RoPE features, keys from a vector of 6."""
@@ -807,8 +802,7 @@ def test_starting_weights_and_optimizer_groups():
     assert (len(alpha['params']), alpha['lr'], alpha['betas']) == (2, 0.03, (0.8, 0.92))
 
 
-# ------------------------------------------------------------------------------------------------
-# tasks.py, against oracles; SCAN against its published counts; readers of files
+# ---- tasks.py, against oracles; SCAN against its published counts; readers of files --------------
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
@@ -1224,8 +1218,7 @@ def test_a_corpus_is_learned_and_written(tmp_path, capsys):
     assert torch.equal(model(greedy)[0].argmax(dim=-1)[:, 3:-1], greedy[:, 4:])
 
 
-# ------------------------------------------------------------------------------------------------
-# kernels.py: in Triton's interpreter without a GPU, compiled with one
+# ---- kernels.py: in Triton's interpreter without a GPU, compiled with one ------------------------
 
 CUDA = torch.cuda.is_available()
 DEVICE = 'cuda' if CUDA else 'cpu'
@@ -1482,8 +1475,7 @@ def test_kernels_compile(arch, shared, calls):
     assert {kernel for kernel, *_ in lines} == attention | others
 
 
-# ------------------------------------------------------------------------------------------------
-# train.py: runs and their files, resuming, many seeds, bad input
+# ---- train.py: runs and their files, resuming, many seeds, bad input -----------------------------
 
 CPU = torch.device('cpu')
 
@@ -1757,6 +1749,20 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     assert not train.main(['--eval_only', f'--out_dir={b}'])
     assert f'left out: {says[0]}\nleft out: {says[1]}' in capsys.readouterr().out
     assert list(read_json(b / 'eval.json')) == ['0']
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Each has half of every batch. A run that two have begun is finished by one."""
+    def torchrun(folder, **kw):
+        return python('-m', 'torch.distributed.run', '--nproc_per_node=2', 'train.py',
+                      *flags(out_dir=tmp_path / folder, n_layer=2, **kw))
+    train.main(flags(out_dir=tmp_path / 'one', n_layer=2))
+    run = torchrun('two')
+    assert run.returncode == 0 and run.stdout.count('exact match') > 1, run.stderr
+    one, two = (log_lines(tmp_path / name) for name in ('one', 'two'))
+    for x, y in zip(one, two, strict=True):
+        assert x.get('loss') == pytest.approx(y.get('loss'), abs=1e-5) and x['step'] == y['step']
+    assert 'trains one seed' in torchrun('three', seeds='0,1').stderr
 
 
 def test_phases_stay_in_their_bounds():
@@ -2034,8 +2040,7 @@ def test_configs_are_valid(name):
     assert name in (f'{task}_{pe_name}.py', 'addition_prism.py') or name.startswith('paper_')
 
 
-# ------------------------------------------------------------------------------------------------
-# probe.py: each probe finds a planted truth, or agrees with a loop
+# ---- probe.py: each probe finds a planted truth, or agrees with a loop ---------------------------
 
 def nano(task='copy', dtype=torch.float64, longest=8, **kw):
     """(model, task, cfg) with random weights, as of a run trained to `longest`."""
@@ -2496,6 +2501,13 @@ def test_slow_dominating_pairs_and_eq_15():
     assert found[:, 1].isnan().all()
 
 
+def test_random_phases_are_a_control():
+    """A pair that does not rotate is a sum whatever its phases; fast pairs are not."""
+    one, many = torch.ones(2, 12, 1) + 0j, torch.ones(2, 12, 8) + 0j
+    close(probe.random_phases(one, one, torch.zeros(1), [11]), torch.ones(2).double(), 1e-6)
+    assert (probe.random_phases(many, many, torch.linspace(1, 3, 8), [11, 6]) < 0.7).all()
+
+
 @pytest.mark.parametrize('kind', probe.KINDS)
 def test_perturbed_and_original_have_the_same_targets(kind):
     """Both are of the targets that have not moved; each sequence and layer has its own draw."""
@@ -2583,8 +2595,7 @@ def test_a_llama_as_one_of_ours(tmp_path):
         probe.load_llama(str(path), str(text), 9)
 
 
-# ------------------------------------------------------------------------------------------------
-# results/tables.py: records, tables, the board, marked blocks of README files, commands
+# ---- results/tables.py: records, tables, the board, marked blocks of README files, commands ------
 
 def write_lines(path, *lines):
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
@@ -2679,15 +2690,14 @@ def test_a_cell_of_the_board(tmp_path):
 
 def test_commands_name_options_and_configs_that_exist():
     for line in (tables.ROOT / 'results/commands.sh').read_text().splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ['run']:
+        if line.startswith('    run '):
+            words = shlex.split(line, comments=True)
             flags = {word[2:].partition('=')[0] for word in words if word.startswith('--')}
             assert flags <= {*train.defaults(train.Config)}, line
             assert all((tables.ROOT / word).exists() for word in words if word[:8] == 'configs/')
 
 
-# ------------------------------------------------------------------------------------------------
-# the programs
+# ---- the programs --------------------------------------------------------------------------------
 
 def test_every_program_has_help_and_lists_what_it_has():
     programs = 'kernels.py', 'pe.py', 'probe.py', 'tasks.py', 'train.py'

@@ -3,6 +3,7 @@
     python train.py configs/parity_rope.py                           one run
     python train.py configs/parity_rope.py --pe=nope,rope,alibi      a sweep: a run each, one table
     python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
+    torchrun --nproc_per_node=2 train.py configs/openwebtext_pope.py --data=FOLDER    on 2 GPUs
     python train.py --help                                           every option and its meaning
 
 Config files are plain Python assignments, read in the given order; --key=value comes last. A run's
@@ -38,6 +39,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
@@ -52,8 +54,11 @@ import tasks
 from model import ModelConfig, Transformer
 from pe import UserError, need
 
-# --------------------------------------------------------------------------------------------------
-# options
+# `torchrun --nproc_per_node=N train.py ...` starts N processes, of which each computes its rows of
+# every batch (Trainer.update); all draw the same batches, and the first one writes
+WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
+
+# ---- options -------------------------------------------------------------------------------------
 
 @dataclass
 class Running:
@@ -166,8 +171,7 @@ NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', '
 TEXTS = 'out_dir', 'results', 'data'                       # a comma in one of these makes no sweep
 
 
-# --------------------------------------------------------------------------------------------------
-# reading options: a field's type says what a value may be, its comment is the help text
+# ---- reading options: a field's type says what a value may be, its comment is the help text ------
 
 def check_name(what, name, known):
     """Raise UserError, with the nearest known name, if `name` is not among them."""
@@ -328,8 +332,7 @@ def print_help(doc, cls):
                 print('\n'.join(['', owner.__name__, *lines]))
 
 
-# --------------------------------------------------------------------------------------------------
-# batches
+# ---- batches -------------------------------------------------------------------------------------
 
 def lengths_at(cfg, step):
     """The problem lengths trained on at a step, up to the limit of length_schedule's stage."""
@@ -430,8 +433,7 @@ def held_out(cfg, split, device):
             yield length, (tokens.to(device), targets.to(device))  # [n, T], drawn on the CPU
 
 
-# --------------------------------------------------------------------------------------------------
-# a training step
+# ---- a training step -----------------------------------------------------------------------------
 
 def learning_rate(cfg, step):
     """Linear warm-up to lr, then linear or cosine decay to min_lr at max_steps."""
@@ -466,7 +468,7 @@ class Trainer:
         large = sum(p.numel() for p in self.model.parameters()) >= 1e7
         if on_gpu and large if cfg.compile is None else cfg.compile:
             self.forward = torch.compile(self.model, dynamic=False)        # recompiles per shape
-        captures = self.forward is self.model and all(
+        captures = self.forward is self.model and WORLD == 1 and all(
             getattr(part, 'capturable', True) for part in self.model.modules())
         if on_gpu and captures if cfg.graph is None else cfg.graph:
             self.update = Graph(self.update)               # shadows the method update()
@@ -483,12 +485,16 @@ class Trainer:
         """Forward, backward, clip, AdamW on Batches.next(). Returns the mean loss, []."""
         loss, total = 0, sum((y != -100).sum() for y in batch[1::2])       # supervised targets
         for x, y in zip(batch[::2], batch[1::2]):          # parts of the batch, (b, t) each
+            x, y = x[RANK::WORLD], y[RANK::WORLD]          # all rows, or those of this process
             # of the supervised targets; the losses times `fraction` add up to the mean loss
             fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / total
             with self.autocast:                            # bfloat16, if asked for
                 part = fraction * self.forward(x, y)[1]    # the model gives (logits, mean loss)
             part.backward()                                # adds to p.grad: the parts sum up
             loss = loss + part.detach()                    # [], without its autograd graph
+        if WORLD > 1:                                      # the sum over processes
+            for tensor in (loss, *(p.grad for p in self.model.parameters() if p.grad is not None)):
+                dist.all_reduce(tensor)
         if self.cfg.grad_clip:
             clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)   # of all as one vector
         self.optimizer.step()                              # AdamW
@@ -533,8 +539,7 @@ class Trainer:
             torch.cuda.set_rng_state(cuda[0])
 
 
-# --------------------------------------------------------------------------------------------------
-# a step as one launch, and where it runs
+# ---- a step as one launch, and where it runs -----------------------------------------------------
 
 class Graph:
     """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
@@ -577,6 +582,8 @@ def pick_device(cfg):
     name = cfg.device
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if WORLD > 1 and name == 'cuda':
+        name += ':' + os.environ['LOCAL_RANK']
     try:
         device = torch.empty(0, device=name).device        # cuda: cuda:0
     except (RuntimeError, AssertionError):
@@ -598,8 +605,7 @@ def precision(cfg, device):
     return contextlib.nullcontext()                        # nothing is cast
 
 
-# --------------------------------------------------------------------------------------------------
-# evaluation
+# ---- evaluation ----------------------------------------------------------------------------------
 
 def token_losses(logits, targets):
     """Cross-entropy of every token [B, T], 0 where it is not supervised."""
@@ -648,8 +654,7 @@ def evaluate(model, task, sets, autocast=None):
     return scores
 
 
-# --------------------------------------------------------------------------------------------------
-# the files of a run. ckpt.pt is a dictionary:
+# ---- the files of a run. ckpt.pt is a dictionary: ------------------------------------------------
 #
 #   config    every field of Config
 #   step      optimizer steps done
@@ -663,7 +668,7 @@ def evaluate(model, task, sets, autocast=None):
 @contextlib.contextmanager
 def locked(folder):
     """Keep other processes from training in a folder; raise UserError if one is."""
-    if fcntl is None:
+    if fcntl is None or RANK:
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -680,6 +685,8 @@ def locked(folder):
 
 def write_file(path, data):
     """Write bytes or text so that the file is always either the old one or the new one, whole."""
+    if RANK:
+        return                                             # the first process writes
     try:
         with open(path + '.tmp', 'wb') as f:
             f.write(data.encode() if isinstance(data, str) else data)
@@ -719,6 +726,8 @@ def read_checkpoint(folder):
 def save(cfg, checkpoint, trainers, step, log):
     """Append the points in `log` to log.jsonl, and write ckpt.pt and config.json. A seed that
     diverged keeps its last finite model."""
+    if RANK:
+        return
     path, first = os.path.join(cfg.out_dir, 'log.jsonl'), not checkpoint['step']
     lines = ''.join(json.dumps(point) + '\n' for point in log).encode()
     if not first:
@@ -773,6 +782,8 @@ def failures(checkpoint):
 
 def append_record(cfg, device, by_seed, failed):
     """Append a finished run to cfg.results, once, in the form that results/tables.py describes."""
+    if RANK:
+        return
     config = {key: as_typed(getattr(cfg, key)) if field.type is list else getattr(cfg, key)
               for key, field in keys(Config).items()
               if key not in NOT_RECORDED and (key in ('pe', 'task')
@@ -803,8 +814,7 @@ def append_record(cfg, device, by_seed, failed):
             f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # ends a cut line
 
 
-# --------------------------------------------------------------------------------------------------
-# tables. rows: [(label, {length: scores}, metric)]
+# ---- tables. rows: [(label, {length: scores}, metric)] -------------------------------------------
 
 def mean_scores(by_seed):
     """{length: scores}, each the mean over seeds."""
@@ -893,8 +903,7 @@ def show(cfg, by_seed):
     print_rows(cfg, rows)
 
 
-# --------------------------------------------------------------------------------------------------
-# the training loop
+# ---- the training loop ---------------------------------------------------------------------------
 
 def catch_signals():
     """A list, to which Ctrl-C or SIGTERM appends its number: the loop then saves and stops. A
@@ -922,11 +931,15 @@ def train(cfg, device, checkpoint, stop):
     every = 0.1 if sys.stderr and sys.stderr.isatty() else 10      # seconds; in a pipe 10
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False,
-               disable=not sys.stderr)
+               disable=not sys.stderr or RANK > 0)
     for step in bar:
         for trainer in trainers.values():
             trainer.losses.append(trainer.step(step))      # [], still on the device: no waiting
         done = step + 1                                    # steps completed
+        if WORLD > 1:                                      # all processes stop after the same step
+            number = torch.tensor([*stop, 0][0])
+            dist.all_reduce(number, dist.ReduceOp.MAX)     # 0, or that of a signal
+            stop += [number.item()] * (number.item() > 0)
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
         if not (logging or stop):                          # stop: a signal arrived
@@ -1001,13 +1014,16 @@ def test(cfg, trainers, split, device):
                            trainer.autocast) for seed, trainer in trainers.items()}
 
 
-# --------------------------------------------------------------------------------------------------
-# the program: a run, a sweep, an evaluation
+# ---- the program: a run, a sweep, an evaluation --------------------------------------------------
 
 def run(cfg, stop):
     """Train one configuration, from its checkpoint if there is one: ({seed: {length: scores}}, None
     if it was stopped; a line about each seed that diverged)."""
     device = pick_device(cfg)
+    if WORLD > 1 and not dist.is_initialized():
+        need(len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate, 'torchrun '
+             f'trains one seed, with batch_size at least 2 x accumulate x {WORLD} processes')
+        dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
     if cfg.results:
         open(cfg.results, 'a').close()                     # fails now rather than after training
     os.makedirs(cfg.out_dir, exist_ok=True)
@@ -1138,6 +1154,8 @@ def main(argv):
     """One run, a sweep, or an evaluation; returns the exit status."""
     if {'-h', '--help'} & set(argv):
         return print_help(__doc__, Config)
+    if RANK:
+        sys.stdout = open(os.devnull, 'w')                 # the first process prints
     values = read_options(argv)
     points, varied = read_points(values)
     cfg = points[0][1]
@@ -1166,11 +1184,14 @@ def run_program(main, *errors):
         if isinstance(error, OSError) and error.filename:
             says = f'{error.filename}: {error.strerror}'
     except (MemoryError, RuntimeError) as error:
-        lacks_memory = re.search('out of memory|allocate', str(error))     # as PyTorch words it
-        if not (lacks_memory or isinstance(error, MemoryError)):
+        # as PyTorch words it
+        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))
+        lacks_memory = re.search('out of memory|allocate', str(error))
+        if not (lost or lacks_memory or isinstance(error, MemoryError)):
             raise
         says = ('not enough memory: use a smaller model or batch_size, a larger accumulate, or '
                 'fewer and shorter problems (of a probe: a smaller --length or --n)')
+        says = 'another process of this run has ended: start it again' if lost else says
     print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
     sys.exit(2)
 

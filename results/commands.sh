@@ -229,6 +229,53 @@ print(json.dumps(dict(benchmark='step', flags=' '.join(flags), tokens=cfg.train_
 END
     done
     ;;
+gallery)    # assets/encodings.png
+    python - <<'END'
+import math
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+import pe
+
+@torch.no_grad()
+def picture(name, T):
+    """[T, T]: what an encoding does with the same content at every position: the logits or, where
+    it acts on the average, how the value at s looks from t."""
+    torch.manual_seed(1)
+    cfg = pe.PEConfig(pe=name, d_model=32, n_head=2, train_len=T // 2, t5_max_distance=T)
+    enc, pos = pe.build(cfg)[0].eval(), torch.arange(T)
+    for p in enc.parameters() if name == 't5' else ():              # zero-initialized
+        nn.init.normal_(p)
+    x = torch.full((1, T, 32), float(pe.hooks_of(name) != ['embed']))  # 0: vectors of positions alone
+    state = enc.state(x, pos)
+    heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)     # (1, 2, T, 16)
+    if 'out' not in pe.hooks_of(name):
+        return enc.logits(heads, heads, pos, state, x)[0, 0]
+    on = torch.eye(T).expand(1, 2, T, T, T)                         # on[..., s, :]: attention to s
+    values = [enc.mix(on[..., s, :], heads, pos, state, x)[0, 0] for s in range(T)]
+    channel = 16 if enc.out_dim > 16 else 0                         # ViPE's code, if there is one
+    return torch.stack(values, dim=1)[..., channel] + pe.causal(torch.zeros(T, T))
+
+
+def draw(path, T=48):
+    """Draw the encodings side by side, except where this content has nothing to show."""
+    left_out = 'nope shifted_ape prism stickbreaking'.split()
+    names = [name for name in pe.ENCODINGS if name not in left_out]
+    rows = math.ceil(len(names) / 6)
+    fig = Figure(figsize=(11, 2.2 * rows), layout='constrained')
+    for i, name in enumerate(names, 1):
+        m, ax = picture(name, T), fig.add_subplot(rows, 6, i)
+        ax.imshow(m.masked_fill(m.isinf(), float('nan')), cmap='viridis')
+        ax.set_title(name + (' (value)' if 'out' in pe.hooks_of(name) else ' (logit)'), fontsize=11)
+        ax.set(xticks=[], yticks=[])
+    fig.supxlabel('key position; yellow is the largest value of a panel, blue the smallest')
+    fig.supylabel('query position')
+    fig.savefig(path, dpi=80)
+
+
+draw('assets/encodings.png')
+END
+    ;;
 probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last four read a language model
     # what an untrained model has, and PoPE's phases; A1 in the first steps, by initial scale of the embedding
     for run in out/text_phases/*/*/; do for seed in 0 1 2; do for probe in norms tuning; do python probe.py $probe "$run" --seed=$seed; done; done; done

@@ -46,8 +46,7 @@ from train import check_name, slug  # noqa: E402
 DEFAULTS = {key: train.as_typed(value) if isinstance(value, list) else value
             for key, value in train.defaults(train.Config).items()}
 
-# --------------------------------------------------------------------------------------------------
-# records -> runs
+# ---- records -> runs -----------------------------------------------------------------------------
 
 @dataclass
 class Run:
@@ -121,8 +120,7 @@ def read_runs(*paths):
     return sets
 
 
-# --------------------------------------------------------------------------------------------------
-# a set of runs as text
+# ---- a set of runs as text -----------------------------------------------------------------------
 
 def varying(runs):
     """The options that tell runs apart; one that follows from those before it is left out."""
@@ -151,8 +149,8 @@ def listing(runs, metric='exact'):
         yield ' | '.join(cells + [f'{len(run.failed)} diverged'] * bool(run.failed))
 
 
-# --------------------------------------------------------------------------------------------------
-# the board: how far every encoding generalizes on every task. In a cell, seeds 5 and 6 try three
+# ---- the board -----------------------------------------------------------------------------------
+# How far does every encoding generalize on every task? In a cell, seeds 5 and 6 try three
 # learning rates; seeds 0 to 4 train at the one that ended best on validation problems of the
 # training lengths. If the median seed is then not fitted (95 % exact on the training lengths),
 # they train for three times the steps, and then for nine times.
