@@ -817,13 +817,17 @@ class Corpus(Task):
 
         longest = max(lengths)
         documents = self.of_part('val' if split == 'eval' else 'test')
-        segments = [x for document in documents for x in contexts(document, longest)]
-        order = torch.randperm(len(segments), generator=generator(longest))
-        segments = [segments[i] for i in order]
-        segments.sort(key=lambda text: len(text) <= step(longest))      # whole ones first; stable
+        # segments as arrays, because a large corpus has millions: the document and start of each
+        starts = [np.arange(0, len(document) - 1, step(longest)) for document in documents]
+        which = np.repeat(np.arange(len(documents)), [*map(len, starts)])
+        left = np.array([*map(len, documents)])[which] - np.concatenate(starts)     # tokens from it
+        order = torch.randperm(len(which), generator=generator(longest)).numpy()
+        order = order[np.argsort(left[order] <= step(longest), kind='stable')]  # whole ones first
+        segments = [documents[which[i]][len(documents[which[i]]) - left[i]:][:step(longest) + 1]
+                    for i in order[:n]]
         sets = {}
         for length in lengths:
-            pieces = [x for segment in segments[:n] for x in contexts(segment, length)]
+            pieces = [x for segment in segments for x in contexts(segment, length)]
             sets[length] = self.lay_out(pieces, length)     # shorter contexts, more rows
         return sets
 
