@@ -673,15 +673,16 @@ def scan_pairs(split='length', part='train'):
 
 class CFQ(Pairs):
     """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
-    Entities are M0, M1, ... as in its authors' baselines. The random split, or cfq:mcd=1, 2 or 3.
+    Entities are M0, M1, ... as in its authors' baselines. The random split, or
+    another of its folder `splits`: cfq:split=mcd1, or query_complexity_split as in ViPE's source.
     `length`: words of the query. Its texts:
     BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . } EoS
     """
     own_vocab = True
     needs = 'the folder in cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset)'
 
-    def __init__(self, mcd=0):
-        self.split = f'mcd{mcd}' if mcd else 'random_split'
+    def __init__(self, split='random_split'):
+        self.split = split
 
     @staticmethod
     def text(entry):

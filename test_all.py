@@ -1080,7 +1080,7 @@ def planted(tmp_path, monkeypatch):
     ('jsb --data=low.json', 'vocabulary of 0 to 88'),
     ('openwebtext --data=nines.bin', 'required: pip install tiktoken'),
     ('maestro --data=midi', 'required: pip install miditok'),
-    ('cfq:mcd=2 --data=cfq', 'mcd2.json.*cfq1.1.tar.gz')])
+    ('cfq:split=mcd2 --data=cfq', 'mcd2.json.*cfq1.1.tar.gz')])
 def test_mistakes_are_reported_in_a_line(argv, says, planted, monkeypatch):
     for package in ('tiktoken', 'miditok'):
         monkeypatch.setitem(sys.modules, package, None)     # as if it were not installed
