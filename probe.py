@@ -1600,7 +1600,8 @@ def read_llama(path):
                         + ' gguf accelerate' * bool(gguf)) from None
     except Exception as error:  # a cut file, other shapes, a quantization, ...
         says = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f'cannot load {path}: {says}') from None
+        raise UserError(f'cannot load {path}: {says} (is a file cut short, a Git LFS pointer, or '
+                        'of another model?)') from None
     return net.eval(), tokenizer
 
 

@@ -1905,6 +1905,13 @@ def test_batches_mix_lengths_within_the_schedule_and_repeat_fixed_data():
     assert shapes == [[(8, 5)], [(8, 5)], [(4, 7), (4, 9)]]
 
 
+def test_a_token_beyond_the_vocabulary_names_its_task(monkeypatch):
+    monkeypatch.setattr(tasks.Parity, 'states', lambda self, x: x + 2)
+    batches = train.Batches(small(), 0, tasks.make('parity'), CPU)
+    with pytest.raises(train.UserError, match='Parity gives the token 7, and its vocabulary has 6'):
+        batches.next(0)
+
+
 @pytest.mark.parametrize('n_train', [0, 1500])
 def test_held_out_problems_are_never_trained_on(n_train):
     """Problems of length 40, where chance repeats are impossible: none is in two parts."""

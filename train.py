@@ -365,6 +365,9 @@ class Batches:
         # online: a pool for 64 steps, so that one call draws many problems
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.pool(per_length, length, source) for length in lengths]      # [n, t]
+        most = max(int(tokens.max()) for tokens, _ in problems)
+        need(most < self.cfg.vocab_size, f'{type(self.task).__name__} gives the token {most}, and '
+             f'its vocabulary has {self.cfg.vocab_size}')
         T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # small pools
 
