@@ -628,6 +628,14 @@ def test_some_attention_stays_in_float32(name):
         close(enc.attend(q, q, q, pos)[0, 0, :, -1].detach(), pos / 2, 2 ** -8)
 
 
+def test_a_sum_takes_apart_in_reverse_what_it_put_together():
+    enc, (q, k, v, pos), calls = encoding('vipe+vrope'), qkv(), []
+    for part in enc.parts:
+        part.out = lambda y, at, part=part: calls.append(part) or y
+    enc.out(v, enc.at(q, k, pos))
+    assert calls == [enc.parts[1], enc.parts[0]]
+
+
 def test_which_heads_and_layers_have_which_encoding():
     """rope_heads=1: the first head is ViPE's, the others are NoPE's, with a code of zeros at the
     end. T5's table serves all layers, PoPE's delta is each layer's own,
@@ -1303,6 +1311,9 @@ def test_cursor_scan_at_its_limits():
         for wrong, message in ((table[1:-1], '-9..9'), (table[1:], '2P')):
             with pytest.raises(AssertionError, match=message):
                 scan(reset, step, gamma, wrong)
+    up = torch.tensor([1.0, 0, 0], device=DEVICE).expand(1, 1, 70, 3)      # a step up at each token
+    ends = kernels.cursor_scan(up[..., 2], up, None, torch.eye(141, device=DEVICE))
+    assert torch.equal(ends[0, 0].argmax(dim=-1).cpu(), 71 + torch.arange(70))     # offsets 1 to 70
 
 
 @kernel_test
@@ -2121,6 +2132,8 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     probe.main(['cursor', str(run), '--seed=3', '--length=5'])
     assert json.loads(found.read_text())['summary']['length'] == 5
     assert {path: path.read_bytes() for path in before} == before
+    probe.main(['norms', str(run), '--n=1', f'--out_dir={tmp_path}'])      # beside a control
+    assert 'used, untrained' in json.loads((tmp_path / 'probe_norms.json').read_text())['summary']
     model, cfg = train.load(run, 3)
     rows = probe.gradients(model, cfg.the_task, cfg)[0][-3:]
     before_last, last, saved = ([row[key] for key in ('first', 'least', 'most')] for row in rows)
@@ -2676,6 +2689,14 @@ def test_the_board_trains_what_is_missing(tiny, monkeypatch, capsys):
     assert capsys.readouterr().out == first
     with pytest.raises(train.UserError, match="unknown task of the board 'tyni'"):
         tables.main(['board', '--task=tyni'])
+
+
+def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch):
+    trained = []
+    monkeypatch.setattr(tables, 'run_train', lambda folder, *flags: trained.append(flags))
+    monkeypatch.setattr(tables, 'validation', lambda folder: (0, folder.endswith('lr=0.002'), 0.5))
+    tables.run_cell(0.5, 'nope', 'text', 3, 'x.jsonl')
+    assert '--max_steps=800' in trained[0] and {'--lr=2e-3', '--max_steps=2400'} <= {*trained[1]}
 
 
 def test_the_page_shows_the_board_of_its_records():
