@@ -1677,6 +1677,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     refuses('max_steps', '--max_steps=99')
     refuses('trained with train_len=3, not', config=whole['config'] | dict(train_len=3))
     refuses('used ema', config=whole['config'] | dict(ema=0.9))
+    refuses('damaged, or not', config=whole['config'] | dict(train_lengths='abc'))
     entry = whole['seeds'][0]
     batches, again = entry['batches'], '--eval_lengths=1-6'        # so that it continues
     for says, changes in (

@@ -712,8 +712,9 @@ def read_checkpoint(folder):
             raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
         entries = [checkpoint['config'], *checkpoint['seeds'].values()]
-        if not all(isinstance(x, dict) for x in entries) or checkpoint['step'] < 0:
-            raise zipfile.BadZipFile
+        assert all(isinstance(x, dict) for x in entries) and checkpoint['step'] >= 0
+        assert all(isinstance(entries[0].get(key, x), type(x))
+                   for key, x in defaults(Config).items() if x is not None)
     except (OSError, MemoryError):                         # not the content of the file
         raise
     except Exception:                                      # torch says it in many ways
@@ -773,7 +774,7 @@ def load_weights(model, weights, folder):
     """model.load_state_dict(weights); raise UserError if the parameters differ."""
     try:
         model.load_state_dict(weights)                     # strict: same names and shapes
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(f'the run in {folder} has other parameters: an option, pe.py or model.py '
                         'has changed since') from None
 
@@ -1042,7 +1043,7 @@ def run(cfg, stop):
         test_of = [cfg.n_test, cfg.eval_lengths]           # other values require another test
         if checkpoint.get('test_of') == test_of:
             by_seed = checkpoint['scores']
-            then = ', before its encoding was changed' * (checkpoint['source'] != source(cfg))
+            then = ', before its encoding was changed' * (checkpoint.get('source') != source(cfg))
             print(f'{cfg.out_dir} was finished earlier{then}; --overwrite trains it again')
         else:
             by_seed = train(cfg, device, checkpoint, stop)         # {} if every seed diverged
@@ -1187,8 +1188,7 @@ def run_program(main, *errors):
         if isinstance(error, OSError) and error.filename:
             says = f'{error.filename}: {error.strerror}'
     except (MemoryError, RuntimeError) as error:
-        # as PyTorch words it
-        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))
+        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))  # as PyTorch words it
         lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lost or lacks_memory or isinstance(error, MemoryError)):
             raise
