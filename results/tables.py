@@ -196,7 +196,7 @@ def fitted(run):
 def find_cells(minutes, cells, records):
     """{(row, column): its Run of the most steps} of the cells that have a record."""
     free = 'seeds', 'out_dir', 'n_test', 'lr'
-    runs = itertools.chain(*read_runs(*Path(ROOT).glob(records)).values())
+    runs = itertools.chain(*read_runs(p).values()) if (p := Path(ROOT, records)).exists() else ()
     known, found = {key_of(run.options, free): run for run in runs}, {}
     for (row, column), times in itertools.product(cells, TIMES):
         flags = flags_of(steps_of(minutes, column, times), row, column)
