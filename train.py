@@ -54,8 +54,7 @@ import tasks
 from model import ModelConfig, Transformer
 from pe import UserError, need
 
-# `torchrun --nproc_per_node=N train.py ...` starts N processes, of which each computes its rows of
-# every batch (Trainer.update); all draw the same batches, and the first one writes
+# torchrun starts WORLD processes; each computes its rows of every batch, and the first one writes
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
 
 # ---- options -------------------------------------------------------------------------------------
@@ -711,10 +710,11 @@ def read_checkpoint(folder):
         if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
             raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
-        entries = [checkpoint['config'], *checkpoint['seeds'].values()]
-        assert all(isinstance(x, dict) for x in entries) and checkpoint['step'] >= 0
-        assert all(isinstance(entries[0].get(key, x), type(x))
-                   for key, x in defaults(Config).items() if x is not None)
+        config, seeds, scores = (checkpoint.get(x, {}) for x in ('config', 'seeds', 'scores'))
+        assert all(type(x) is dict and x for x in (config, *seeds.values(), *scores.values()))
+        assert {*map(type, (*seeds, checkpoint['step']))} == {int} and checkpoint['step'] >= 0
+        assert all(x is None or isinstance(config.get(key, x), type(x))
+                   for key, x in defaults(Config).items())
     except (OSError, MemoryError):                         # not the content of the file
         raise
     except Exception:                                      # torch says it in many ways
