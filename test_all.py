@@ -1326,6 +1326,14 @@ def test_kernels_repeat_bit_for_bit(name):
 
 
 @kernel_test
+def test_far_positions_keep_their_digits():
+    """A float32 product of position 5,000 and its frequency would be wrong by 3e-4."""
+    x = torch.rand(1, 1, 5000, 8, device=DEVICE)
+    exact = kernels.polar_reference(x.double(), None, 1e4, True)
+    close(kernels.polar(x, None, 1e4, True).double(), exact, 1e-6)
+
+
+@kernel_test
 def test_kernels_as_operators():
     """Schema, fake tensors and gradients, as torch.compile requires them; no second gradient."""
     torch.manual_seed(0)
@@ -1764,17 +1772,29 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
 
 
 def test_two_processes_train_as_one(tmp_path):
-    """Each has half of every batch. A run that two have begun is finished by one."""
-    def torchrun(folder, **kw):
-        return python('-m', 'torch.distributed.run', '--nproc_per_node=2', 'train.py',
-                      *flags(out_dir=tmp_path / folder, n_layer=2, **kw))
+    """Each has half of every batch. If one gets a signal, both stop; then one finishes the run."""
+    (tmp_path / 'program.py').write_text("""
+import os, sys
+sys.path.insert(0, os.getcwd())
+import test_all, train
+with test_all.sigterm_in_step(6 if os.environ['RANK'] == sys.argv.pop(1) else None):
+    train.run_program(train.main)
+""")
+
+    def torchrun(folder, stopped='none', **kw):
+        return python('-m', 'torch.distributed.run', '--nproc_per_node=2', tmp_path / 'program.py',
+                      stopped, *flags(out_dir=tmp_path / folder, n_layer=2, **kw), timeout=100)
     train.main(flags(out_dir=tmp_path / 'one', n_layer=2))
     run = torchrun('two')
     assert run.returncode == 0 and run.stdout.count('exact match') > 1, run.stderr
-    one, two = (log_lines(tmp_path / name) for name in ('one', 'two'))
-    for x, y in zip(one, two, strict=True):
-        assert x.get('loss') == pytest.approx(y.get('loss'), abs=1e-5) and x['step'] == y['step']
-    assert 'trains one seed' in torchrun('three', seeds='0,1').stderr
+    run = torchrun('three', stopped='1')
+    assert 'stopped and saved' in run.stdout and read_checkpoint(tmp_path / 'three')['step'] == 6
+    train.main(flags(out_dir=tmp_path / 'three', n_layer=2))
+    one, *others = (log_lines(tmp_path / name) for name in ('one', 'two', 'three'))
+    for other in others:
+        losses = {x['step']: x['loss'] for x in other if 'loss' in x}
+        assert losses == pytest.approx({x['step']: x['loss'] for x in one if 'loss' in x}, abs=1e-5)
+    assert 'trains one seed' in torchrun('four', seeds='0,1').stderr
 
 
 def test_phases_stay_in_their_bounds():
