@@ -503,7 +503,8 @@ def polar(x, phase, positive=True):
     """PoPE eq. 7-10: mu(x) [cos, sin](phase), [B, H, T, 2D] in the dtype of x [B, H, T, D]; mu =
     softplus if `positive`, else the identity."""
     mu = F.softplus(x) if positive else x
-    return torch.cat([mu * phase.cos(), mu * phase.sin()], dim=-1).to(x.dtype)
+    cos_sin = torch.cat([phase.cos(), phase.sin()], dim=-1)             # (1 or H, T, 2D)
+    return (torch.cat([mu, mu], dim=-1) * cos_sin).to(x.dtype)          # one pass, not two
 
 
 # ---- logits and weights: an additive bias, other logits, another softmax -------------------------

@@ -299,6 +299,10 @@ def test_fire_and_fox_add_a_bias():
     f = torch.sigmoid(x @ fox.gate.weight.T + fox.gate.bias)  # (B, T, H)
     check_logits(fox, lambda q, k, t, s, h, b: content(q, k) + f[b, s + 1:t + 1, h].log().sum(),
                  x=x)
+    q, x = torch.zeros(1, 2, 1024, 8).bfloat16(), torch.zeros(1, 1024, 16).bfloat16()
+    fox.bfloat16().gate.bias.data.zero_()
+    bias = fox.logits(q, q, torch.arange(1024), None, x)[0, 0, -1, 0]  # a sum in bfloat16 stalls
+    close(bias.detach(), 1023 * F.logsigmoid(x[0, 0, 0]).double(), 0.1)
 
 
 def test_stickbreaking_replaces_the_softmax():
@@ -419,18 +423,18 @@ def prism(layer=0, **kw):
 
 def test_prism_scores_are_eq_9():
     """mu q.k / sqrt(d) + (1 - mu) 4 sum_c |alpha_c| g_t.g_s / sqrt(C d_pe), for each layer. By
-    Algorithm 3 the absolute position is the last branch; the norm 'scale' is one factor, 'unit'
-    makes the encoding of each token sqrt(d_pe) long. Without superposition g is the sinusoid of
+    Algorithm 3 the absolute position is the last branch; the norm 'scale' is one factor, without
+    the 4, 'unit' makes the encoding of each token sqrt(d_pe) long. Without superposition g is the sinusoid of
     the mean offset, which without resets is the sum of p_incr - p_decr."""
     q, k, _, pos = qkv(4)
     x = torch.randn(2, 10, 32).double()
-    state = prism().state(x, pos)
-    for layer in (0, 1):
-        enc = noisy(prism(layer))
+    for layer, norm, factor in (0, 'none', 4), (1, 'none', 4), (1, 'scale', 1):
+        state = prism(prism_norm=norm).state(x, pos)
+        enc = noisy(prism(layer, prism_norm=norm))
         g_q, g_k = state.unflatten(-1, (3, 4))[:, layer]  # (B, H, T, C, d_pe)
         mu = torch.sigmoid(enc.m)  # (H, 1, 1)
         meetings = torch.einsum('bhtcd,bhscd,hc->bhts', g_q, g_k, enc.alpha[:, 0].abs())
-        expected = mu * q @ k.mT / 8 ** 0.5 + (1 - mu) * 4 * meetings / (3 * 4) ** 0.5
+        expected = mu * q @ k.mT / 8 ** 0.5 + (1 - mu) * factor * meetings / (3 * 4) ** 0.5
         close(enc.logits(q, k, pos, state).tril(), expected.tril())
 
     none, scale, unit = (prism(prism_absolute=True, prism_norm=norm).state(x, pos)
@@ -1200,8 +1204,9 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
         assert sorted((targets[row, t] - 1).tolist()) == after_first, length
         assert torch.equal(tokens[row, t] + 1, targets[row, t])     # from the token before it
         assert tokens.shape[1] == length and (targets != -100).any(dim=1).all()
-    few = task.held_out('test', 3, lengths, generator).values()
-    kept, *others = ({*targets[targets != -100].tolist()} for _, targets in few)
+    cfg = types.SimpleNamespace(n_test=3, the_task=task, eval_lengths=lengths)
+    kept, *others = ({*targets[targets != -100].tolist()}
+                     for _, (_, targets) in train.held_out(cfg, 'test', CPU))
     assert all(tokens == kept for tokens in others)
     assert len(kept) == min(3 * 99, 3 * (max(sizes) - 1), len(after_first))
 
@@ -2547,6 +2552,7 @@ def test_random_phases_are_a_control():
     one, many = torch.ones(2, 12, 1) + 0j, torch.ones(2, 12, 8) + 0j
     close(probe.random_phases(one, one, torch.zeros(1), [11]), torch.ones(2).double(), 1e-6)
     assert (probe.random_phases(many, many, torch.linspace(1, 3, 8), [11, 6]) < 0.7).all()
+    assert (probe.random_phases(one, one, torch.tensor([math.pi]), [11]) < 0.99).all()
 
 
 @pytest.mark.parametrize('kind', probe.KINDS)
