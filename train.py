@@ -719,10 +719,6 @@ def read_checkpoint(folder):
         raise
     except Exception:                                      # torch says it in many ways
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
-    removed = {'ema': 0, 'positions': 'index', 'nope_every': 0}    # and what is still possible
-    for key in removed:
-        need(checkpoint['config'].get(key, removed[key]) == removed[key],
-             f'{path} used {key}, an option that was removed')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
@@ -1175,8 +1171,7 @@ def main(argv):
 def run_program(main, *errors):
     """Run main(argv) and exit with its status; a UserError, or one of `errors`, is one line and
     status 2, and so is a lack of memory."""
-    if hasattr(sys.stdout, 'reconfigure'):                 # not in a notebook
-        sys.stdout.reconfigure(errors='replace')           # ? for characters it cannot print
+    sys.stdout.reconfigure(errors='replace')               # ? for characters it cannot print
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # ... | head
     try:
