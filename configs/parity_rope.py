@@ -4,6 +4,7 @@ task = 'parity'
 pe = 'rope'
 length_schedule = [(0, 8), (500, 16)]
 eval_lengths = range(1, 33)
+n_eval = 32                     # while it trains
 batch_size = 32
 max_steps = 3500
 lr = 2e-3
