@@ -230,7 +230,7 @@ print(json.dumps(dict(benchmark='step', flags=' '.join(flags), tokens=cfg.train_
 END
     done
     ;;
-gallery)    # assets/encodings.png
+gallery)    # assets/encodings.png and cursor.png
     python - <<'END'
 import math
 import torch
@@ -275,6 +275,36 @@ def draw(path, T=48):
 
 
 draw('assets/encodings.png')
+END
+    python train.py configs/string_copy_prism.py
+    python - <<'END'
+from matplotlib.figure import Figure
+import torch
+import probe
+import train
+torch.set_grad_enabled(False)
+
+model, cfg = train.load('out/string_copy_prism')
+_, tokens, _ = probe.batch(cfg.the_task, [40], 40, 1)
+cursors = probe.cursors_of(model, tokens)
+query = max((c for c in cursors if c['of'] == 'query'), key=lambda c: c['weight'])
+key = next(c for c in cursors if c['of'] == 'key' and c['weight'] == query['weight'])
+weights = probe.trace(model, tokens)[query['layer'] - 1].weights[0, query['head'] - 1]
+T = tokens.shape[1]                                                 # 40 digits, =, 40 digits, .
+fig = Figure(figsize=(9, 3.7), layout='constrained')
+left, right = fig.subplots(1, 2)
+for c, part, color, label in ((key, range(41), '#d55e00', 'key cursor: counts the digits read'),
+                              (query, range(40, T), '#0072b2', 'query cursor: counts the digits copied')):
+    offset = c['histogram'][0].argmax(dim=-1) - T                   # (T,) the most likely
+    left.plot(part, offset[part], color=color, lw=2, label=label)
+left.annotate('', (21, 20), (60, 20), arrowprops=dict(arrowstyle='->', ls='--'))
+left.text(40, 21, 'attends where\nthe counts agree', ha='center', fontsize=9)
+left.set(title='Two cursors at length 40 (trained to 10)', xlabel='token', ylabel='position of the cursor',
+         ylim=(-2, 54))
+left.legend(loc='upper left', fontsize=8.5)
+right.imshow(weights[40:], aspect='auto', extent=(-0.5, T - 0.5, T - 0.5, 39.5), vmin=0, vmax=1)
+right.set(title='Attention of that head', xlabel='key token', ylabel='query token, of the copy')
+fig.savefig('assets/cursor.png', dpi=90)
 END
     ;;
 probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last four read a language model
