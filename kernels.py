@@ -194,7 +194,7 @@ def new_rows(x, width=None):
 
 def readable(x):
     """x [B, H, T, D] as the kernels read it: the heads of a position side by side, positions one
-    stride apart, a multiple of 16. Slices of one projection are so if it is as wide; others are
+    stride apart, a multiple of 16. Slices of a projection of such a width qualify; others are
     copied."""
     stride = x.stride(2)
     required = (x.shape[2] * stride, x.shape[3], stride, 1)  # strides
@@ -592,7 +592,7 @@ def after_step(h, ROW, d, t, total, RESET, STEP):
 
 @jit
 def step_gradient(dh, DROW, h, d, t, total, RESET, STEP, DRESET, DSTEP):
-    """The gradient of h from dh, also at DROW, that of after_step's result; stores the gates'."""
+    """Gradient of h from dh of after_step's result (also at DROW); stores gradients of gates."""
     p_reset = tl.load(RESET)                                    # gates of token t: scalars
     p_incr, p_decr, p_keep = tl.load(STEP), tl.load(STEP + 1), tl.load(STEP + 2)
     higher, lower = load_bins(DROW, d + 1, t + 1), load_bins(DROW, d - 1, t + 1)  # (BL,) each

@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Decoder-only Transformer over tokens [B, T]; a class is the token that follows the last."""
+    """Decoder-only Transformer over tokens [B, T]; a class is predicted as the next token."""
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
     def generate(self, tokens, n, temperature=0.0, end=None):
         """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
         greedily at temperature 0; rows past their end are padded."""
-        encodings.need(self.cfg.causal, 'causal=False hides the last token from all others')
+        encodings.need(self.cfg.causal, 'generate() requires a causal mask: causal=True')
         encodings.need(tokens.all(), 'prompts must be of one length, without padding (token 0)')
         total_len = tokens.shape[1] + n
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)  # rows at end

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 
 class UserError(ValueError):
-    """Something that the caller can mend, as the message says: train.py prints it as one line."""
+    """An error that the caller can fix, as the message says; train.py prints it on one line."""
 
 
 def need(condition, says):
@@ -249,7 +249,7 @@ class Encoding(nn.Module):
 
     def attend_by_kernel(self, q, k, v, at):
         """attend() by kernels.attention, in memory that grows with T."""
-        q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # loud, and no wait for the device
+        q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # NaN: visible, without a GPU sync
         v = self.value(v, at)
         q, k = self.qk(q, k, at)
         y, e = kernels().attention(q, k, v, self.mean_distance)
@@ -283,7 +283,7 @@ def changed(encoding, hook):
 
 
 def check_shapes(cfg, q, k, v, pos, x=None):
-    """Raise UserError if these do not fit together, or not the encoding that was built for cfg."""
+    """Raise UserError if these do not fit together, or do not fit the encoding built for cfg."""
     B, H, T, _ = k.shape
     got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
     need(all((z.shape[1], z.shape[3]) == (cfg.heads, cfg.head_dim) for z in (q, k, v)),
@@ -297,8 +297,8 @@ def check_shapes(cfg, q, k, v, pos, x=None):
 
 
 def check_positions(pos, B, T):
-    """Raise UserError unless pos is [T] or [B, T] and, which is not checked on a GPU, as the host
-    would wait for it, ascends from 0 or more."""
+    """Raise UserError unless pos is [T] or [B, T], at least 0 and non-decreasing. (On a GPU only
+    the shape is checked, to avoid a sync.)"""
     need(pos.shape in ((T,), (B, T)), f'pos must have a position for each of the {T} keys, [{T}] '
          f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
     if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
@@ -631,7 +631,7 @@ class ViPE(Encoding):
     d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
     value(), then PyTorch's fused attention, then out().
     """
-    fp32 = triton_pays = needs_causal = True    # log n and the code count the keys before t
+    fp32 = triton_pays = needs_causal = True    # log n, n - i assume n visible keys
     order = 2
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
@@ -701,7 +701,7 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
     h = (1 - p_reset) * h + F.pad(p_reset * total, (t, t))      # (2) a reset leads to offset 0
     wide = F.pad(h, (2, 2))                                     # (3) then one step (B, C, 2t+5)
     h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
-    if p_copy is not None:                                      # (4) what jumps does not step
+    if p_copy is not None:                                      # (4) a jump replaces the step
         h = p_copy[..., -1:] * h + F.pad(p_copy[..., :-1], (t + 1, 1))
     if gamma is not None:                                       # (5) (h + eps)^gamma, normalized;
         h = (gamma * (h + EPS).log()).softmax(dim=-1)           # in logs, as gamma may be large
@@ -738,9 +738,9 @@ def algorithm_3(e, pos, cfg):
     if cfg.prism_absolute:
         here = sinusoids((pos - pos[..., :1]).unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
         e = torch.cat([e, here.expand(*e.shape[:5], 1, d_pe)], dim=-2)
-    if cfg.prism_norm == 'scale':   # by sqrt(d_pe) / norm over the branches, were all one-hot:
+    if cfg.prism_norm == 'scale':   # by sqrt(d_pe) / norm of all branches, if all are one-hot:
         return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5             # |f|^2 = d_pe / 2
-    if cfg.prism_norm == 'unit':                                        # each token's by its own
+    if cfg.prism_norm == 'unit':                                        # each token by its norm
         return e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
     return e
 
@@ -906,7 +906,7 @@ class PRISM(Encoding):
         need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must be 1 '
              f'and others up to n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
-        self.capturable = cfg.prism_recurrent != 'orthogonal'   # a capture refuses its QR
+        self.capturable = cfg.prism_recurrent != 'orthogonal'   # its W_h cannot be captured
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         branches = cfg.prism_cursors + cfg.prism_absolute               # of a head
@@ -1049,7 +1049,7 @@ class SomeHeads(Encoding):
 
 
 def build(cfg):
-    """The encodings of all layers that cfg.pe names, a list. Raises UserError."""
+    """A list of the encodings in cfg.pe, one per layer. Raises UserError."""
     names = cfg.pe.split('+')
     for name in names:
         near = difflib.get_close_matches(name, ENCODINGS, 1)

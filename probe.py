@@ -10,7 +10,7 @@
 
 A probe is a function NAME(model, task, cfg, ...) -> (rows, summary, draw). rows: a list of
 dictionaries, one for each line of the table. summary: a dictionary. draw(plt): returns a
-matplotlib figure. Its further keyword arguments are its options on the command line. A probe leaves
+matplotlib figure. A probe's other keyword arguments are its command-line options. A probe leaves
 the model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
 """
 import argparse
@@ -45,7 +45,7 @@ KINDS = 'text', 'feature', 'position'  # of perturb()
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
 NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
-# Shapes: B or n problems of T tokens, the input of which has a length L; H heads of D features;
+# Shapes: B or n problems of T tokens, whose input has length L; H heads of D features;
 # C = d_model; where an axis comes before H, L is the number of layers.
 
 
@@ -657,7 +657,7 @@ def tuning(model, task, cfg, length=0, contents=24):
     PoPE eq. 2 and 6. length: distances 0..length-1 (0: twice the trained tokens, at most 512).
     contents: pairs of a query and a key drawn from a held-out sequence. Rows: `range`: largest
     minus smallest mean logit; `peak`: the median preferred distance; `shift`: its interquartile
-    range over contents, which PoPE's phases keep small and RoPE's confound does not.
+    range over contents: small for PoPE, not RoPE, whose phases depend on content.
     """
     need(cfg.causal, NOT_CAUSAL)
     need(not any(getattr(m, 'reads_content', False) for m in model.modules()),
@@ -697,7 +697,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     `drop 1`, `drop 2`, ... of exact match without that head, in points (of tokens, if exact match
     is 0; for a corpus: rise of the loss, nats); `effective`: how many heads share it; 1 with a
     large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts the
-    vectors p that the encoding adds from the stream before each layer: score `without p`;
+    vectors p of the encoding from the stream before each layer: score `without p`;
     `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
     """
     check_name('what', what, ('heads', 'positions'))
@@ -877,8 +877,8 @@ def edges(task, tokens):
 
 
 def jacobians(model, tokens, targets):
-    """J^(l) [L, B, C, C]: of the stream after each block by that before it, both at the last
-    supervised token; the singular values of the whole sequence's spread at least as far."""
+    """J^(l) [L, B, C, C] = d(stream after block l) / d(stream before it), both at the last
+    supervised token; the full Jacobian's singular values spread at least as far."""
     b = torch.arange(len(tokens))
     last = ((targets != -100) * torch.arange(tokens.shape[1])).argmax(dim=1)  # (B,)
     with recording(model) as layers:
@@ -911,12 +911,12 @@ def gradients_by_layer(model, tokens, targets, edge):
 def gradients(model, task, cfg, length=0, n=256, steps=-1):
     """Does one head collect the gradient of position, more so the lower the layer?
 
-    The Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss by a head's logits
+    Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss w.r.t. a head's logits
     on the edges() with label d, at initialization, in a repetition of the run's first `steps` steps
     (-1: at most 200), and in the saved model. For each layer: strongest `head` by |H|, its |H|
     `first`, its `margin` over the next head; `growth`: over the margin of the layer above (Theorem
     6.1: above 1); `effective`: how many heads share |H|; `least`, `most`: singular values of
-    jacobians(). Summary: `A1`: the fraction of jacobians with singular values within 0 and 2;
+    jacobians(). Summary: `A1`: the fraction of rows with all singular values in (0, 2);
     `grows`: of growth above 1. H below the top layer is our addition.
     """
     need(name_of(cfg) != BY_HAND, 'by_hand was never trained, so it has no gradients: take a run')
@@ -1097,7 +1097,7 @@ def kernel(model, task, cfg, length=0):
         x = np.arange(seen[0] - 1, seen[-1] + 2)
         lines['displacement over the answer, worst cursor'] = {
             name: (x - 2 * T, law[x]) for name, law in zip(('eq. 4', 'eq. 6'), worst)}
-    title = (f'{titled(cfg)}, length {length}: the kernel rises again, so that distant positions '
+    title = (f'{titled(cfg)}, length {length}: where the kernel rises again, distant positions '
              'may look near; eq. 6 differs from the exact eq. 4.')
     return rows, summary, curves(title, lines, 'distance, or displacement (positions)',
                                  'kernel, or probability')
@@ -1202,7 +1202,7 @@ def axes(model, task, cfg, length=0, n=8):
     W = trace(model, rows[0])[i].logits[0, h]  # (T, T)
     a, b, c, fit = (x[0] for x in three_axes(W[None]))
     draw = fit_figure(f'{titled(cfg)}: logits and their fit by distance + query + key (position '
-                      'generalization, Figure 2). Equal maps mean a sum.', W, fit,
+                      'generalization, Figure 2). Equal maps: exact fit.', W, fit,
                       {'c, key j': c, 'b, query i': b, 'a, distance i - j': a})
     return head_rows(dict(r=r, r_centred=centred)), summary, draw
 
@@ -1233,8 +1233,8 @@ def analytic_fit(W, zq, zk, theta, pairs):
     """[3, H], r over i >= j, nan where a head has none of the pairs [H, n]: the pairs' own logits
     with f + g of eq. 15, all logits W [H, T, T] with the pairs' own, and all with f + g.
 
-    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r), with the angle of kbar, because f is no
-    function of k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
+    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r), with the angle of kbar: f must not
+    depend on k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
     """
     t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)  # (H, 1, n)
     conj = zq.conj() * pairs[:, None]  # (H, T, n), 0 for other pairs
@@ -1296,7 +1296,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
     a, b, fit = two_axes(W)
     draw = fit_figure(f'{titled(cfg)}: logits of query {T // 2} by distance (rows) and key, and '
-                      'their fit (position generalization, Figure 3). Equal maps mean a sum.',
+                      'their fit (position generalization, Figure 3). Equal maps: exact fit.',
                       W, fit, {'b, key j': b, 'a, distance d': a}, 'distance d')
     return head_rows(columns), summary | dict(tokens=T), draw
 
@@ -1404,7 +1404,7 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     differ between layers; `position`: the position of a key changes (only if attention uses
     distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
     same `before`, on targets that did not move; `cost`: loss minus loss before; `output`:
-    |o' - o| / |o| of attention's outputs where tokens did not. Summary: unperturbed, all targets.
+    |o' - o| / |o| of attention's outputs at unmoved tokens. Summary: unperturbed, all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
@@ -1429,7 +1429,7 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
 
 def sliding(layer, t, start, window, first=0):
     """Outputs [queries, H out_dim] of queries t at the end of `window` keys and values from `start`
-    on, the first of which are replaced by those of the sequence."""
+    on; the first `first` are replaced by the sequence's own."""
     pos = torch.arange(window)
     keys = torch.where(pos < first, pos, pos + start)  # (window,)
     v = project(layer.attn, layer.x)[2]  # (1, H, T, D)
@@ -1448,7 +1448,7 @@ def nearest(x, normal):
 
 @torch.no_grad()
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
-    """Why do sliding windows extend a model? Its attention outputs over them stay normal, or not.
+    """Why do sliding windows extend a model? Do its attention outputs over them stay normal?
 
     The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (for
     a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
@@ -1564,8 +1564,8 @@ class LlamaText(tasks.Corpus):
 
 @contextlib.contextmanager
 def outside():
-    """Inside, no import sees this folder, whose kernels.py hides a package that transformers uses
-    where it is installed."""
+    """Inside, imports skip this folder, whose kernels.py shadows a package that transformers
+    uses if installed."""
     path, ours, here = sys.path[:], sys.modules.pop('kernels', None), os.path.dirname(__file__)
     sys.path[:] = [x for x in path if os.path.abspath(x) != os.path.abspath(here)]
     try:
@@ -1666,7 +1666,7 @@ def iteration_head(name):
     anchor, match = model.blocks
 
     q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
-    q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to BoS; rather to EoI, but from EoI
+    q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to an earlier EoI, else to BoS
     k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
     anchor.attn.pe.W_p[0] = unit
     anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
@@ -1723,7 +1723,7 @@ def read_options(function, argv):
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.error = lambda says: need(False, says)  # one line, as all mistakes
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
-    parser.add_argument('--seed', type=int, help='of the run')
+    parser.add_argument('--seed', type=int, help='run seed')
     parser.add_argument('--out_dir', default='', help="of the result; default: the run's folder")
     parser.add_argument('--hf', default='', help='a Llama-family checkpoint in place of RUN')
     parser.add_argument('--text', default='', help='text to run the checkpoint on')

@@ -288,7 +288,7 @@ class Classification(Task):
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
-    span, 128 or, as in distance:span=16, the training length: so training covers every class."""
+    span (128; distance:span=16 if trained at 16, so that training covers every class used)."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -401,7 +401,7 @@ class BucketSort(Characters):
 
 
 class OddsFirst(Characters):
-    """Digits at odd positions, then digits at even ones, from 0. `length`: digits in the string."""
+    """Digits at odd positions (from 0), then at even ones. `length`: digits in the string."""
     def answer(self, x):
         return torch.cat([x[:, 1::2], x[:, ::2]], dim=1)
 
@@ -438,7 +438,7 @@ class DynStrCpy(Characters):
 class AdditionCoT(Characters):
     """Add two numbers, both written lowest digit first, with a chain of thought.
     For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
-    digits of the longer number. The other's number is uniform on 1..length; no leading zeros."""
+    digits of the longer number; the other has 1..length, uniformly; no leading zeros."""
     def write(self, n, length, draw):
         long = number(n, length, draw, length)  # [n, L], lowest digit first
         short = number(n, length, draw, 1 + draw.integers(length, n, 1))    # -1: no digit
@@ -458,7 +458,7 @@ class AdditionCoT(Characters):
 class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
     For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
-    digit (+0). `length`: digits of b. a's number is uniform on 1..length; no leading zeros."""
+    digit (+0). `length`: digits of b; a has 1..length, uniformly; no leading zeros."""
     def write(self, n, length, draw):
         a = number(n, length, draw, 1 + draw.integers(length, n, 1)).flip(1)
         b = number(n, length, draw, length).flip(1)     # highest digit first
@@ -959,7 +959,7 @@ class MIDI(Corpus):
         return [np.array([bos, *track.ids, eos], dtype=np.uint16) for track in self.remi(path)]
 
     def problems(self, n, length, draw):
-        """Training contexts, transposed. A pitch that leaves the piano comes back by an octave."""
+        """Training contexts, transposed. A pitch outside the piano moves by an octave."""
         tokens, _ = super().problems(n, length, draw)                   # [n, length]
         low, high = self.vocab.index('Pitch_21'), self.vocab.index('Pitch_108')
         moved = tokens + draw.integers(7, n, 1) - 3     # consecutive tokens are a semitone apart

@@ -123,7 +123,7 @@ class Config(ModelConfig, Running):
         self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
         self.out_dir = os.path.expanduser(self.out_dir or default_out_dir(vars(self)))
-        with torch.random.fork_rng(devices=[]):            # draws parameters, and forgets them
+        with torch.random.fork_rng(devices=[]):            # building draws random numbers
             encodings.build(self)                          # raises if the options do not fit
 
     @property
@@ -476,7 +476,7 @@ class Trainer:
             self.update = Graph(self.update)               # shadows the method update()
 
     def step(self, number):
-        """One optimizer step; the loss before it, []. On a GPU nothing here waits for it."""
+        """One optimizer step; the loss before it, []. GPU sync only as an epoch begins."""
         batch = self.batches.next(number)                  # tokens, targets, tokens, ...
         factor = learning_rate(self.cfg, number) / self.cfg.lr     # 1 at the peak, then decays
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
@@ -874,7 +874,7 @@ def print_strips(cfg, rows):
         print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {trained:>7}   '
               f'{longer:>7}  {largest:>10}')
     print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
-          f'100 %; {bar} ends the training lengths; max length: the last before one below 95 %')
+          f'100 %; {bar} ends the training lengths; max length: 95 % or more up to this length')
 
 
 def print_rows(cfg, rows):
@@ -1062,8 +1062,8 @@ def source(cfg):
 
 
 def train_points(points, swept):
-    """Train the one configuration, or each (label, config) of a sweep, and show a table: the exit
-    status, 2 by UserError if a seed diverged."""
+    """Train the one configuration, or each (label, config) of a sweep; show a table. Return the
+    exit status; UserError if a seed diverged."""
     stop = catch_signals()
     scores, failed = {}, []                                # {label: {seed: {length: scores}}}
     for label, cfg in points:
@@ -1169,8 +1169,8 @@ def main(argv):
 
 
 def run_program(main, *errors):
-    """Run main(argv) and exit with its status; a UserError, or one of `errors`, is one line and
-    status 2, and so is a lack of memory."""
+    """Run main(argv) and exit with its status. A UserError, one of `errors` or a lack of memory
+    prints one line and exits with 2."""
     sys.stdout.reconfigure(errors='replace')               # ? for characters it cannot print
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # ... | head
@@ -1189,7 +1189,7 @@ def run_program(main, *errors):
             raise
         says = ('not enough memory: use a smaller model or batch_size, a larger accumulate, or '
                 'fewer and shorter problems (of a probe: a smaller --length or --n)')
-        says = 'another process of this run has ended: start it again' if lost else says
+        says = 'another process of this run ended: restart the run' if lost else says
     print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
     sys.exit(2)
 

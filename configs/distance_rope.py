@@ -1,5 +1,5 @@
 # Task 1 of the Toeplitz study, small: how far apart are two trigger words? Compare
-# --pe=nope,ape,alibi,t5,rope. After it, configs/paper_toeplitz.py makes it the paper's size.
+# --pe=nope,ape,alibi,t5,rope. Append configs/paper_toeplitz.py for the paper's size.
 task = 'distance'
 pe = 'rope'
 train_lengths = [128]

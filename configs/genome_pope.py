@@ -18,5 +18,5 @@ warmup_steps = 4000
 decay = 'cosine'
 beta2 = 0.999
 dtype = 'bfloat16'
-n_eval = 64                     # stretches of 1,000 tokens
+n_eval = 64                     # segments of 1,000 tokens
 n_test = 1000

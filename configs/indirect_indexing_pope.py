@@ -1,4 +1,4 @@
-# PoPE's diagnostic: the letter at a given shift from a given letter. The task wants long training:
+# PoPE's diagnostic: the letter at a given shift from a given letter. The task needs long training:
 # this size only guesses by the shift for at least the first 8,000 steps (measured on sources of 5
 # to 10 letters). Take a GPU and add configs/paper_pope.py. On a CPU a smaller problem is learned
 # in a minute: --task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --eval_lengths=3-12

@@ -18,5 +18,5 @@ min_lr = 6e-5
 warmup_steps = 500
 decay = 'cosine'
 beta2 = 0.99
-n_eval = 64                     # stretches of 2,048 tokens
+n_eval = 64                     # segments of 2,048 tokens
 n_test = 1000

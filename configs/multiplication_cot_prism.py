@@ -1,4 +1,4 @@
-# PRISM multiplies by a chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].), trained on numbers
+# PRISM multiplies with chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].), trained on numbers
 # of at most 5 digits, with four cursors per head.
 task = 'multiplication_cot'
 pe = 'prism'

@@ -20,5 +20,5 @@ decay = 'cosine'
 beta2 = 0.95
 dtype = 'bfloat16'
 eval_interval = 2000
-n_eval = 100                    # stretches of 1,024 tokens
+n_eval = 100                    # segments of 1,024 tokens
 n_test = 2000

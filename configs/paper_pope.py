@@ -1,5 +1,5 @@
 # After indirect_indexing_*: the settings of the PoPE paper (Tables 6 and 7). 100,000 steps at this
-# width want a GPU.
+# width need a GPU.
 d_model = 512
 n_head = 8
 n_layer = 8

@@ -1,4 +1,4 @@
-# PRISM computes the parity of up to 100 bits after at most 16. Compare: --pe=prism,vipe,rope
+# PRISM, trained on up to 16 bits, solves parity of up to 100. Compare: --pe=prism,vipe,rope
 task = 'parity'
 pe = 'prism'
 n_head = 2

@@ -1,4 +1,4 @@
-# ViPE carries the polynomial iteration s_t = s_(t-1) x_t + 1 mod 5 past the trained length. About
+# ViPE computes the iteration s_t = s_(t-1) x_t + 1 mod 5 beyond its training lengths. About
 # 6 minutes on 2 CPU cores. Compare: --pe=nope,rope,alibi,vipe
 task = 'polynomial'
 pe = 'vipe'

@@ -14,5 +14,5 @@ lr = 2e-3
 min_lr = 2e-4
 beta2 = 0.99
 eval_interval = 500
-n_eval = 8                      # stretches of 1,280 bytes
+n_eval = 8                      # segments of 1,280 bytes
 n_test = 64

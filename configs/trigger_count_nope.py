@@ -1,5 +1,5 @@
 # Task 2 of the Toeplitz study, small: how many words are triggers? Position does not matter.
-# Compare --pe=nope,alibi,rope. After it, configs/paper_toeplitz.py makes it the paper's size.
+# Compare --pe=nope,alibi,rope. Append configs/paper_toeplitz.py for the paper's size.
 task = 'trigger_count'
 pe = 'nope'
 train_lengths = [128]

@@ -28,7 +28,7 @@ class Exercise(NamedTuple):
     blanks: dict
     tests: str                      # names of tests, without test_
     variants: str = ''              # of test_all.py: its contract is graded for these
-    hides: dict = {}                # taken out, too, because it tells the answer
+    hides: dict = {}                # also taken out: it gives the answer
 
 
 EXERCISES = {
@@ -76,7 +76,7 @@ def blanked_files(name):
     """{path: text} of the files from which the exercise takes out bodies; docstrings stay."""
     files, exercise = {}, EXERCISES[name]
     for places, message in ((exercise.blanks, f'{name}: write this'),
-                            (exercise.hides, f'{name} hides this, it is not yours')):
+                            (exercise.hides, f'{name} hides this; do not write it')):
         for path, function in ((path, x) for path, xs in places.items() for x in xs.split()):
             text = files.get(path) or (ROOT / path).read_text()
             lines, node = text.splitlines(keepends=True), functions(text)[function]
@@ -88,9 +88,9 @@ def blanked_files(name):
 
 
 def make_copy(name, folder):
-    """Copy the repository, without its history and records, into a new folder, and take out."""
+    """Copy the repository, without history or records, to a folder and blank functions."""
     if folder.exists():
-        raise UserError(f'{os.path.relpath(folder)} is there: delete it to start again')
+        raise UserError(f'{os.path.relpath(folder)} exists: delete it to start again')
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
         '.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets', 'TEACHING.md'))
     for path, text in blanked_files(name).items():

@@ -1,6 +1,6 @@
 #!/bin/bash
 # The sweeps that made results/*.jsonl, one a line: `bash results/commands.sh TOPIC` runs a topic.
-# What is finished is not trained again. Records go to out/TOPIC.jsonl, or to the file $RECORDS.
+# Finished runs are not trained again. Records go to out/TOPIC.jsonl, or to the file $RECORDS.
 cd "$(dirname "$0")/.." || exit
 topic=$1
 records=${RECORDS:-out/$topic.jsonl}

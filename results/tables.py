@@ -240,7 +240,7 @@ def run_cell(minutes, row, column, times, records):
 class Options:
     """The flags of this program."""
     metric: Literal['exact', 'token', 'last'] = 'exact'    # what a table shows
-    minutes: float = 0.5            # the board's dial: training time of one RoPE model
+    minutes: float = 0.5            # board: training minutes of one RoPE model
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
     records: str = 'out/board.jsonl'  # the file of the board's records; ours: results/board.jsonl
