@@ -243,7 +243,7 @@ class Options:
     minutes: float = 0.5            # board: training minutes of one RoPE model
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
-    records: str = 'out/board.jsonl'  # the file of the board's records; ours: results/board.jsonl
+    records: str = 'out/board.jsonl'  # its cells are kept: delete it if a class changes
     figure: str = ''                # draw the board's curves to this file
 
 
