@@ -1558,8 +1558,6 @@ def draw(batches, n, step=0):
             for tokens in batches.next(step)[::2] for row in tokens]
 
 
-# a run and its files
-
 def test_a_run_and_its_files(tmp_path, capsys):
     run = tmp_path / 'r'
     assert train.main(flags(out_dir=run, seeds='3,4')) == 0

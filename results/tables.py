@@ -41,7 +41,7 @@ PAGE = ROOT / 'results/README.md'
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
-from train import check_name, slug  # noqa: E402
+from train import check_name, parse_list, slug  # noqa: E402
 
 DEFAULTS = {key: train.as_typed(value) if isinstance(value, list) else value
             for key, value in train.defaults(train.Config).items()}
@@ -85,12 +85,6 @@ class Run:
         return max(itertools.takewhile(lambda n: scores[n] >= 0.95, counted), default=0)
 
 
-def numbers(text):
-    """'1-3,5' -> [1, 2, 3, 5]."""
-    spans = [part.split('-') for part in text.split(',')]
-    return [n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)]
-
-
 def key_of(config, free):
     """All options, defaults included, except those that are free and those not recorded."""
     return str([(key, value) for key, value in sorted({**DEFAULTS, **config}.items())
@@ -108,11 +102,11 @@ def read_runs(*paths):
             options = {**DEFAULTS, **record['config']}
             name = re.sub('.*out/', '', options['out_dir']).partition('/')[0]
             key = name, record['lengths'], key_of(options, ('seeds', 'out_dir'))
-            seeds, n = set(numbers(options['seeds'])), record.get('n', {})
+            seeds, n = set(parse_list(options['seeds'])), record.get('n', {})
             if key not in known or seeds & {*known[key].scores, *known[key].failed}:
-                lengths = numbers(record['lengths'])
+                lengths = parse_list(record['lengths'])
                 sizes = {length: n.get(str(length), options['n_test']) for length in lengths}
-                known[key] = Run(options, numbers(options['train_lengths']), sizes, {}, set())
+                known[key] = Run(options, parse_list(options['train_lengths']), sizes, {}, set())
                 sets.setdefault(name, []).append(known[key])
             scores = {int(seed): scores for seed, scores in record['scores'].items()}
             known[key].scores |= scores
@@ -323,9 +317,9 @@ def draw(runs, path):
     for axis, (column, metric) in zip(axes.flat, PANELS.items()):
         axis.set_title(f'{column}: {TITLES[metric]}', fontsize=9)
         axis.axvline(1, color='black', linestyle='--', linewidth=0.8)
-        axis.set(xlim=(0, 4), ylim=(-0.03, 1.03))
-        lengths, longest = map(numbers, COLUMNS[column].split()[2:0:-1])
-        x = np.array(lengths) / max(longest)
+        axis.set(xlim=(0, 4), ylim=(-0.03, 1.12))
+        lengths, longest = map(parse_list, COLUMNS[column].split()[2:0:-1])
+        x, points = np.array(lengths) / max(longest), {}
         for row, color in COLORS.items():
             if (row, column) not in runs:
                 continue
@@ -336,7 +330,15 @@ def draw(runs, path):
                 axis.set(ylim=(0.8, 3))
             style = '-' if fitted(run) else ':'            # unfitted: dotted
             axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
-            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color, alpha=0.12)
+            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color,
+                              alpha=0.12 * fitted(run))
+            k = list(x).index(3 if run.corpus else 1.5)    # where a label has room
+            points[row] = x[k], y.mean(axis=0)[k]
+        middle = np.median([height for _, height in points.values()] or [0])
+        for row, (_, height) in points.items():            # name the curves that stand out
+            if abs(height - middle) > 0.4:
+                axis.annotate(row, points[row], (1, 2), textcoords='offset points', fontsize=9,
+                              ha='right' if run.corpus else 'left')
         if column != 'text':
             axis.plot(x, [*constant_answer(column, lengths, metric)], color='gray', linewidth=0.8)
     figure.supxlabel('length over the longest training length', fontsize=9)
