@@ -224,6 +224,7 @@ def figure(title, *panels):
         for i, panel in enumerate(panels, 1):
             panel(fig.add_subplot(down, across, i))
         return fig
+    draw.title = title  # printed above the table, too
     return draw
 
 
@@ -1721,7 +1722,7 @@ def read_options(function, argv):
     parser = argparse.ArgumentParser(
         prog=f'python probe.py {function.__name__}', description=inspect.getdoc(function),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda says: need(False, says)  # one line, as all mistakes
+    parser.error = lambda says: need(False, says)  # one line, as for all errors
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
     parser.add_argument('--seed', type=int, help='run seed')
     parser.add_argument('--out_dir', default='', help="of the result; default: the run's folder")
@@ -1764,18 +1765,16 @@ def main(argv):
     if PROBES[name] in CONTROLLED and given.run and name_of(cfg) != BY_HAND:
         control = PROBES[name](untrained(model, cfg), cfg.the_task, cfg, **own)[1]
         summary |= {f'{key}, untrained': x for key, x in control.items() if x != summary[key]}
-    print(as_text(rows, summary))
-    folder = given.out_dir or cfg.out_dir
-    path = os.path.join(folder, f'probe_{name}')
-    os.makedirs(folder, exist_ok=True)
+    print(f'{textwrap.fill(draw.title, 100)}\n\n{as_text(rows, summary)}')
+    print(f'(python probe.py {name} --help explains the columns)')
+    path = os.path.join(given.out_dir or cfg.out_dir, f'probe_{name}')
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     train.write_file(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
     pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
     try:
-        import matplotlib
+        import matplotlib.pyplot as plt
     except ImportError:
         return print(f'wrote {path}.json (pip install matplotlib to draw {path}.png)')
-    matplotlib.use('Agg')  # without a display
-    import matplotlib.pyplot as plt
     draw(plt).savefig(path + '.png', dpi=150)
     plt.close('all')
     print(f'wrote {path}.json and drew {path}.png')
