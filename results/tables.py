@@ -260,10 +260,11 @@ def board(options):
 def board_table(runs):
     """Lines of a Markdown table of {(row, column): Run}."""
     rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
+    unfitted = sum(not fitted(run) for run in runs.values())
     yield ('Each cell: the longest length with 95 % exact over the longest training length (median '
-           'of five seeds, least to most); tokens correct at 1.5 times that length. *Italic*: '
-           'two seeds or more have not fitted the training lengths. text: perplexity at 1, 2 and 4 '
-           'times the training context.\n')
+           'of five seeds, least to most); tokens correct at 1.5 times that length. *Italic* '
+           f'({unfitted} of {len(runs)} cells): two seeds or more have not fitted the training '
+           'lengths. text: perplexity at 1, 2 and 4 times the training context.\n')
     yield '| ' + ' | '.join(['encoding', *columns]) + ' |'
     yield '|---' * len(['', *columns]) + '|'
     for row in rows:
