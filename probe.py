@@ -404,7 +404,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         held = itertools.takewhile(lambda row, key=key, least=least: row[key] >= least, longer)
         summary[name] = max((row['length'] for row in held), default=0)  # 0: not even the trained
     title = f'{titled(cfg)}: attention to the correct key. Answers fail where it falls.'
-    shown = {f'weight of head {best} (grey: others)': [
+    shown = {f'head {best}: weight on x_t (grey: other heads); accuracy': [
         best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
     if distances:
         shown['states d tokens after EoI (Figure 4)'] = [f'd={d}' for d in distances]
