@@ -89,8 +89,7 @@ def blanked_files(name):
 
 def make_copy(name, folder):
     """Copy the repository, without history or records, to a folder and blank functions."""
-    if folder.exists():
-        raise UserError(f'{os.path.relpath(folder)} exists: delete it to start again')
+    need(not folder.exists(), f'{os.path.relpath(folder)} exists: delete it to start again')
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
         '.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets', 'TEACHING.md'))
     for path, text in blanked_files(name).items():
@@ -129,7 +128,7 @@ def main(argv):
         print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. There, grade what you '
               f'wrote:\n    python exercises/blank.py {name} --check')
     elif flag == '--show-diff':
-        need(folder.exists(), '--show-diff compares a copy with its original: run it in the original')
+        need(folder.exists(), '--show-diff needs the copy: run it in the original repository')
         for path in sorted({*EXERCISES[name].blanks, 'pe.py'}):
             both = [(root / path).read_text().splitlines() for root in (ROOT, folder)]
             print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
