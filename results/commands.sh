@@ -26,6 +26,8 @@ vipe)    # ViPE's tasks, parts and longer training
     run vipe_seeds --task=polynomial,copy,parity --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-7
     run vipe_steps --task=copy,parity --pe=vipe,nope --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=10000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
     run vipe_long configs/polynomial_vipe.py configs/paper_vipe.py --task=polynomial,copy,parity --pe=vipe,nope,rope --d_model=64 --batch_size=32 --max_steps=20000 --eval_interval=2000 --n_eval=64 --n_test=512 --seeds=0-2
+    run vipe_long configs/polynomial_vipe.py configs/paper_vipe.py --task=polynomial --pe=vipe --d_model=64 --batch_size=32 --max_steps=10000 --eval_interval=2000 --n_eval=64 --n_test=512 --seeds=0-2 --decay=linear
+    run vipe_long configs/polynomial_vipe.py configs/paper_vipe.py --task=polynomial --pe=vipe --d_model=64 --batch_size=32 --max_steps=10000 --eval_interval=2000 --n_eval=64 --n_test=512 --seeds=0-2 --n_train=0
     run vipe_options --task=parity:steps=0 --pe=vipe,nope,rope --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
     # its runs on the task product need commit 1f45c91
     run vipe_causes --task=reverse,mode,sort --pe=vipe --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --vipe_logn=False --seeds=0-2
