@@ -1707,8 +1707,6 @@ def test_checkpoints_that_do_not_fit(tmp_path):
             train.main(command)
 
 
-# many seeds, and what a step may be bound to
-
 def test_a_step_is_adamw_on_the_clipped_gradient():
     """At the scheduled learning rate, which for PRISM's alpha is higher."""
     cfg = small(pe='prism', grad_clip=0.1, beta1=0.8, beta2=0.95, weight_decay=0.3, warmup_steps=5)

@@ -335,11 +335,13 @@ def draw(runs, path):
                               alpha=0.12 * fitted(run))
             k = list(x).index(3 if run.corpus else 1.5)    # where a label has room
             points[row] = x[k], y.mean(axis=0)[k]
-        middle = np.median([height for _, height in points.values()] or [0])
+        middle, labels = np.median([height for _, height in points.values()] or [0]), {}
         for row, (_, height) in points.items():            # name the curves that stand out
-            if abs(height - middle) > 0.4:
-                axis.annotate(row, points[row], (1, 2), textcoords='offset points', fontsize=9,
-                              ha='right' if run.corpus else 'left')
+            if height - middle > 0.2:
+                labels.setdefault(round(height, 1), []).append(row)
+        for rows in labels.values():                       # one label if they coincide
+            axis.annotate(', '.join(rows), points[rows[0]], (1, 2), fontsize=9,
+                          textcoords='offset points', ha='right' if column == 'text' else 'left')
         if column != 'text':
             axis.plot(x, [*constant_answer(column, lengths, metric)], color='gray', linewidth=0.8)
     figure.supxlabel('length over the longest training length', fontsize=9)
