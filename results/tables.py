@@ -340,7 +340,7 @@ def draw(runs, path):
             if height - middle > 0.2:
                 labels.setdefault(round(height, 1), []).append(row)
         for rows in labels.values():                       # one label if they coincide
-            axis.annotate(', '.join(rows), points[rows[0]], (1, 2), fontsize=9,
+            axis.annotate(', '.join(rows), points[rows[0]], (1, 2), fontsize=8,
                           textcoords='offset points', ha='right' if column == 'text' else 'left')
         if column != 'text':
             axis.plot(x, [*constant_answer(column, lengths, metric)], color='gray', linewidth=0.8)
