@@ -46,8 +46,8 @@ LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
 EPSILON = constexpr(1e-8)  # added to histograms before sharpening; equal to pe.EPS
 
 
-# ---- the functions to call, each below its plain reference (any dtype, O(T^2) memory); that of ---
-# cursor_scan is in pe.py
+# ---- public functions, each below its reference (any dtype, O(T^2) memory); cursor_scan's is in
+# pe.py
 
 def attention_reference(q, k, v):
     """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)), for
@@ -144,16 +144,16 @@ def require_triton(reference):
 
 
 # ---- operators: autograd and torch.compile cannot look into a kernel, so every launch is inside a
-# custom operator of PyTorch, to which this section's decorator gives its shapes and its gradient
+# custom PyTorch operator; the decorator below defines its output shapes and gradient
 
 def operator(fake, gradient_of=None, keep_outputs=True):
     """Decorator: turn a function that launches kernels into an operator. For torch.compile, `fake`
     returns uninitialized outputs of the same shapes and strides.
 
-    gradient_of: another operator. Autograd calls this one with (*gradients of the other's outputs,
-    *tensors, *numbers), and this one returns the gradients of the other's input tensors. tensors:
-    those inputs and, if `keep_outputs`, the outputs, all that is kept in between; numbers: the
-    other's last arguments. Differentiating twice raises RuntimeError and requires the reference."""
+    gradient_of: another operator. Autograd calls this one with (*gradients of its outputs,
+    *tensors, *numbers); this one returns the gradients of its input tensors. tensors: its input
+    tensors and, if `keep_outputs`, its outputs; numbers: its last arguments. Differentiating twice
+    raises RuntimeError; use the reference instead."""
     def register(function):
         op = torch.library.custom_op(f'nanope::{function.__name__}', function, mutates_args=())
         op.register_fake(fake)
@@ -282,7 +282,7 @@ def forward_kernel(Q, K, V, Y, E, LSE, q_step, k_step, v_step, y_step, H, T, sca
             row_max = new_max
     store_rows(Y + b * T * y_step + h * D_V, y / row_sum[:, None], t0, y_step, T, D_V, BD_V, M)
     rows = (b * H + h) * T + t                                  # (M,) of E and LSE [B, H, T]
-    tl.store(LSE + rows, row_max * factor + tl.log2(row_sum), mask=t < T)  # its L, in log 2
+    tl.store(LSE + rows, row_max * factor + tl.log2(row_sum), mask=t < T)  # lse, base 2
     if E is not None:
         tl.store(E + rows, e / row_sum, mask=t < T)             # (M,)
 
@@ -375,8 +375,8 @@ def keys_kernel(Q, K, V, LSE, DY, DE, MEAN, DK, DV,
 # ---- attention: launches and operators -----------------------------------------------------------
 
 LARGE, SMALL = 220 * 1024, 99 * 1024  # bytes of shared memory that BLOCKS need at most
-# M, N, warps and stages, the fastest on an H100, where q and k are up to 64 wide; 128, v 64 (PoPE);
-# 128, as v; 256. Last, untimed: 256 where shared memory is not LARGE. N divides M (in keys_kernel M
+# (M, N, warps, stages), the fastest on an H100, for q and k of width <= 64; 128, v 64 (PoPE); 128,
+# v 128; 256; and, untimed, 256 without LARGE shared memory. N divides M (in keys_kernel M
 # divides N), or the loops would miss pairs
 BLOCKS = {
     'forward': [(64, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)],
@@ -455,7 +455,7 @@ def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tenso
 # Eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), from D to 2D features; delta is for
 # keys alone. A program for each block of ROWS rows, head and sequence
 
-POLAR_ROWS = 64 if INTERPRETED else 16  # so few rows stay in a GPU's registers
+POLAR_ROWS = 64 if INTERPRETED else 16  # small enough to fit a GPU's registers
 
 
 @jit

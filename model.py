@@ -1,4 +1,4 @@
-"""One pre-norm decoder Transformer that knows no encoding by name: pe.py supplies the attention.
+"""A pre-norm decoder Transformer for any encoding of pe.py, which computes the attention.
 
 Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules
 that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed
@@ -16,7 +16,7 @@ import pe as encodings
 
 @dataclass
 class ModelConfig(encodings.PEConfig):
-    """The shape of the model. Raises UserError where the numbers do not fit together."""
+    """The size of the model. Raises UserError if the options are inconsistent."""
     vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
     d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             logits = self.tap_logits(self.pe.logits(q, k, pos, state, x))   # (B, H, T, T)
             y = self.pe.mix(self.pe.weigh(logits), v, pos, state, x)
         else:
-            y = self.pe.attend(q, k, v, pos, state, x)          # the same, mostly without logits
+            y = self.pe.attend(q, k, v, pos, state, x)          # same result; may skip logits
         y = self.tap_head_out(y)                                # (B, H, T, out_dim)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # heads side by side -> (B, T, C)
 
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if '.pe.' in name:
                 continue                                        # encodings initialize themselves
-            if name == 'embedding.weight':                      # the tied head's, too
+            if name == 'embedding.weight':                      # also of a tied head
                 nn.init.normal_(p, std=self.cfg.embedding_std)
             elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
@@ -133,14 +133,14 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets=None, total_len=None, pos=None):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
-        loss: mean cross-entropy of the targets [B, T] that are not -100, in training with the
-        encoding's penalty. total_len: the final length, if tokens are only the beginning of a
+        loss: mean cross-entropy over targets [B, T] other than -100, plus the encoding's penalty in
+        training. total_len: the final length, if tokens are only the beginning of a
         sequence (ViPE, YaRN). pos: other positions than 0..T-1, [T] or [B, T].
         """
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device)   # (T,)
         x = self.embedding(tokens)                              # (B, T, C)
-        enc = self.blocks[0].attn.pe                            # its embed and state serve all
+        enc = self.blocks[0].attn.pe                            # embed, state: for all layers
         state = enc.state(x, pos, total_len)                    # ViPE's s, PRISM's cursors, ...
         x = self.tap_resid(self.drop(enc.embed(x, pos)))        # ape, learned, ... add p_t here
         for i, block in enumerate(self.blocks):

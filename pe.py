@@ -60,7 +60,7 @@ class SharedConfig:
             value, choices = getattr(self, f.name), get_args(f.type)
             need(get_origin(f.type) is not Literal or value in choices,
                  f'{f.name} must be one of {", ".join(map(str, choices))}, got {value!r}')
-        # widths, bases and counts; where 0 has a meaning it is the default
+        # widths, bases and counts, unless 0 or None is the default
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
         need(self.d_model % self.n_head == 0,
              f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
@@ -102,7 +102,7 @@ class At:
     state: object           # what state() returned
     content: torch.Tensor   # x, or None where the caller has none
     causal: bool = True     # a mask hides later keys
-    kernel: bool = False    # kernels.attention follows
+    kernel: bool = False    # goes to kernels.attention
 
     @property
     def distance(self):
@@ -124,8 +124,8 @@ class Encoding(nn.Module):
     x [B, T, C]; q [B, H, Tq, D]; k, v [B, H, T, D]; pos [T], or [B, T] if rows differ."""
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
-    needs_causal = False      # True: refuses cfg.causal=False
-    needs_pairs = False       # True: rotates pairs of features, refuses an odd head_dim
+    needs_causal = False      # True: raises without a mask
+    needs_pairs = False       # True: rotates feature pairs; requires an even head_dim
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
     mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
@@ -139,7 +139,7 @@ class Encoding(nn.Module):
         need(cfg.causal or not self.needs_causal,
              f'{type(self).__name__} requires a causal mask: causal=True')
         need(cfg.head_dim % 2 == 0 or not self.needs_pairs,
-             f'{type(self).__name__} rotates pairs of features: {cfg.head_dim} is not even')
+             f'{type(self).__name__} requires an even head_dim, got {cfg.head_dim}')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
@@ -160,7 +160,7 @@ class Encoding(nn.Module):
     def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
     def bias(self, at):                         # -> None, or [H, Tq, T] or [B, H, Tq, T], added to
-        return None                             # the logits; of T rows the last Tq count
+        return None                             # the logits; if T rows: the last Tq
     def weigh(self, logits):                    # -> the attention weights; masked keys: -inf
         return logits.softmax(dim=-1)
     def value(self, v, at):                     # -> [B, H, T, any], before the average
@@ -209,8 +209,8 @@ class Encoding(nn.Module):
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
         pos: of k and v; state: what state() returned, computed if it depends on the length alone;
         x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
-        UserError if shapes do not fit. The kernels require consecutive integer positions and give
-        NaN for other integers, except with kernel='reference'.
+        UserError if shapes do not fit. The kernels require consecutive integer positions and return
+        NaN for others; kernel='reference' accepts any.
         """
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
@@ -221,7 +221,7 @@ class Encoding(nn.Module):
         autocast = torch.is_autocast_enabled(q.device.type)
         if self.fp32 and (autocast or q.dtype in HALF):
             with torch.autocast(q.device.type, enabled=False):
-                x = x.float() if autocast and x is not None else x      # else as the weights are
+                x = x.float() if autocast and x is not None else x      # else the weights' dtype
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x).to(q.dtype)
         if self.dense:
             weights = self.weigh(self.logits(q, k, pos, state, x))
@@ -270,7 +270,7 @@ def kernels(required=True):
 
 
 def options_of(cls):
-    """{option: (type, default)} of an encoding's class: annotated attributes, its bases' too."""
+    """{option: (type, default)} of an encoding's class: annotated attributes, inherited too."""
     bases = [base for base in cls.__mro__[::-1] if issubclass(base, Encoding)]
     return {key: (kind, getattr(cls, key)) for base in bases
             for key, kind in base.__annotations__.items()}
@@ -303,13 +303,13 @@ def check_positions(pos, B, T):
          f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
     if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
         need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all() and pos.isfinite().all(),
-             'positions must be at least 0, finite and ascend along a row; give packed documents '
-             'rows of their own')
+             'positions must be finite, at least 0 and non-decreasing in a row; put packed '
+             'documents in separate rows')
 
 
 def causal(like, itself=True):
-    """[Tq, T], of the size and dtype of `like` [.., Tq, T]: 0, and -inf at later keys than the
-    query's own, or from its own on; the last query is at the last key."""
+    """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys after the query (without
+    `itself`, from it on), else 0; the last query is the last key."""
     Tq, T = like.shape[-2:]
     hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
     return hidden.triu(T - Tq + int(itself))
@@ -400,7 +400,7 @@ class Learned(Encoding):
 
 class Random(Learned):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
-    P fixed, entries N(0, 1/2), which gives it the norm of a sinusoid (both ours)."""
+    P fixed, entries N(0, 1/2), for the norm of a sinusoid (our choices)."""
     def __init__(self, cfg):
         Encoding.__init__(self, cfg)                # without the learned table
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
@@ -409,7 +409,7 @@ class Random(Learned):
 # ---- queries and keys ----------------------------------------------------------------------------
 
 class RoPE(Encoding):
-    """Rotary embedding (Su et al. 2024; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
+    """Rotary embedding (Su et al. 2021; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
     R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
     shift_invariant = needs_pairs = True
     rope_fraction: float = 1.0     # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024)
@@ -420,7 +420,7 @@ class RoPE(Encoding):
 
     def qk(self, q, k, at):
         theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
-        theta[math.ceil(self.rope_fraction * len(theta)):] = 0        # the slow ones stand still
+        theta[math.ceil(self.rope_fraction * len(theta)):] = 0        # slow pairs: no rotation
         return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
 
 
@@ -610,7 +610,7 @@ class VRoPE(Encoding):
     shift_invariant = needs_pairs = True
 
     def rotated(self, v, pos):
-        d = self.cfg.head_dim  # other encodings' channels stay
+        d = self.cfg.head_dim  # other channels: unchanged
         angle = pos[..., None] * frequencies(d // 2, self.cfg.rope_base, v)  # (1, T, D/2)
         return torch.cat([rotate(v[..., :d].contiguous(), angle), v[..., d:]], dim=-1)
 
@@ -636,8 +636,8 @@ class ViPE(Encoding):
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
     vipe_u: bool = True            # 1 + <u, k> in the logit scale
-    # s = length (of the sequence at hand / train_len) | global (eval_len / train_len, of sequences
-    # longer than train_len) | one
+    # s = length (T / train_len, at least 1) | global (eval_len / train_len if T > train_len) | one
+    # (always 1)
     vipe_s: Literal['length', 'global', 'one'] = 'length'
     vipe_d_p: int = 0              # width of the distance code; 0: the head dimension
 
@@ -680,7 +680,7 @@ class ViPE(Encoding):
         return torch.cat([y[..., :-1], code], dim=-1)               # (B, H, Tq, D + d_p)
 
 
-# ---- PRISM: positions that the content decides ---------------------------------------------------
+# ---- PRISM: content-dependent positions ----------------------------------------------------------
 # A cursor is a distribution over offsets, a histogram;
 # a query matches a key where the histograms of their cursors overlap
 
@@ -886,16 +886,16 @@ class PRISM(Encoding):
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
     prism_cursors: int = 2         # query cursors, and key cursors, of each head
     prism_d_pe: int = 32           # width of the sinusoids that a cursor superposes
-    prism_hidden: int = 100        # hidden state of the GRU that opens the gates
+    prism_hidden: int = 100        # hidden width of the GRU for the gates
     # W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
     prism_recurrent: Literal['free', 'orthogonal', 'penalty', 'norm'] = 'free'
-    prism_reset: bool = True       # cursors can return to 0; False: that gate stays shut
+    prism_reset: bool = True       # cursors can return to offset 0; False: no resets
     prism_superpose: bool = True   # mean of sinusoids; False: sinusoid of the mean offset
     prism_sharpen: bool = True     # power-sharpening of the histograms, gamma > 1 learned
-    # copy gate of every fifth query cursor: none, or with its key cursor fixed | trained
+    # copy gate of every fifth query cursor: none | its key cursor fixed | trained
     prism_copy: Literal['none', 'fixed', 'trained'] = 'none'
     prism_absolute: bool = False   # the absolute position as one more cursor (Algorithm 3)
-    # none | scale (Algorithm 3's, one for all) | unit (each token's, to length sqrt(d_pe))
+    # none | scale (Algorithm 3: one constant) | unit (each token to norm sqrt(d_pe))
     prism_norm: Literal['none', 'scale', 'unit'] = 'none'
     prism_alpha_lr: float = 0.03   # peak learning rate of alpha, the cursors' weights
 
@@ -903,8 +903,8 @@ class PRISM(Encoding):
         super().__init__(cfg)
         need(cfg.prism_d_pe % 2 == 0, f'prism_d_pe must be even, got {cfg.prism_d_pe}')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
-        need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must be 1 '
-             f'and others up to n_layer={cfg.n_layer}, got {cfg.prism_layers}')
+        need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must '
+             f'contain 1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
         self.capturable = cfg.prism_recurrent != 'orthogonal'   # its W_h cannot be captured
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
@@ -913,7 +913,7 @@ class PRISM(Encoding):
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, branches))
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
-            self.cursors = Cursors(cfg, end - cfg.layer)    # for the layers before the next one's
+            self.cursors = Cursors(cfg, end - cfg.layer)    # up to the next PRISM layer
 
     def state(self, x, pos, total_len=None):
         need(x is not None, "prism requires state=enc.state(x, pos) of the first layer's encoding, "
@@ -955,7 +955,7 @@ PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIO
 # ---- combining encodings -------------------------------------------------------------------------
 
 class Sum(Encoding):
-    """'a+b': the hooks of a, then of b (out in reverse order); biases add. qk goes by `order`."""
+    """'a+b': the hooks of a, then of b (out in reverse order); biases add; qk in rising order."""
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
@@ -974,7 +974,7 @@ class Sum(Encoding):
                  'polar coordinates leave no pairs of features to rotate'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
-                 'the mean distance requires weights that sum to 1, of one encoding')):
+                 'only one can append a distance, and its weights must sum to 1')):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 
@@ -1031,7 +1031,7 @@ class SomeHeads(Encoding):
     def join(self, first, rest):    # [B, k, Tq, wide], [B, H - k, Tq, D] -> [B, H, Tq, wide]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)
 
-    def both(self, hook, tensors, *given):      # each encoding's, on its heads of the tensors
+    def both(self, hook, tensors, *given):      # apply each encoding's hook to its heads
         return self.join(getattr(self.parts[0], hook)(*(z[:, :self.k] for z in tensors), *given),
                          getattr(self.rest, hook)(*(z[:, self.k:] for z in tensors), *given))
 

@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def weights(self):
-        return self.enc.weigh(self.logits)  # (B, H, T, T), rows add up to 1
+        return self.enc.weigh(self.logits)  # (B, H, T, T), row sums <= 1
 
     def begin(self, _, inputs):  # a hook before attention
         self.x, self.pos, self.state = inputs
@@ -166,12 +166,12 @@ def problems(task, lengths, n, split='test'):
 
 
 def batch(task, lengths, length, n):
-    """(length, tokens, targets), both [n, T], of problems(). length 0: the longest of `lengths`, of
-    a text at most 512 tokens."""
+    """(length, tokens, targets), both [n, T], of problems(). length 0: the longest of `lengths`, at
+    most 512 for a text."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
     tokens, targets = problems(task, [length], n)[length]
-    need(2 <= tokens.shape[1] <= 2 ** 13, f'--length={length} has {tokens.shape[1]} tokens: this '
-         'probe computes maps of tokens x tokens, of 2 to 8,192')
+    need(2 <= tokens.shape[1] <= 2 ** 13, f'--length={length} has {tokens.shape[1]} tokens: maps '
+         'of T x T tokens require T from 2 to 8,192')
     return length, tokens, targets
 
 
@@ -203,7 +203,7 @@ def correlation(x, y):
 
 
 def head_rows(columns):
-    """Rows of {name: [L, H]} for each head; of more than 60 heads their means for each layer."""
+    """A row per head from {name: [L, H]}; beyond 60 heads, a mean per layer."""
     many = next(iter(columns.values())).numel() > 60
     if many:
         columns = {name: x.nanmean(dim=1, keepdim=True) for name, x in columns.items()}  # (L, 1)
@@ -265,7 +265,7 @@ def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None,
 
 
 def label_tokens(axis, words):
-    """Write tokens along an axis; of more than 40 only the few that are not digits, such as "="."""
+    """Write tokens along an axis; beyond 40, only the few non-digits, such as "="."""
     marks = {i: word for i, word in enumerate(words) if len(words) <= 40 or not word.isdecimal()}
     if len(words) <= 40 or 0 < len(marks) < 6:
         axis.set_ticks(list(marks), marks.values(), fontsize=6)
@@ -287,7 +287,7 @@ def ladder(cfg, length):
 
 
 def by_length(cfg, title, rows, shown):
-    """A draw(plt) of {panel title: [columns]} of the rows by input length, where they have them."""
+    """A draw(plt) of {panel title: [columns]} of rows that have them, by input length."""
     x, trained = [row['length'] for row in rows], max(cfg.train_lengths)
     lines = {name: {key: (x, [row.get(key.lstrip('_'), np.nan) for row in rows])  # _: in grey
                     for key in columns} for name, columns in shown.items()}
@@ -440,7 +440,7 @@ def squeeze(model, task, cfg, length=0, n=256):
             row['tokens' + name] = number(right.sum() / asked.sum())
         rows.append(row)
     title = (f'{titled(cfg)}: accuracy with positions squeezed into the trained range, and with '
-             'far keys hidden. If squeezing helps, the model fails at distances that are new.')
+             'far keys hidden. If squeezing helps, the model fails at unseen distances.')
     shown = {key: [key + name for name in found] for key in ('exact', 'tokens')}
     return rows, dict(n=len(tokens)), by_length(cfg, title, rows, shown)
 
@@ -640,7 +640,7 @@ def norms(model, task, cfg, length=0, n=8):
 
 
 def tuning_curves(model, row, length, contents):
-    """Logits by distance [L, contents, H, length] of a query and a key at any distance."""
+    """Logits [L, contents, H, length] of fixed queries and keys at every distance."""
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
     zeros = torch.zeros(1, length, model.cfg.d_model)  # (1, length, C), in place of a stream
@@ -669,7 +669,7 @@ def tuning(model, task, cfg, length=0, contents=24):
     try:
         logits = tuning_curves(model, row, length, contents).double()  # (L, contents, H, length)
     except encodings.InputMissing:
-        raise UserError(f'tuning cannot move all inputs of {cfg.pe}: take rope') from None
+        raise UserError(f'tuning requires an encoding of q and k alone, unlike {cfg.pe}') from None
     largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()  # effect of the distance
     need(largest > 1e-5 * logits.abs().max(), 'tuning requires logits that depend on the distance, '
          f'unlike those of {titled(cfg)}: take rope, pope or alibi')
@@ -695,8 +695,8 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     """Which heads, or which layer's position vectors, does the answer depend on?
 
     what=heads zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
-    `drop 1`, `drop 2`, ... of exact match without that head, in points (of tokens, if exact match
-    is 0; for a corpus: rise of the loss, nats); `effective`: how many heads share it; 1 with a
+    `drop 1`, `drop 2`, ...: loss of exact match without that head, in points (of tokens, if it is
+    0; for a corpus: rise of loss, nats); `effective`: how many heads share it; 1 with a
     large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts the
     vectors p of the encoding from the stream before each layer: score `without p`;
     `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
@@ -866,7 +866,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
 
 def edges(task, tokens):
     """Edges of the gradient, (b, u, j, d), each [E]: row u and column j of problem b, label d. With
-    two triggers: from the query to the later one, d: their distance. Else every pair, d = u - j."""
+    two triggers: from query to later trigger, d: trigger distance. Else every pair, d = u - j."""
     B, T = tokens.shape
     if getattr(task, 'triggers', 0) != 2:
         b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)  # each (B T (T + 1) / 2,)
@@ -910,7 +910,7 @@ def gradients_by_layer(model, tokens, targets, edge):
 
 
 def gradients(model, task, cfg, length=0, n=256, steps=-1):
-    """Does one head collect the gradient of position, more so the lower the layer?
+    """Does one head collect the gradient of position, mostly in lower layers?
 
     Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss w.r.t. a head's logits
     on the edges() with label d, at initialization, in a repetition of the run's first `steps` steps
@@ -1062,9 +1062,9 @@ def cursor_panels(model, task, shown):
 def kernel(model, task, cfg, length=0):
     """How precise are positions in PRISM's scores? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
-    Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, how far the distribution
-    of its displacement by eq. 6, the correlation of two histograms, is from eq. 4, the scan
-    restarted from a point: half the sum of absolute differences; none where it can copy; `mean`,
+    Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, the total variation
+    distance of its displacement by eq. 6 (cross-correlation of two histograms) from eq. 4 (the scan
+    restarted from a point); none if the cursor can copy; `mean`,
     |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`, the first distance from
     which the kernel <f(0), f(r)> / |f|^2 rises again; the largest `eq6` and `mean`.
     """
@@ -1268,8 +1268,8 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
     length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
-    over queries. For encodings that rotate, over i >= j, of heads with slow dominating pairs:
-    slow_fg: their logits with f + g of eq. 15; dominance: all logits with theirs; r_fg: with f + g;
+    over queries. If it rotates, r over i >= j in heads with slow dominating pairs: slow_fg: of
+    their logits and f + g (eq. 15); dominance: of all and theirs; r_fg: of all and f + g;
     r_random: r with random phases, the control.
     """
     rows = sequences(task, cfg.train_lengths, length, n)
@@ -1578,7 +1578,7 @@ def outside():
 
 
 def read_llama(path):
-    """(transformers' model, tokenizer) of a folder or GGUF file. Raise UserError if it cannot."""
+    """(transformers' model, tokenizer) of a folder or GGUF file. Raise UserError if that fails."""
     gguf = dict(gguf_file=os.path.basename(path)) if path.lower().endswith('.gguf') else {}
     folder, given = os.path.dirname(os.path.abspath(path)) if gguf else path, dict(
         trust_remote_code=False, **gguf)

@@ -71,7 +71,7 @@ class Task:
         """The number of training problems of these lengths, None if unlimited."""
 
     def width(self, lengths):
-        """The number of tokens in the longest sequence. One problem shows it: all are padded."""
+        """The number of tokens in the longest sequence. One problem suffices: all are padded."""
         ends = min(lengths), max(lengths)   # the widest is one of these
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
@@ -117,8 +117,8 @@ def supervise(tokens, start):
 
 
 def compose(prompt, answer):
-    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Both
-    are lists of tokens, the same in every row or [n, k]; padding moves to the end of its row."""
+    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Lists
+    of tokens shared by all rows, or tensors [n, k]; padding moves to the end of its row."""
     one = next(filter(torch.is_tensor, prompt))[:, :1]      # [n, 1]
     columns = [part if torch.is_tensor(part) else torch.full_like(one, part)
                for part in [*prompt, *answer]]              # a token becomes a column
@@ -287,8 +287,8 @@ class Classification(Task):
 
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
-    class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform below the length and
-    span (128; distance:span=16 if trained at 16, so that training covers every class used)."""
+    class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform on 1..min(length,
+    span) - 1 (span 128; at length 16 use 16, to train every class used)."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -346,8 +346,8 @@ CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the
 
 
 class Characters(Task):
-    """prompt=answer. in characters, with everything after "=" supervised; x=answer(x). by default,
-    for a string x of `length` digits below `symbols`. A subclass defines answer, or
+    """prompt=answer. in characters, with all after "=" supervised. By default x=answer(x). for
+    `length` digits x below `symbols`. A subclass defines answer, or
     write(n, length, draw) -> (prompt, answer): lists of texts and of numbers [n, k], which are
     digits, or -1 for nothing.
     >>> examples(6, 'string_copy string_reverse bucket_sort odds_first stack')
@@ -480,7 +480,7 @@ def number(n, length, draw, size):
     return torch.where(t >= size, -1, x)
 
 
-# ---- recall, the tests of encodings after 2023 ---------------------------------------------------
+# ---- recall, used to test encodings since 2023 ---------------------------------------------------
 
 class FlipFlop(Task):
     """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
@@ -573,7 +573,7 @@ class Pairs(Task):
         return found[0]
 
     def problems(self, n, length, draw):
-        """n training problems of a length, with replacement; of val or test where it has none."""
+        """n training problems of a length, with replacement; from val or test if none."""
         tokens, targets = self.find(length, *PARTS)
         i = draw.integers(len(tokens), n).cpu()     # [n]; the rows are on the CPU
         return [x[i].to(draw.device) for x in (tokens, targets)]
@@ -673,8 +673,8 @@ def scan_pairs(split='length', part='train'):
 
 class CFQ(Pairs):
     """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
-    Entities are M0, M1, ... as in its authors' baselines. The random split, or
-    another of its folder `splits`: cfq:split=mcd1, or query_complexity_split as in ViPE's source.
+    Entities are M0, M1, ... as in its authors' baselines. Option `split`: random_split, or another
+    file of its folder `splits`, such as mcd1 or query_complexity_split.
     `length`: words of the query. Its texts:
     BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . } EoS
     """
@@ -723,8 +723,8 @@ PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val'
 class Corpus(Task):
     """Documents in parts. A subclass defines documents(path), the documents in a file: arrays of
     symbols, mapped from disk where the file is large; token = symbol + first. A part is named by
-    the file or its folder (PART_NAMES). If no name says it, the parts are 90, 5 and 5 %: of the
-    documents in an order drawn once, or of each document if there are fewer than 20."""
+    the file or its folder (PART_NAMES). Otherwise the parts are 90, 5 and 5 % of the documents, in
+    an order drawn once, or of each document if there are fewer than 20."""
     corpus = True
     fixed = True
     min_length = 2
@@ -751,7 +751,7 @@ class Corpus(Task):
             folders[:] = sorted(x for x in folders if x[0] != '.' and x not in self.skip)
             files += [pathlib.Path(folder, name) for name in sorted(names)
                       if name[0] != '.' and name.lower().endswith(self.endings)]
-        need(files, f'{self.data} does not exist or has no such files; it must be {self.needs}')
+        need(files, f'{self.data} is missing or has no matching files; use {self.needs}')
         return files
 
     @functools.cached_property
@@ -776,7 +776,7 @@ class Corpus(Task):
     def of_part(self, part):
         """The documents of a part that have something to predict. Raise UserError if none has."""
         documents = [document for document in self.parts[part] if len(document) > 1]
-        need(documents, f'{self.data} has nothing for {part}: name a file or folder in it {part}, '
+        need(documents, f'{self.data} has no text for {part}: rename a file or folder to {part}, '
                         'or add text')
         return documents
 
@@ -785,7 +785,7 @@ class Corpus(Task):
         size = len(self.vocab) - self.first     # the number of symbols
         tokens = np.full((len(pieces), length), PAD, dtype=np.int64)    # [n, T]
         for row, piece in zip(tokens, pieces):
-            symbols = np.asarray(piece, dtype=np.int64)     # [t]; of uint16 the sum could overflow
+            symbols = np.asarray(piece, dtype=np.int64)     # [t]; uint16 could overflow below
             need(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols up '
                  f'to {symbols.max()}, which are not in the vocabulary of 0 to {size - 1}')
             row[:len(piece)] = symbols + self.first     # the rest of the row stays PAD
@@ -810,7 +810,7 @@ class Corpus(Task):
         there are too few), cut into contexts of `length` tokens. Contexts overlap by one token, so
         that every token of a segment except the first is predicted once. The last context may be
         short; with a stride, all are up to a stride shorter."""
-        def step(length):   # from one context's start to the next: predictions in a whole one
+        def step(length):   # stride of contexts = predictions in a full context
             return (length - 1) // self.stride * self.stride
 
         def contexts(text, length):
@@ -840,7 +840,7 @@ class Corpus(Task):
 
 
 def mapped(path, dtype):
-    """A file as an array, on disk if it is large: a map would keep many small files open."""
+    """A file as an array, memory-mapped if large: maps of small files would stay open."""
     large = path.stat().st_size > 2 ** 20   # bytes, 1 MiB
     return np.memmap(path, dtype, 'r') if large else np.frombuffer(path.read_bytes(), dtype)
 
@@ -889,7 +889,7 @@ class Tokens(Corpus):
             need(high.any() or not low.any(), 'every other token is 0, as in a file of uint32')
             return [tokens]
         array = np.load(path, mmap_mode='r')    # stays on disk
-        need(array.ndim == 1 and array.dtype.kind in 'ui', 'not a row of integers')
+        need(array.ndim == 1 and array.dtype.kind in 'ui', 'must be 1-D integers')
         return [array]
 
 
@@ -1012,8 +1012,8 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
 
 @functools.cache
 def make(name, data=''):
-    """Return the task of a name and its options, as in 'parity' or 'distance:span=16', and, if it
-    reads files, of the path `data`. Raise UserError if there is none."""
+    """Return the task for a name with options, as in 'parity' or 'distance:span=16'; `data`: its
+    path, if it reads files. Raise UserError if unknown."""
     base, *options = name.split(':')
     need(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
     task = copy.copy(TASKS[base])   # the registered ones stay as they are
@@ -1050,7 +1050,7 @@ def main(argv):
     """List the tasks, or print examples of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda says: need(False, says)       # one line, as all mistakes
+    parser.error = lambda says: need(False, says)       # one line, as all errors
     parser.add_argument('name', nargs='?')
     parser.add_argument('length', nargs='?', type=int)
     parser.add_argument('--data', default='')

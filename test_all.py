@@ -680,7 +680,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
             (dict(pe='vipe', vipe_s='both'), 'length'),
             (dict(pe='prism+prism'), 'PRISM and PRISM cannot be added: each appends features'),
-            (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
+            (dict(pe='stickbreaking+vipe'), 'weights must sum to 1'),
             (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')):
         with pytest.raises(pe.UserError, match=says):
             Transformer(ModelConfig(**kw))
@@ -693,8 +693,8 @@ def test_what_does_not_fit_together_says_what_to_do():
             (rope, (q, k[:, :, :9], v[:, :, :9], pos[:9]), 'q covers all T positions or the last'),
             (rope, (q, k, v, pos[:9]), 'pos must have a position for each'),
             (rope, (q, k, v, pos, None, torch.randn(2, 1, 32)), 'the inputs of all 10 keys'),
-            (rope, (q, k, v, pos % 6), 'ascend along a row; give packed documents'),
-            (rope, (q, k, v, pos - 1), 'must be at least 0'),
+            (rope, (q, k, v, pos % 6), 'non-decreasing in a row; put packed'),
+            (rope, (q, k, v, pos - 1), 'finite, at least 0'),
             (encoding('fox', heads=4), (q, k, v, pos), 'requires the attention input'),
             (encoding('prism', heads=4), (q, k, v, pos), 'requires state=enc.state')):
         with pytest.raises(pe.UserError, match=says):
@@ -1081,11 +1081,11 @@ def planted(tmp_path, monkeypatch):
     ('sort 101', 'lengths 1 to 100, not 101'),
     ('mqar:keys=3 5', 'lengths 6 and more'),
     ('scan 23', r'\[1, 2, .*, not 23'),
-    ('text --data=missing', 'does not exist'),
+    ('text --data=missing', 'is missing'),
     ('text --data=empty', 'nothing to read'),
     ('genome --data=utf16', 'required: UTF-8'),
     ('tokens --data=odd.bin', r'required: a .bin \(uint16\) or .npy file'),
-    ('tokens --data=float.npy', 'not a row of integers'),
+    ('tokens --data=float.npy', 'must be 1-D integers'),
     ('tokens --data=uint32.bin', 'as in a file of uint32'),
     ('tokens:size=9 --data=nines.bin', 'the vocabulary of 0 to 8'),
     ('jsb --data=trio.json', 'required: Jsb16th'),
@@ -1619,7 +1619,7 @@ def test_a_second_process_in_a_folder_is_refused(tmp_path):
         train.main(flags(out_dir=tmp_path))
     assert not list(tmp_path.iterdir())
     (tmp_path / 'log.jsonl').write_text('of another program')
-    with pytest.raises(train.UserError, match='not of a run, but have its names: log.jsonl'):
+    with pytest.raises(train.UserError, match='the names of a run: log.jsonl'):
         train.main(flags(out_dir=tmp_path))
 
 
@@ -1693,7 +1693,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     for says, changes in (
             ('another kind of device', dict(batches=batches | dict(start=torch.zeros(16)))),
             ('have changed: its data', dict(batches=batches | dict(sum=1))),
-            ('another version', dict(moments={})), ('lacks what', dict(rng=[]))):
+            ('another version', dict(moments={})), ('cannot be continued', dict(rng=[]))):
         refuses(says, again, seeds={0: entry | changes})
     del whole['config']['pope_frequencies']
     torch.save(whole, path)
@@ -2170,7 +2170,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     ('linear', dict(eval_lengths=[4]), {}, 'eval_lengths above 8'),
     ('tuning', dict(pe='ape'), {}, 'depend on the distance'),
     ('tuning', dict(pe='prism', n_head=2), {}, 'come from the content'),
-    ('tuning', dict(pe='fox'), {}, 'all inputs of fox'),
+    ('tuning', dict(pe='fox'), {}, 'q and k alone, unlike fox'),
     ('ablate', {}, dict(what='positions'), r'pe=ape or ape\+rope'),
     ('gradients', dict(n_head=2), dict(steps=10 ** 9), 'take fewer'),
     ('stretch', {}, dict(layer=3), 'must be 1 to 2'),

@@ -65,7 +65,7 @@ class Running:
     out_dir: str = ''              # the run's folder; empty: out/TASK_PE
     eval_lengths: list = range(1, 49)   # problem lengths evaluated
     n_eval: int = 128              # validation problems per length, evaluated during training
-    n_test: int = 1024             # test problems per length, from a random stream of their own
+    n_test: int = 1024             # test problems per length, from a separate random stream
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
@@ -225,8 +225,8 @@ def parse_list(text):
 
 
 def convert(cls, key, value, where):
-    """A value, or the text of one, as option `key` of a dataclass. A comma-separated list for an
-    option of Config that is not a list gives the list of a sweep. Raise UserError if it is wrong.
+    """Convert a value, or its text, to the type of option `key`. A comma-separated list for a
+    scalar option of Config returns a list, for a sweep. Raise UserError if it is invalid.
     """
     check_name(f'option in {where}:', key, keys(cls))
     kind, default, given = keys(cls)[key].type, keys(cls)[key].default, value
@@ -242,7 +242,7 @@ def convert(cls, key, value, where):
     if kind is list and isinstance(value, (tuple, range)):         # of a config file
         value = list(value)
     if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
-        value = kind(value) if kind(value) == value else value     # 1e4 steps, a rate of 1
+        value = kind(value) if kind(value) == value else value     # 1e4 steps, an lr of 1
     names = {list: 'a list as in 1-16 or 1,2,4', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
@@ -264,7 +264,7 @@ def parse(cls, argv):
 
 
 def read_file(path, values):
-    """`values` with the assignments of a config file on top; it may use values set before it."""
+    """`values` updated with a config file's assignments, which may use earlier values."""
     names = dict(values)                                   # what its lines may read
     try:
         with open(path, encoding='utf-8-sig') as f:        # without a byte-order mark
@@ -306,7 +306,7 @@ def read_options(argv):
 
 
 def default_out_dir(values):
-    """out/TASK_PE; a sweep leaves out which of these it varies and adds the others it varies."""
+    """out/TASK_PE; a sweep omits TASK or PE if varied, and adds other varied options."""
     names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
     names += [key for key in swept(values) if key not in ('task', 'pe')]
     return 'out/' + ('_'.join(names) or 'sweep')
@@ -350,8 +350,8 @@ class Batches:
     """Shuffled batches of mixed lengths, rows padded on the right, on the device.
 
     An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order.
-    It follows from the generator's state at its start, which is what a checkpoint stores. To
-    compute little on padding, a batch has two parts: rows of the narrower half of the pool, and
+    It follows from the generator's state at its start, which is what a checkpoint stores. To limit
+    padding, a batch has two parts: rows of the narrower half of the pool, and
     rows of the wider half. Each part has one shape for the whole epoch, as CUDA graphs require.
     """
     def __init__(self, cfg, seed, task, device):
@@ -426,7 +426,7 @@ class Batches:
 
 def held_out(cfg, split, device):
     """Yield (length, (tokens, targets)) of split eval or test, the same for every encoding, one
-    length at a time, because all of them may fill the memory."""
+    length at a time, because all may not fit in memory."""
     n, task = cfg.n_eval if split == 'eval' else cfg.n_test, cfg.the_task
     lengths = [cfg.eval_lengths] if task.corpus else [[length] for length in cfg.eval_lengths]
     for some in lengths:                                   # a corpus cuts one text for all lengths
@@ -457,9 +457,9 @@ class Trainer:
         self.model = Transformer(cfg).to(device, cfg.weights_dtype)        # initialized on the CPU
         self.batches = Batches(cfg, seed, cfg.the_task, device)    # the same for every encoding
         self.autocast = precision(cfg, device)             # a context for each forward pass
-        on_gpu = device.type == 'cuda'                     # where launches cost more than sums
+        on_gpu = device.type == 'cuda'                     # where launches dominate the cost
         groups = self.model.optim_groups(cfg.lr, cfg.weight_decay) # a class may have its own
-        for group in groups:                               # a CUDA graph reads rates from tensors
+        for group in groups:                               # a CUDA graph reads lr from tensors
             dtype = torch.float32 if on_gpu else torch.float64
             group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
         self.peaks = [group['lr'].item() for group in groups]      # before warm-up and decay
@@ -476,7 +476,7 @@ class Trainer:
             self.update = Graph(self.update)               # shadows the method update()
 
     def step(self, number):
-        """One optimizer step; the loss before it, []. GPU sync only as an epoch begins."""
+        """Take an optimizer step; return the loss before it. Syncs once per epoch."""
         batch = self.batches.next(number)                  # tokens, targets, tokens, ...
         factor = learning_rate(self.cfg, number) / self.cfg.lr     # 1 at the peak, then decays
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
@@ -508,7 +508,7 @@ class Trainer:
         return loss
 
     def mean_loss(self):
-        """The mean over the steps since it was called before."""
+        """The mean loss since the previous call."""
         losses, self.losses = self.losses, []
         return sum(losses) / len(losses)
 
@@ -531,7 +531,7 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         saved = state['moments']                           # {number: {name: average, or step}}
         need(saved and all(x['exp_avg'].shape == params[i].shape for i, x in saved.items()),
-             f'the run in {self.cfg.out_dir} is of another version: evaluate it, or --overwrite it')
+             f'the run in {self.cfg.out_dir} is of another version: use --eval_only or --overwrite')
         for i, moments in saved.items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
                                                for name, x in moments.items()}     # averages, step
@@ -600,7 +600,7 @@ def pick_device(cfg):
 
 
 def precision(cfg, device):
-    """Set how matrices are multiplied; the autocast context of the forward pass."""
+    """Set the precision of matmuls; return the autocast context."""
     torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
     if cfg.dtype == 'bfloat16':
         return torch.autocast(device.type, torch.bfloat16)         # weights stay in float32
@@ -620,7 +620,7 @@ def evaluate(model, task, sets, autocast=None):
     """{length: {exact, token, last, n}} under teacher forcing; sets: (length, (tokens, targets)).
 
     exact: fraction of sequences with every supervised token correct, which equals greedy decoding;
-    token: fraction of supervised tokens; last: fraction of final states (the end token excluded);
+    token: fraction of supervised tokens correct; last: of final states (without the end token);
     n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats.
     """
     training = model.training
@@ -661,7 +661,7 @@ def evaluate(model, task, sets, autocast=None):
 #   config    every field of Config
 #   step      optimizer steps done
 #   seeds     {seed: {model: state_dict; step: its step; failed: why; moments: AdamW's averages;
-#             batches: where the data are; rng: the states of torch's generators, for dropout;
+#             batches: their position; rng: the states of torch's generators, for dropout;
 #             losses: of the steps since the log's last line}}
 #   log_size  of log.jsonl, in bytes
 #   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths;
@@ -704,8 +704,8 @@ def write_file(path, data):
 def read_checkpoint(folder):
     """The dictionary of a run's ckpt.pt; options that it lacks get their defaults."""
     path = os.path.join(folder, 'ckpt.pt')
-    need(os.path.exists(path), f'no run in {folder}: train it first, or name another (of a sweep, '
-         'one of its runs)')
+    need(os.path.exists(path), f'no run in {folder}: train it first, or name another (for a '
+         'sweep, one run)')
     try:
         if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
             raise zipfile.BadZipFile
@@ -717,7 +717,7 @@ def read_checkpoint(folder):
                    for key, x in defaults(Config).items())
     except (OSError, MemoryError):                         # not the content of the file
         raise
-    except Exception:                                      # torch says it in many ways
+    except Exception:                                      # torch raises many types
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
@@ -755,8 +755,8 @@ def write_checkpoint(cfg, checkpoint):
 
 
 def check_same(cfg, checkpoint, names):
-    """Refuse a checkpoint whose config differs from cfg in one of these options, those of other
-    encodings than cfg.pe excepted."""
+    """Raise UserError if the checkpoint's config differs from cfg in one of these options, except
+    in those of other encodings."""
     own, other = set(), set()                              # options of encodings
     for name, cls in encodings.ENCODINGS.items():
         (own if name in cfg.pe.split('+') else other).update(encodings.options_of(cls))
@@ -855,9 +855,9 @@ def brief(cfg, scores):
 
 
 def print_strips(cfg, rows):
-    """A strip with a character per length for each row."""
+    """For each row, one character per length."""
     lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
-    inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # trained lengths
+    inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # training lengths
     unicode = str(getattr(sys.stdout, 'encoding', '')).lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
@@ -981,8 +981,8 @@ def begin(cfg, device, checkpoint):
             if first:
                 trainer.restore(checkpoint['seeds'][seed]) # weights, moments, batches, generators
         except (LookupError, TypeError, AttributeError, RuntimeError):
-            raise UserError(f'the checkpoint in {cfg.out_dir} lacks what continuing requires: '
-                            'evaluate it, or train again with --overwrite') from None
+            raise UserError(f'the checkpoint in {cfg.out_dir} cannot be continued: '
+                            'use --eval_only, or train again with --overwrite') from None
     if first:
         print(f'continues the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
@@ -993,7 +993,7 @@ def begin(cfg, device, checkpoint):
 
 
 def drop_diverged(trainers, checkpoint, step):
-    """Remove each seed of which a loss, up to this step, or a weight is not finite."""
+    """Remove each seed with a non-finite weight, or loss up to this step."""
     for seed, trainer in [*trainers.items()]:              # a copy: the loop deletes from it
         trainer.losses = [float(x) for x in trainer.losses]        # waits for the device
         start = step + 1 - len(trainer.losses)             # the step of the first loss, from 1
@@ -1017,8 +1017,8 @@ def test(cfg, trainers, split, device):
 # ---- the program: a run, a sweep, an evaluation --------------------------------------------------
 
 def run(cfg, stop):
-    """Train one configuration, from its checkpoint if there is one: ({seed: {length: scores}}, None
-    if it was stopped; a line about each seed that diverged)."""
+    """Train one configuration, resuming if it has a checkpoint. Return ({seed: {length: scores}},
+    or None if stopped; a line per diverged seed)."""
     device = pick_device(cfg)
     if WORLD > 1 and not dist.is_initialized():
         need(len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate, 'torchrun '
@@ -1030,8 +1030,8 @@ def run(cfg, stop):
     with locked(cfg.out_dir):
         checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
         there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}
-        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has files that are not of a run, but '
-             f'have its names: {", ".join(sorted(there))}; use another --out_dir')
+        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but files '
+             f'with the names of a run: {", ".join(sorted(there))}; use another --out_dir')
         if there and not cfg.overwrite:
             checkpoint = read_checkpoint(cfg.out_dir)
             check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])

@@ -1,4 +1,4 @@
-# PRISM adds by a chain of thought (829+03=8008,2305,9009→859.), trained on numbers of at most 8
+# PRISM adds with chain of thought (829+03=8008,2305,9009→859.), trained on numbers of at most 8
 # digits, with four cursors per head. Compare: --pe=prism,shifted_ape,rope,nope
 task = 'addition_cot'
 pe = 'prism'

@@ -1,6 +1,6 @@
 # ViPE on CFQ's random split, at its paper's size (Exp. 8, split not named: 66.6 %, NoPE 55.5, RoPE
-# 49.9, APE 45.1). For a GPU; not run yet. Other splits: --task=cfq:split=mcd1. --data=FOLDER, what
-# cfq1.1.tar.gz (storage.googleapis.com/cfq_dataset) unpacks to
+# 49.9, APE 45.1). For a GPU; not run yet. Other splits: --task=cfq:split=mcd1. --data=FOLDER of
+# cfq1.1.tar.gz, unpacked (storage.googleapis.com/cfq_dataset)
 task = 'cfq'
 pe = 'vipe'
 d_model = 256

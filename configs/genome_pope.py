@@ -1,5 +1,5 @@
-# PoPE on the human genome, with the settings of its paper (Tables 6 and 7; 4.152 nats a token
-# there, RoPE 4.217). For a GPU; not run yet. The data: --data=FOLDER with FASTA files (GRCh38:
+# PoPE on the human genome, with its paper's settings (Tables 6 and 7: 4.152 nats per token, RoPE
+# 4.217). For a GPU; not run yet. The data: --data=FOLDER with FASTA files (GRCh38:
 # huggingface.co/datasets/InstaDeepAI/human_reference_genome)
 task = 'genome'
 pe = 'pope'

@@ -1,4 +1,4 @@
-# After indirect_indexing_*: the settings of the PoPE paper (Tables 6 and 7). 100,000 steps at this
+# Append to indirect_indexing_*: the PoPE paper's settings (Tables 6 and 7). 100,000 steps at this
 # width need a GPU.
 d_model = 512
 n_head = 8

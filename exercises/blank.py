@@ -1,9 +1,9 @@
-"""Exercises: this repository with one thing taken out, for you to write.
+"""Exercises: this repository minus a function, for you to write.
 
     python exercises/blank.py                     lists the exercises
     python exercises/blank.py rope                makes out/exercises/rope and says what to do there
     python exercises/blank.py rope --check        grades it (in the copy: grades this copy)
-    python exercises/blank.py rope --show-diff    what was written there against the original
+    python exercises/blank.py rope --show-diff    diff of what was written and the original
 """
 import ast
 import difflib
@@ -24,11 +24,11 @@ GRADERS = ('exercises/test_graders.py', 'test_all.py')
 
 
 class Exercise(NamedTuple):
-    """What is taken out, {file: 'FUNCTION CLASS.METHOD ...'}, and what grades it."""
+    """What is blanked, {file: 'FUNCTION CLASS.METHOD ...'}, and its graders."""
     blanks: dict
     tests: str                      # names of tests, without test_
-    variants: str = ''              # of test_all.py: its contract is graded for these
-    hides: dict = {}                # also taken out: it gives the answer
+    variants: str = ''              # of test_all.py, for which the contract is graded
+    hides: dict = {}                # also blanked: reveals the answer
 
 
 EXERCISES = {
@@ -73,7 +73,7 @@ def functions(text):
 
 
 def blanked_files(name):
-    """{path: text} of the files from which the exercise takes out bodies; docstrings stay."""
+    """{path: text} of the files whose bodies the exercise blanks; docstrings remain."""
     files, exercise = {}, EXERCISES[name]
     for places, message in ((exercise.blanks, f'{name}: write this'),
                             (exercise.hides, f'{name} hides this; do not write it')):
@@ -97,8 +97,8 @@ def make_copy(name, folder):
 
 
 def graders(name):
-    """pytest's names of what grades an exercise: its own tests, and for an encoding the contract,
-    which is every test of test_all.py that runs for all encodings."""
+    """The pytest names of an exercise's graders: its own tests and, for an encoding, the contract:
+    all tests of test_all.py that run for every encoding."""
     tests = {path: functions((ROOT / path).read_text()) for path in GRADERS}
     contract = [test for test, node in tests['test_all.py'].items()
                 if 'variants' in [ast.unparse(x) for x in node.decorator_list]]

@@ -75,8 +75,8 @@ class Run:
         return math.exp(mean) if self.corpus else mean
 
     def reach(self, seed, metric):
-        """The length up to which a seed keeps 95 % at every length of 50 or more problems; or 0.
-        In a corpus: up to which perplexity is at most 1 / 0.95 of that at the training length."""
+        """The longest length up to which every length of 50 or more problems scores 95 %; or 0. For
+        a corpus: up to which perplexity is at most 1 / 0.95 of that in training."""
         scores = self.by_length(seed, metric)
         if self.corpus:
             start = scores.get(max(self.trained), math.nan)
@@ -117,7 +117,7 @@ def read_runs(*paths):
 # ---- a set of runs as text -----------------------------------------------------------------------
 
 def varying(runs):
-    """The options that tell runs apart; one that follows from those before it is left out."""
+    """The options that differ between runs, without those implied by earlier ones."""
     keys, groups = [], 1
     for key in dict.fromkeys(['task', 'pe', *(k for run in runs for k in run.options)]):
         values = {str([run.options.get(k) for k in [*keys, key]]) for run in runs}
@@ -144,10 +144,10 @@ def listing(runs, metric='exact'):
 
 
 # ---- the board -----------------------------------------------------------------------------------
-# How far does every encoding generalize on every task? In a cell, seeds 5 and 6 try three
-# learning rates; seeds 0 to 4 train at the one that ended best on validation problems of the
-# training lengths. If two seeds are then not fitted (95 % exact on the training lengths), all
-# train for three times the steps, and then for nine times.
+# How far does every encoding generalize on every task? In a cell, seeds 5 and 6 choose among three
+# learning rates, by final validation scores at the training lengths; seeds 0 to 4 train at the
+# best. If two or more do not fit (95 % exact on the training lengths), all train for three times
+# the steps, and then nine.
 
 SHAPE = '--d_model=64 --n_layer=2 --n_head=2 --batch_size=32 --n_eval=64 --n_test=256'
 RATES = '1e-3,2e-3,4e-3'
@@ -203,7 +203,7 @@ def find_cells(minutes, cells, records):
 
 
 def run_train(folder, *flags):
-    """`python train.py FLAGS`; UserError if it fails unless by NaN."""
+    """`python train.py FLAGS`; Raise UserError if it fails, except by NaN."""
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
@@ -261,8 +261,8 @@ def board_table(runs):
     """Lines of a Markdown table of {(row, column): Run}."""
     rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
     unfitted = sum(not fitted(run) for run in runs.values())
-    yield ('Each cell: the longest length with 95 % exact over the longest training length (median '
-           'of five seeds, least to most); tokens correct at 1.5 times that length. *Italic* '
+    yield ('Each cell: max length / longest training length (median of five seeds, least to most); '
+           'tokens correct at 1.5 times the training length. *Italic* '
            f'({unfitted} of {len(runs)} cells): two seeds or more have not fitted the training '
            'lengths. text: perplexity at 1, 2 and 4 times the training context.\n')
     yield '| ' + ' | '.join(['encoding', *columns]) + ' |'
@@ -351,7 +351,7 @@ def draw(runs, path):
 
 
 def refreshed(text):
-    """The page's text with its block <!-- board --> .. <!-- end of board --> written again."""
+    """The page's text with its block <!-- board --> .. <!-- end of board --> regenerated."""
     runs = find_cells(Options.minutes, itertools.product(ROWS, COLUMNS), 'results/board.jsonl')
     begin, end = '<!-- board -->', '<!-- end of board -->'
     before, after = text.partition(begin)[0], text.partition(end)[2]
