@@ -1024,9 +1024,9 @@ def run(cfg, stop):
         need(len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate, 'torchrun '
              f'trains one seed, with batch_size at least 2 x accumulate x {WORLD} processes')
         dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
+    os.makedirs(cfg.out_dir, exist_ok=True)
     if cfg.results:
         open(cfg.results, 'a').close()                     # fails now rather than after training
-    os.makedirs(cfg.out_dir, exist_ok=True)
     with locked(cfg.out_dir):
         checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
         there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}

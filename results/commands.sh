@@ -1,7 +1,7 @@
 #!/bin/bash
 # The sweeps that made results/*.jsonl, one a line: `bash results/commands.sh TOPIC` runs a topic.
 # Finished runs are not trained again. Records go to out/TOPIC.jsonl, or to the file $RECORDS.
-cd "$(dirname "$0")/.." || exit
+cd "$(dirname "$0")/.." && mkdir -p out || exit
 topic=$1
 records=${RECORDS:-out/$topic.jsonl}
 
