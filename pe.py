@@ -759,16 +759,13 @@ class Gates(nn.Module):
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(n, 4)[:, 0] = -1.0         # resets are rare initially
         if cfg.prism_recurrent == 'orthogonal':
-            for gate in self.W_h.weight.unflatten(0, (3, -1)).detach(): nn.init.orthogonal_(gate)
+            nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
             self.s = nn.Parameter(torch.tensor(0.5))
 
     def W_recurrent(self):
         """W_h; with prism_recurrent='norm' of Frobenius norm s sqrt(hidden) (footnote 8*)."""
         W = self.W_h.weight                                     # (3 hidden, hidden)
-        if self.cfg.prism_recurrent == 'orthogonal':            # one matrix for each gate
-            Q, R = torch.linalg.qr(W.unflatten(0, (3, -1)))
-            return (Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None]).flatten(0, 1)
         if self.cfg.prism_recurrent == 'norm':
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
         return W
