@@ -122,6 +122,7 @@ prism)    # PRISM's tasks and parts
     run prism_reverse configs/string_reverse_prism.py --pe=prism --seeds=0-2
     run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_alpha_lr=0.003 --seeds=0-7
     run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_recurrent=orthogonal,penalty,norm --seeds=0-2
+    # prism_gates: the line above, orthogonal, at commit b1c1b39, which has a matrix for each gate
     run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_norm=scale,unit --seeds=0-2
     run prism_reverse configs/string_reverse_prism.py --pe=prism --prism_absolute=True --seeds=0-2
     run prism_baseline configs/string_reverse_prism.py --pe=shifted_ape --lr=3e-4 --min_lr=1.5e-4 --seeds=0-2
