@@ -365,10 +365,12 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     """Does attention still find x_t from s_(t-1) where the answers are wrong?
 
     ViPE section 3.1, A.3. --length: the longest (0: of eval_lengths). Columns, fractions: exact:
-    problems with every answer token correct. states: states correct. LAYER.HEAD: mean weight on the
-    correct key. Summary: right_to: the longest length to which 90 % of the states are correct;
-    aligned_to: to which the best head puts half its weight on the key. --distances=1,3,7 adds
-    Figure 4 (best with --n=512): states correct d tokens after EoI, always at trained positions.
+    problems with every answer token correct. states: states correct. early: problems with EoS where
+    a state belongs. LAYER.HEAD: mean weight on the correct key. as trained: the best head's weight
+    on the key as far back as in the longest training problem. Summary: right_to: the longest length
+    to which 90 % of the states are correct; aligned_to: to which the best head puts half its weight
+    on the key. --distances=1,3,7 adds Figure 4 (best with --n=512): states correct d tokens after
+    EoI, always at trained positions.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     need(ladder(cfg, longest), f'{cfg.task} does not define a unique correct key for each state: '
@@ -379,14 +381,17 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     lengths = {min(trained, longest), min(trained + 1, longest),
                *torch.linspace(1, longest, 24).round().int().tolist(),
                *range(1, cfg.train_len - 2 - min(distances, default=cfg.train_len))}
-    rows, mass = [], {}
+    rows, mass, nearer = [], {}, {}
     for L, pair in problems(task, sorted(lengths), n).items():
         tokens, targets = fewer(cfg, *pair)  # (n, T)
         q, k = ladder(cfg, L)  # (L,)
-        mass[L] = torch.cat([layer.weights[:, :, q, k].mean(dim=0)
-                             for layer in trace(model, tokens)])  # (heads of all layers, L)
-        right = model(tokens)[0].argmax(dim=-1) == targets  # (n, T)
-        columns = dict(exact=(right | (targets == -100)).all(dim=1), states=right[:, q])
+        layers, late = trace(model, tokens), k + max(0, L - trained)
+        mass[L], nearer[L] = (torch.cat([layer.weights[:, :, q, key].mean(dim=0)
+                                         for layer in layers]) for key in (k, late))  # (heads, L)
+        found = model(tokens)[0].argmax(dim=-1)  # (n, T)
+        right = found == targets
+        columns = dict(exact=(right | (targets == -100)).all(dim=1), states=right[:, q],
+                       early=(found[:, q] == task.end).any(dim=1))
         columns |= {f'd={d}': right[:, L + 1 + d] for d in distances
                     if d < L and L + d + 2 < cfg.train_len}
         rows.append(dict(length=L) | {
@@ -398,6 +403,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     for row in rows:
         weights = dict(zip(heads, mass[row['length']].double().mean(dim=1)))
         row |= {head: number(weights[head]) for head in listed}
+        row['as trained'] = number(nearer[row['length']][heads.index(best)].double().mean())
     summary = dict(n=len(tokens), head=best)
     longer = [row for row in rows if row['length'] >= trained]
     for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', best, 0.5)):
