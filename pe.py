@@ -139,7 +139,7 @@ class Encoding(nn.Module):
         need(cfg.causal or not self.needs_causal,
              f'{type(self).__name__} requires a causal mask: causal=True')
         need(cfg.head_dim % 2 == 0 or not self.needs_pairs,
-             f'{type(self).__name__} requires an even head_dim, got {cfg.head_dim}')
+             f'{type(self).__name__} requires an even d_model / n_head, got {cfg.head_dim}')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
             setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
@@ -184,10 +184,18 @@ class Encoding(nn.Module):
         at = self.at(q, k, pos, state, x)
         q, k = self.qk(q, k, at)
         logits = q @ k.transpose(-2, -1) * self.scale       # (B, H, Tq, T)
-        bias = self.bias(at)
+        bias = self.bias_rows(at, q, k)
+        return (logits if bias is None else logits + bias) + self.mask(logits)
+
+    def bias_rows(self, at, q, k):
+        """The last Tq rows of bias(), or None."""
+        bias, (B, H, Tq, _), T = self.bias(at), q.shape, k.shape[2]
         if bias is not None:
-            logits = logits + bias[..., -q.shape[2]:, :]
-        return logits + self.mask(logits)
+            fits = zip(bias.shape[::-1], ((1, T), (1, Tq, T), (1, H), (1, B)))
+            need(2 <= bias.dim() <= 4 and all(n in sizes for n, sizes in fits),
+                 f'bias() of {type(self).__name__} must return [H, Tq, T] or [B, H, Tq, T], here '
+                 f'{[B, H, Tq, T]}, got {list(bias.shape)}')
+            return bias[..., -Tq:, :]
 
     def mask(self, like):
         """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at masked keys."""
@@ -230,10 +238,10 @@ class Encoding(nn.Module):
         q, k = self.qk(q, k, at)
         need(q.shape[-1] == k.shape[-1], f'qk() of {type(self).__name__} must return q and k of '
              f'one width, got {q.shape[-1]} and {k.shape[-1]}')
-        bias = self.bias(at)
+        bias = self.bias_rows(at, q, k)
         mask, Tq, T = None, q.shape[2], k.shape[2]      # fused attention is causal without a mask
         if bias is not None or Tq < T or not self.cfg.causal:
-            bias = q.new_zeros(1, Tq, T) if bias is None else bias[..., -Tq:, :]
+            bias = q.new_zeros(1, Tq, T) if bias is None else bias
             mask = bias + self.mask(bias)               # (.., 1 or H, Tq, T)
         return self.out(fused_attention(q, k, v, mask, self.scale), at)
 

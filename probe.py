@@ -683,7 +683,8 @@ def tuning(model, task, cfg, length=0, contents=24):
     quartiles = torch.tensor([0.25, 0.5, 0.75]).double()
     low, peak, high = logits.argmax(dim=-1).double().quantile(quartiles, dim=1)  # each (L, H)
     columns = dict(range=mean.amax(dim=-1) - mean.amin(dim=-1), peak=peak, shift=high - low)
-    summary = {key: number(x.mean()) for key, x in columns.items()} | dict(distances=length)
+    summary = {key: number(columns[key].mean()) for key in ('range', 'shift')}
+    summary['distances'] = length
     strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()  # heads to draw
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
         f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: drawn in grey

@@ -702,6 +702,10 @@ def test_what_does_not_fit_together_says_what_to_do():
     for name in 'ape', 'learned':
         with pytest.raises(pe.UserError, match='for each of the 1 keys'):
             encoding(name).embed(torch.zeros(2, 1, 16), pos)
+    for shape in (4,), (3, 10, 10), (4, 10, 9), (2, 1, 4, 10, 10):
+        rope.bias = lambda at, shape=shape: torch.zeros(shape)
+        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must return .*\[2, 4, 10, 10\]'):
+            rope.attend(q, k, v, pos)
     rope.qk = lambda q, k, at: (q, k[..., :4])
     with pytest.raises(pe.UserError, match=r'qk\(\) of RoPE must return q and k of one width'):
         rope.attend(q, k, v, pos)

@@ -237,6 +237,7 @@ def convert(cls, key, value, where):
         text = value.capitalize() if kind is bool else value
         with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = parse_list(text) if kind is list else ast.literal_eval(text)
+    need(value is not True or kind is bool, f'{where}: write --{key}=VALUE')
     if value in choices or value is None and default is None:      # None has a meaning of its own
         return value
     if kind is list and isinstance(value, (tuple, range)):         # of a config file

@@ -122,13 +122,14 @@ def main(argv):
         print(__doc__ if name else '\n'.join(titles))
         return 0
     check_name('exercise', name, EXERCISES)
-    folder = ROOT / 'out/exercises' / name
+    folder, copied = ROOT / 'out/exercises' / name, not (ROOT / 'exercises/TEACHING.md').exists()
+    need(flag == '--check' or not copied, 'this is a copy: run that in the original repository')
+    need(not flag or copied or folder.exists(), f'first: python exercises/blank.py {name}')
     if not flag:
         make_copy(name, folder)
         print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. There, grade what you '
               f'wrote:\n    python exercises/blank.py {name} --check')
     elif flag == '--show-diff':
-        need(folder.exists(), '--show-diff needs the copy: run it in the original repository')
         for path in sorted({*EXERCISES[name].blanks, 'pe.py'}):
             both = [(root / path).read_text().splitlines() for root in (ROOT, folder)]
             print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))

@@ -75,7 +75,7 @@ def test_your_own_encoding(tmp_path):
 
 
 @pytest.mark.parametrize('name', [name for name, x in blank.EXERCISES.items() if x.blanks])
-def test_graders_name_the_function_to_write(name, tmp_path):
+def test_graders_name_the_function_to_write(name, tmp_path, monkeypatch):
     """A copy has every docstring, and its first grader fails because of the missing function."""
     assert '**Question**' in blank.section(name)
     for path, text in blank.blanked_files(name).items():
@@ -86,3 +86,6 @@ def test_graders_name_the_function_to_write(name, tmp_path):
     run = subprocess.run([sys.executable, '-m', 'pytest', blank.graders(name)[0]],
                          cwd=tmp_path / 'copy', capture_output=True, text=True)
     assert run.returncode == 1 and f'exercise {name}: write this' in run.stdout
+    monkeypatch.setattr(blank, 'ROOT', tmp_path / 'copy')
+    with pytest.raises(blank.UserError, match='this is a copy'):
+        blank.main([name])

@@ -4,6 +4,7 @@
     python results/tables.py vipe_long                print a set, every seed of every run;
                              --metric=token, last     instead of exact
     python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall
+    cp results/board.jsonl out/board.jsonl            first, to train only what is not stored
     python results/tables.py refresh                  rewrite the board in results/README.md
 
 A record is one line of JSON about a run, which `train.py --results=FILE` appends:
@@ -252,7 +253,7 @@ def board(options):
         runs = find_cells(options.minutes, cells, options.records)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
                 .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
-        for row, column in tqdm(todo, unit='cell', disable=not todo):
+        for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
             run_cell(options.minutes, row, column, times, options.records)
     return find_cells(options.minutes, cells, options.records)
 
@@ -320,7 +321,7 @@ def draw(runs, path):
         axis.axvline(1, color='black', linestyle='--', linewidth=0.8)
         axis.set(xlim=(0, 4), ylim=(-0.03, 1.12))
         lengths, longest = map(parse_list, COLUMNS[column].split()[2:0:-1])
-        x, points = np.array(lengths) / max(longest), {}
+        x, means, bands = np.array(lengths) / max(longest), {}, {}
         for row, color in COLORS.items():
             if (row, column) not in runs:
                 continue
@@ -331,22 +332,25 @@ def draw(runs, path):
                 axis.set(ylim=(0.8, 3))
             style = '-' if fitted(run) else ':'            # unfitted: dotted
             axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
-            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color,
-                              alpha=0.12 * fitted(run))
-            k = list(x).index(3 if run.corpus else 1.5)    # where a label has room
-            points[row] = x[k], y.mean(axis=0)[k]
-        middle, labels = np.median([height for _, height in points.values()] or [0]), {}
-        for row, (_, height) in points.items():            # name the curves that stand out
-            if height - middle > 0.2:
-                labels.setdefault(round(height, 1), []).append(row)
+            at = 3 if column in ('flip-flop', 'text') else 1.5     # where a label has room
+            k = list(x).index(at)
+            means[row], bands[row] = y.mean(axis=0)[k], (y.min(axis=0), y.max(axis=0))
+        labels = {}                                        # {height: the curves that stand out}
+        for row, height in means.items():
+            if height - np.median([*means.values()]) > 0.2:
+                labels.setdefault(round(5 * height), []).append(row)
+                axis.fill_between(x, *bands[row], color=COLORS[row], alpha=0.12)
         for rows in labels.values():                       # one label if they coincide
-            axis.annotate(', '.join(rows), points[rows[0]], (1, 2), fontsize=8,
-                          textcoords='offset points', ha='right' if column == 'text' else 'left')
+            axis.annotate(', '.join(rows), (x[k], means[rows[0]]), (1, 2), fontsize=8,
+                          textcoords='offset points', ha='right' if at == 3 else 'left')
         if column != 'text':
             axis.plot(x, [*constant_answer(column, lengths, metric)], color='gray', linewidth=0.8)
     figure.supxlabel('length over the longest training length', fontsize=9)
-    handles = [pyplot.Line2D([], [], color=color, linewidth=3) for color in COLORS.values()]
-    figure.legend(handles, COLORS, loc='outside upper center', ncols=9, fontsize=8)
+    looks = {row: dict(color=color, linewidth=3) for row, color in COLORS.items()}
+    looks |= {'training lengths not fitted': dict(color='black', linestyle=':'),
+              'a constant answer': dict(color='gray', linewidth=0.8)}
+    handles = [pyplot.Line2D([], [], **look) for look in looks.values()]
+    figure.legend(handles, looks, loc='outside upper center', ncols=6, fontsize=8)
     figure.savefig(path, dpi=100)
 
 
