@@ -46,8 +46,7 @@ LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
 EPSILON = constexpr(1e-8)  # added to histograms before sharpening; equal to pe.EPS
 
 
-# ---- public functions, each below its reference (any dtype, O(T^2) memory); cursor_scan's is in
-# pe.py
+# ---- public functions, each below its reference; cursor_scan's is in pe.py -----------------------
 
 def attention_reference(q, k, v):
     """y_t = sum_s p_ts v_s and e_t = sum_s p_ts (t - s), p_t = softmax(<q_t, k_s> / sqrt(D)), for

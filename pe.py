@@ -645,7 +645,6 @@ class ViPE(Encoding):
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
     vipe_u: bool = True            # 1 + <u, k> in the logit scale
     # s = length (T / train_len, at least 1) | global (eval_len / train_len if T > train_len) | one
-    # (always 1)
     vipe_s: Literal['length', 'global', 'one'] = 'length'
     vipe_d_p: int = 0              # width of the distance code; 0: the head dimension
 

@@ -367,10 +367,8 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     ViPE section 3.1, A.3. --length: the longest (0: of eval_lengths). Columns, fractions: exact:
     problems with every answer token correct. states: states correct. early: problems with EoS where
     a state belongs. LAYER.HEAD: mean weight on the correct key. as trained: the best head's weight
-    on the key as far back as in the longest training problem. Summary: right_to: the longest length
-    to which 90 % of the states are correct; aligned_to: to which the best head puts half its weight
-    on the key. --distances=1,3,7 adds Figure 4 (best with --n=512): states correct d tokens after
-    EoI, always at trained positions.
+    on the key as far back as in the longest training problem. --distances=1,3,7 adds Figure 4 (best
+    with --n=512): states correct d tokens after EoI, always at trained positions.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     need(ladder(cfg, longest), f'{cfg.task} does not define a unique correct key for each state: '
@@ -405,10 +403,6 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         row |= {head: number(weights[head]) for head in listed}
         row['as trained'] = number(nearer[row['length']][heads.index(best)].double().mean())
     summary = dict(n=len(tokens), head=best)
-    longer = [row for row in rows if row['length'] >= trained]
-    for name, key, least in (('right_to', 'states', 0.9), ('aligned_to', best, 0.5)):
-        held = itertools.takewhile(lambda row, key=key, least=least: row[key] >= least, longer)
-        summary[name] = max((row['length'] for row in held), default=0)  # 0: not even the trained
     title = f'{titled(cfg)}: attention to the correct key. Answers fail where it falls.'
     shown = {f'head {best}: weight on x_t (grey: other heads); accuracy': [
         best, 'states', 'exact', *['_' + head for head in listed if head != best]]}

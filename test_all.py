@@ -2202,7 +2202,7 @@ def test_alignment_finds_the_iteration_head():
     """Layer 2 attends to x_t at every length, also where the output is wrong."""
     model, cfg = probe.iteration_head('copy')
     rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=120, n=2)
-    assert summary == dict(n=2, head='2.1', right_to=120, aligned_to=120)
+    assert summary == dict(n=2, head='2.1')
     assert all(row['2.1'] == row['exact'] == row['states'] == 1 - row['early'] == 1 for row in rows)
     longest = max(cfg.train_lengths)  # beyond it, the key as far back as there is another one
     assert all(row['as trained'] == (row['length'] <= longest) for row in rows)
@@ -2214,14 +2214,10 @@ def test_alignment_finds_the_iteration_head():
     right = (probe.problems(cfg.the_task, [3], 99)[3][1][:, 4:7] != 4).double()  # of EoI, s_1, s_2
     close([rows[2][key] for key in ('exact', 'states', 'd=1')],
           [right.prod(dim=1).mean(), right.mean(), right[:, 1].mean()], 6e-5)
-    assert summary['right_to'] == 0 and summary['aligned_to'] == rows[-1]['length']
     model.head.weight[4] = 1
     model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 1e-2  # smaller logits
     rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=120, n=9)
     assert all(row['2.1'] > 0.7 and 0.5 < row['states'] < 0.9 for row in rows[1:])
-    assert summary['right_to'] == 0 and summary['aligned_to'] == 120
-    model.blocks[1].attn.qkv.weight[:cfg.d_model] *= 0.1
-    assert probe.alignment(model, cfg.the_task, cfg, length=40, n=2)[1]['aligned_to'] == 0
 
 
 def test_attention_is_the_mean_over_queries():

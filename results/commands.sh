@@ -76,7 +76,7 @@ prism_plain)    # PRISM with its paper's options alone
     run prism_plain configs/string_reverse_prism.py --seeds=0-7
     run prism_plain configs/dyn_str_cpy_prism.py --seeds=0-7
     run prism_plain configs/parity_prism.py --seeds=0-7
-    run prism_plain configs/polynomial_prism.py --seeds=0-7
+    run prism_plain configs/parity_prism.py --task=polynomial --max_steps=2000 --min_lr=5e-4 --seeds=0-7
     ;;
 prism)    # PRISM's tasks and parts
     # the records were trained with the configs of commit 670674a, which set options that are gone
@@ -149,8 +149,8 @@ prism)    # PRISM's tasks and parts
     run dyn_str_cpy_prism configs/dyn_str_cpy_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
     run parity_prism configs/parity_prism.py --seeds=0-11
     run parity_prism configs/parity_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
-    run polynomial_prism configs/polynomial_prism.py --seeds=0-11
-    run polynomial_prism configs/polynomial_prism.py --pe=shifted_ape,rope,nope --seeds=0-2
+    run polynomial_prism configs/parity_prism.py --task=polynomial --max_steps=2000 --min_lr=5e-4 --seeds=0-11
+    run polynomial_prism configs/parity_prism.py --task=polynomial --max_steps=2000 --min_lr=5e-4 --pe=shifted_ape,rope,nope --seeds=0-2
     run odds_first_prism configs/odds_first_prism.py --seeds=3-7
     run bucket_sort_prism configs/bucket_sort_prism.py --seeds=3-7
     run stack_prism configs/stack_prism.py --seeds=3-7
