@@ -1,6 +1,5 @@
 # ViPE computes the iteration s_t = s_(t-1) x_t + 1 mod 5 beyond its training lengths (6 minutes on
-# 2 CPU cores). Compare --pe=nope,rope,alibi,vipe; ablate --vipe_value, --vipe_logn or
-# --vipe_u=False
+# 2 CPU cores). Compare --pe=nope,rope,alibi,vipe; ablate --vipe_value=False, --vipe_u=False
 task = 'polynomial'
 pe = 'vipe'
 n_layer = 3
