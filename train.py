@@ -237,18 +237,17 @@ def convert(cls, key, value, where):
         text = value.capitalize() if kind is bool else value
         with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = parse_list(text) if kind is list else ast.literal_eval(text)
-    need(value is not True or kind is bool, f'{where}: write --{key}=VALUE')
     if value in choices or value is None and default is None:      # None has a meaning of its own
         return value
     if kind is list and isinstance(value, (tuple, range)):         # of a config file
         value = list(value)
     if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
         value = kind(value) if kind(value) == value else value     # 1e4 steps, an lr of 1
-    names = {list: 'a list as in 1-16 or 1,2,4', int: 'an integer >= 0', float: 'a number >= 0',
+    names = {list: 'a list', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
     need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
-         f'{where}: {key} must be {what}, got {given!r}')
+         f'{where}: {key} must be {what}, as --{key}={as_typed(default)}; got {given!r}')
     return value
 
 
