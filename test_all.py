@@ -1966,7 +1966,7 @@ def test_learning_rate_schedules(decay, rates):
 BAD = [
     ('--batchsize=3', "did you mean 'batch_size'"), ('--learning_rate=3', "did you mean 'lr'"),
     ('--epochs=3', "'epochs'; --help lists them"),
-    ('--lr=fast', "--lr=fast: lr must be a number >= 0, got 'fast'"),
+    ('--lr=fast', "--lr=fast: lr must be a number >= 0, as --lr=0.001; got 'fast'"),
     ('--task=pairty', "'parity'"), ('--pe=rop', "'rope'"), ('--n_head=5', 'divisible'),
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),
     ('--task=scan --train_lengths=23', 'no problems of the lengths'),

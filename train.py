@@ -243,7 +243,7 @@ def convert(cls, key, value, where):
         value = list(value)
     if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
         value = kind(value) if kind(value) == value else value     # 1e4 steps, an lr of 1
-    names = {list: 'a list', int: 'an integer >= 0', float: 'a number >= 0',
+    names = {list: 'a list as 1-16 or [(0, 5)]', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
     need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
