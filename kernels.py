@@ -122,8 +122,7 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     """pe.cursor_scan in float32, its Algorithm 1 by the kernels: PRISM's encodings [B, C, T, d_pe].
 
     reset [B, C, T]; step [B, C, T, 3] = (p_incr, p_decr, p_keep); gamma [C] or None; table
-    [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: jumps to 0..t, last: no jump.
-    """
+    [2P+1, d_pe] = f(-P..P), P >= T; copy [B, C, T, T+1]: jumps to 0..t, last: no jump."""
     require_triton('pe.cursor_scan')
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (gamma is None or gamma.shape == (C,))

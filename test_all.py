@@ -2719,7 +2719,11 @@ def test_a_cell_of_the_board(tmp_path):
     run.failed.clear()
     run.scores[1]['exact'] = [1, 1, 1]
     assert tables.board_cell(run) == '2; 100 %' and tables.board_cell(None) == ''
-    assert [*tables.constant_answer('polynomial', [2], 'last')] == pytest.approx([0.36], abs=0.05)
+    assert [*tables.floor('polynomial', [2], 'last')] == pytest.approx([0.36], abs=0.05)
+    rows = train.tasks.make('mqar:keys=2:words=8').sample(2000, 9, generator(0))[0].tolist()
+    pairs = [[x for x in zip(row[::2], row[1::2]) if x[0] <= 8] for row in rows]     # keys: 1 to 8
+    right = [a != c or a[1] == b[1] for a, b, c, _ in pairs]               # a c: a b a b, crossed
+    assert [np.mean(right)] == pytest.approx([*tables.floor('recall', [9], 'exact')], abs=0.03)
     assert tables.find_cells(0.5, [('rope', 'text')], 'out/none.jsonl') == {}      # not in results/
 
 

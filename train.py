@@ -226,8 +226,7 @@ def parse_list(text):
 
 def convert(cls, key, value, where):
     """Convert a value, or its text, to the type of option `key`. A comma-separated list for a
-    scalar option of Config returns a list, for a sweep. Raise UserError if it is invalid.
-    """
+    scalar option of Config returns a list, for a sweep. Raise UserError if it is invalid."""
     check_name(f'option in {where}:', key, keys(cls))
     kind, default, given = keys(cls)[key].type, keys(cls)[key].default, value
     is_text, choices = isinstance(value, str), get_args(kind)      # choices of a Literal
@@ -290,8 +289,7 @@ def swept(values):
 def read_options(argv):
     """Config files and flags -> the value of every option, a list where a sweep varies it.
 
-    With --eval_only the run's own configuration replaces the files; flags come on top.
-    """
+    With --eval_only the run's own configuration replaces the files; flags come on top."""
     flags, paths = parse(Config, argv)
     values = defaults(Config)                              # {option: value}
     for path in paths:                                     # a later file overrides an earlier one
@@ -352,8 +350,7 @@ class Batches:
     An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order.
     It follows from the generator's state at its start, which is what a checkpoint stores. To limit
     padding, a batch has two parts: rows of the narrower half of the pool, and
-    rows of the wider half. Each part has one shape for the whole epoch, as CUDA graphs require.
-    """
+    rows of the wider half. Each part has one shape for the whole epoch, as CUDA graphs require."""
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
         self.generator = generator(device, 'train', seed)  # of orders and online problems
@@ -547,8 +544,7 @@ class Graph:
     """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
 
     The first three calls are eager, so that the libraries and the optimizer set themselves up; so
-    are the next three when the shapes of the arguments change.
-    """
+    are the next three when the shapes of the arguments change."""
     def __init__(self, function):
         self.function, self.shapes, self.side = function, None, torch.cuda.Stream()
 
@@ -621,8 +617,7 @@ def evaluate(model, task, sets, autocast=None):
 
     exact: fraction of sequences with every supervised token correct, which equals greedy decoding;
     token: fraction of supervised tokens correct; last: of final states (without the end token);
-    n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats.
-    """
+    n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats."""
     training = model.training
     model.eval()                                           # no dropout, no random position shift
     scores, finite = {}, True
@@ -923,8 +918,7 @@ def train(cfg, device, checkpoint, stop):
     """Train all seeds from where the checkpoint left them.
 
     Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped. The
-    checkpoint says which seeds diverged.
-    """
+    checkpoint says which seeds diverged."""
     trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
     first, log = checkpoint['step'], []                    # log: points not yet written
     began = time.time()
@@ -1097,8 +1091,7 @@ def train_points(points, swept):
 def load(run_dir, seed=None, cfg=None):
     """(model, config) of a run, on the CPU in evaluation mode; seed None: the first that did not
     diverge. cfg: another configuration for the same weights, as with other eval_lengths. In the
-    config returned, seeds is this seed. UserError if there is no such model.
-    """
+    config returned, seeds is this seed. UserError if there is no such model."""
     checkpoint = read_checkpoint(str(run_dir))
     saved = checkpoint['config']
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))

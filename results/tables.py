@@ -297,8 +297,13 @@ COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
 
 
-def constant_answer(column, lengths, metric):
-    """Scores at these lengths of the most frequent token, given as every answer."""
+def floor(column, lengths, metric):
+    """Scores at these lengths of the most frequent token, given as every answer; of recall, of the
+    latest value not yet recalled: the two keys' pairs are nested or apart with chance 2/3, and if
+    they cross, the values are the same with chance 1/8."""
+    if column == 'recall':
+        yield from [2 / 3 + 1 / 3 / 8] * len(lengths)
+        return
     task = train.tasks.make(COLUMNS[column].split()[3].removeprefix('--task='))
     for length in lengths:
         targets = task.sample(2000, length, torch.Generator().manual_seed(0))[1]   # (2000, T)
@@ -344,11 +349,11 @@ def draw(runs, path):
             axis.annotate(', '.join(rows), (x[k], means[rows[0]]), (1, 2), fontsize=8,
                           textcoords='offset points', ha='right' if at == 3 else 'left')
         if column != 'text':
-            axis.plot(x, [*constant_answer(column, lengths, metric)], color='gray', linewidth=0.8)
+            axis.plot(x, [*floor(column, lengths, metric)], color='gray', linewidth=0.8)
     figure.supxlabel('length over the longest training length', fontsize=9)
     looks = {row: dict(color=color, linewidth=3) for row, color in COLORS.items()}
     looks |= {'training lengths not fitted': dict(color='black', linestyle=':'),
-              'a constant answer': dict(color='gray', linewidth=0.8)}
+              'floor': dict(color='gray', linewidth=0.8)}
     handles = [pyplot.Line2D([], [], **look) for look in looks.values()]
     figure.legend(handles, looks, loc='outside upper center', ncols=6, fontsize=8)
     figure.savefig(path, dpi=100)
