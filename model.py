@@ -68,8 +68,7 @@ class LatentAttention(Attention):
     """Multi-head latent attention (the Toeplitz study, eq. 3), c_j = W_D x_j, v_j = W_UV c_j:
     <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>.
 
-    Each half of a head has its own up-projection; R is RoPE, on the second (pe.LatentRoPE).
-    """
+    Each half of a head has its own up-projection; R is RoPE, on the second (pe.LatentRoPE)."""
     def make_projections(self, cfg):
         self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)            # W_UQ over W_QR
         d_compress = cfg.d_compress or cfg.d_model // 2
@@ -135,8 +134,7 @@ class Transformer(nn.Module):
 
         loss: mean cross-entropy over targets [B, T] other than -100, plus the encoding's penalty in
         training. total_len: the final length, if tokens are only the beginning of a
-        sequence (ViPE, YaRN). pos: other positions than 0..T-1, [T] or [B, T].
-        """
+        sequence (ViPE, YaRN). pos: other positions than 0..T-1, [T] or [B, T]."""
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device)   # (T,)
         x = self.embedding(tokens)                              # (B, T, C)

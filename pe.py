@@ -88,7 +88,7 @@ HALF = torch.bfloat16, torch.float16
 
 
 class InputMissing(UserError):
-    """An encoding reads the input of its attention layer, and the caller gave none."""
+    """An encoding reads the input of its attention layer, but the caller did not pass it."""
 
 
 @dataclass
@@ -345,7 +345,7 @@ def rotate(x, angle):
 
 def fused_attention(q, k, v, mask, scale):
     """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
-    added to the logits and takes the place of causality."""
+    added to the logits and replaces the causal mask."""
     if mask is not None:                        # contiguous rows: the fused kernels require it
         mask = mask.to(q.dtype).contiguous().expand(*q.shape[:2], -1, -1)   # (B, H, Tq, T)
     width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
@@ -433,7 +433,7 @@ class RoPE(Encoding):
 
 
 class LatentRoPE(RoPE):
-    """RoPE on the second half of every query and key, NoPE on the first, as latent attention has it
+    """RoPE on the second half of every query and key, NoPE on the first, as in latent attention
     (the Toeplitz study, eq. 3). build() takes it for pe='rope' with attention='mla'."""
     def qk(self, q, k, at):
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)

@@ -170,7 +170,7 @@ def batch(task, lengths, length, n):
     most 512 for a text."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
     tokens, targets = problems(task, [length], n)[length]
-    need(2 <= tokens.shape[1] <= 2 ** 13, f'--length={length} has {tokens.shape[1]} tokens: maps '
+    need(2 <= tokens.shape[1] <= 2 ** 13, f'--length={length} gives {tokens.shape[1]} tokens: maps '
          'of T x T tokens require T from 2 to 8,192')
     return length, tokens, targets
 
@@ -375,7 +375,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
          'train copy, parity, polynomial or reverse, with steps')
     # query L + 1 + d, L > d, and its target are within train_len
     need(not distances or 0 <= 2 * min(distances) < cfg.train_len - 3, '--distances '
-         f'must be ≥ 0, one of them within the trained {cfg.train_len} tokens')
+         f'must be ≥ 0, the smallest below {(cfg.train_len - 3) / 2:g}')
     lengths = {min(trained, longest), min(trained + 1, longest),
                *torch.linspace(1, longest, 24).round().int().tolist(),
                *range(1, cfg.train_len - 2 - min(distances, default=cfg.train_len))}
@@ -696,9 +696,10 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     """Which heads, or which layer's position vectors, does the answer depend on?
 
     what=heads zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
-    `drop 1`, `drop 2`, ...: loss of exact match without that head, in points (of tokens, if it is
-    0; for a corpus: rise of loss, nats); `effective`: how many heads share it; 1 with a
-    large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts the
+    `drop 1`, `drop 2`, ...: loss of exact match without that head, in points (of tokens if no
+    problem is exact; for a corpus: rise of loss, nats); `effective`: how many heads share the drop;
+    1 with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts
+    the
     vectors p of the encoding from the stream before each layer: score `without p`;
     `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
     """
@@ -921,7 +922,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     jacobians(). Summary: `A1`: the fraction of rows with all singular values in (0, 2);
     `grows`: of growth above 1. H below the top layer is our addition.
     """
-    need(name_of(cfg) != BY_HAND, 'by_hand was never trained, so it has no gradients: take a run')
+    need(name_of(cfg) != BY_HAND, 'by_hand was never trained: take a run')
     need(cfg.heads > 1, 'gradients compares the heads of a layer: train with more, --n_head=4')
     steps = min(200, cfg.max_steps) if steps < 0 else steps
     need(steps <= cfg.max_steps, f'--steps={steps}: this run had {cfg.max_steps}, take fewer')
@@ -1726,7 +1727,7 @@ def read_options(function, argv):
     parser.error = lambda says: need(False, says)  # one line, as for all errors
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
     parser.add_argument('--seed', type=int, help='run seed')
-    parser.add_argument('--out_dir', default='', help="of the result; default: the run's folder")
+    parser.add_argument('--out_dir', default='', help="the result's folder; default: the run's")
     parser.add_argument('--hf', default='', help='a Llama-family checkpoint in place of RUN')
     parser.add_argument('--text', default='', help='text to run the checkpoint on')
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()

@@ -288,7 +288,7 @@ class Classification(Task):
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform on 1..min(length,
-    span) - 1 (span 128; at length 16 use 16, to train every class used)."""
+    span) - 1 (span 128; at length 16, span=16 spreads distances over the 32 classes)."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -628,7 +628,7 @@ def scan():
 class SCAN(Pairs):
     """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions.
     scan trains on 1 to 22 actions (16,990 commands) and tests 24 to 48 (3,920). scan_simple trains
-    on a random 80 % (16,728) and tests the rest; the published files are another draw.
+    on a random 80 % (16,728) and tests the rest; the published split is another random draw.
     >>> examples(4, 'scan')
     scan                BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS
     """
@@ -809,7 +809,7 @@ class Corpus(Task):
         """The same text for every length: n segments of max(lengths) tokens (shorter ones only if
         there are too few), cut into contexts of `length` tokens. Contexts overlap by one token, so
         that every token of a segment except the first is predicted once. The last context may be
-        short; with a stride, all are up to a stride shorter."""
+        short; with a stride above 1, every context is shorter by less than one stride."""
         def step(length):   # stride of contexts = predictions in a full context
             return (length - 1) // self.stride * self.stride
 

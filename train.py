@@ -413,7 +413,7 @@ class Batches:
         """Continue in the middle of an epoch."""
         need(state['start'].shape == self.generator.get_state().shape,
              f'the run in {self.cfg.out_dir} was trained on another kind of device, which draws '
-             'other random numbers: use its --device')
+             'other random numbers: use that --device')
         self.generator.set_state(state['start'])
         self.begin_epoch(state['lengths'])                 # draws the same pool and order again
         self.at = state['at']
@@ -528,7 +528,7 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         saved = state['moments']                           # {number: {name: average, or step}}
         need(saved and all(x['exp_avg'].shape == params[i].shape for i, x in saved.items()),
-             f'the run in {self.cfg.out_dir} is of another version: use --eval_only or --overwrite')
+             f'the run in {self.cfg.out_dir} is of older code: use --eval_only or --overwrite')
         for i, moments in saved.items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
                                                for name, x in moments.items()}     # averages, step
@@ -699,8 +699,8 @@ def write_file(path, data):
 def read_checkpoint(folder):
     """The dictionary of a run's ckpt.pt; options that it lacks get their defaults."""
     path = os.path.join(folder, 'ckpt.pt')
-    need(os.path.exists(path), f'no run in {folder}: train it first, or name another (for a '
-         'sweep, one run)')
+    need(os.path.exists(path), f'no run in {folder}: train it first, or name another '
+         'folder (of a sweep: that of one run)')
     try:
         if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
             raise zipfile.BadZipFile
@@ -1103,7 +1103,7 @@ def load(run_dir, seed=None, cfg=None):
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
-    need(seed in models, f'no model of seed {seed} in {run_dir}; there are: '
+    need(seed in models, f'no model of seed {seed} in {run_dir}; seeds with a model:  '
          + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(cfg.weights_dtype)         # random, before its weights
     load_weights(model, models[seed], run_dir)

@@ -3,7 +3,7 @@
     python exercises/blank.py                     lists the exercises
     python exercises/blank.py rope                makes out/exercises/rope and says what to do there
     python exercises/blank.py rope --check        grades it (in the copy: grades this copy)
-    python exercises/blank.py rope --show-diff    diff of what was written and the original
+    python exercises/blank.py rope --show-diff    diff between the original and what was written
 """
 import ast
 import difflib
@@ -123,7 +123,7 @@ def main(argv):
         return 0
     check_name('exercise', name, EXERCISES)
     folder, copied = ROOT / 'out/exercises' / name, not (ROOT / 'exercises/TEACHING.md').exists()
-    need(flag == '--check' or not copied, 'this is a copy: run that in the original repository')
+    need(flag == '--check' or not copied, 'this is a copy: run this in the original repository')
     need(not flag or copied or folder.exists(), f'first: python exercises/blank.py {name}')
     if not flag:
         make_copy(name, folder)

@@ -3,7 +3,7 @@
     python results/tables.py                          list the sets of records
     python results/tables.py vipe_long                print a set, every seed of every run;
                              --metric=token, last     instead of exact
-    python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall
+    python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall    train, print
     cp results/board.jsonl out/board.jsonl            first, to train only what is not stored
     python results/tables.py refresh                  rewrite the board in results/README.md
 
