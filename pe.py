@@ -218,8 +218,7 @@ class Encoding(nn.Module):
         pos: of k and v; state: what state() returned, computed if it depends on the length alone;
         x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
         UserError if shapes do not fit. The kernels require consecutive integer positions and return
-        NaN for others; kernel='reference' accepts any.
-        """
+        NaN for others; kernel='reference' accepts any."""
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
         if self.takes_kernel(q, k, pos):
@@ -470,8 +469,7 @@ class PoPE(Encoding):
     logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d).
 
     d frequencies where RoPE has d/2. delta [H, D] is learned and clamped to [-2 pi, 0] after every
-    optimizer step. In Cartesian form (eq. 7-10), by polar(), q' and k' are 2D wide.
-    """
+    optimizer step. In Cartesian form (eq. 7-10), by polar(), q' and k' are 2D wide."""
     shift_invariant = triton_pays = True
     own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by Trainer.update in train.py
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
@@ -522,8 +520,7 @@ class ALiBi(Encoding):
     slopes m_h = 2^(-8h/H), h = 1..H.
 
     Where H is no power of two: the slopes of the power of two below it, then the first, third, ..
-    of the next power. A single head has the slope 1/256: nearly NoPE.
-    """
+    of the next power. A single head has the slope 1/256: nearly NoPE."""
     shift_invariant = True
 
     def slope(self, device):                        # (H,)
@@ -540,8 +537,7 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
-    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d).
-    """
+    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d)."""
     shared = shift_invariant = True
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # distances from here on share the last bucket
@@ -637,8 +633,7 @@ class ViPE(Encoding):
     linear in the distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
     alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim +
     d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
-    value(), then PyTorch's fused attention, then out().
-    """
+    value(), then PyTorch's fused attention, then out()."""
     fp32 = triton_pays = needs_causal = True    # log n, n - i assume n visible keys
     order = 2
     vipe_value: bool = True        # the value-side distance code
@@ -700,8 +695,7 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
 
     p_reset [B, C, 1]; p_step = (p_incr, p_decr, p_keep), [B, C, 1] each; p_copy [B, C, t+2]: entry
     k <= t is the jump to offset k, the last is "no copy"; gamma [C, 1]. None: without copies,
-    without sharpening.
-    """
+    without sharpening."""
     t = h.shape[-1] // 2
     p_incr, p_decr, p_keep = p_step
     total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass (B, C, 1)
@@ -721,8 +715,7 @@ def cursor_scan(reset, step, gamma, table, copy=None):
 
     reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: as in algorithm_1, for each
     token; jumps to k > t are not made and their mass is lost. table [2P+1, d_pe] = f(-P..P),
-    P >= T. All in float32 or float64.
-    """
+    P >= T. All in float32 or float64."""
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
     assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], of -{T}..{T} or more'
@@ -886,8 +879,7 @@ class PRISM(Encoding):
 
     g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors).
     A head has C = prism_cursors of them for queries and as many for keys. mu in [0, 1] is learned
-    for each head, alpha for each head and cursor. The factor 4 is for prism_norm='none' only.
-    """
+    for each head, alpha for each head and cursor. The factor 4 is for prism_norm='none' only."""
     shift_invariant = needs_causal = reads_content = True
     order = 1
     prism_layers: list = (1,)      # new cursors are computed before each of these layers

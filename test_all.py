@@ -2702,8 +2702,9 @@ def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch):
     trained = []
     monkeypatch.setattr(tables, 'run_train', lambda folder, *flags: trained.append(flags))
     monkeypatch.setattr(tables, 'validation', lambda folder: (0, folder.endswith('lr=0.002'), 0.5))
-    tables.run_cell(0.5, 'nope', 'text', 3, 'x.jsonl')
-    assert '--max_steps=800' in trained[0] and {'--lr=2e-3', '--max_steps=2400'} <= {*trained[1]}
+    assert tables.best_rate(0.5, 'nope', 'text') == '2e-3' and '--max_steps=800' in trained[0]
+    tables.run_cell(0.5, 'nope', 'text', 3, 2e-3, 'x.jsonl')
+    assert {'--lr=0.002', '--max_steps=2400'} <= {*trained[1]}
 
 
 def test_the_page_shows_the_board_of_its_records():

@@ -219,16 +219,21 @@ def validation(folder):
     return tuple(map(statistics.mean, zip(*metrics)))
 
 
-def run_cell(minutes, row, column, times, records):
-    """Train a cell: the search for its learning rate, then the five seeds."""
-    first, steps = (steps_of(minutes, column, n) for n in (1, times))
-    folder, search = (f'out/board/{slug(column)}/{slug(row)},{n}' for n in (steps, f'{first}_lr'))
-    run_train(search, *flags_of(first, row, column), '--seeds=5,6', '--n_test=1', f'--lr={RATES}',
+def best_rate(minutes, row, column):
+    """The learning rate of RATES at which two other seeds end best."""
+    steps = steps_of(minutes, column, 1)
+    folder = f'out/board/{slug(column)}/{slug(row)},{steps}_lr'
+    run_train(folder, *flags_of(steps, row, column), '--seeds=5,6', '--n_test=1', f'--lr={RATES}',
               f'--eval_lengths={COLUMNS[column].split()[1]}')
-    merits = {rate: validation(f'{search}/lr={float(rate)}') for rate in RATES.split(',')}
-    best = max(merits, key=merits.get)                     # of equals the first in RATES
-    run_train(folder, *flags_of(steps, row, column), '--seeds=0-4', '--n_eval=1', f'--lr={best}',
-              f'--results={records}')
+    merits = {rate: validation(f'{folder}/lr={float(rate)}') for rate in RATES.split(',')}
+    return max(merits, key=merits.get)                     # of equals the first in RATES
+
+
+def run_cell(minutes, row, column, times, rate, records):
+    """Train the five seeds of a cell."""
+    steps = steps_of(minutes, column, times)
+    run_train(f'out/board/{slug(column)}/{slug(row)},{steps}', *flags_of(steps, row, column),
+              '--seeds=0-4', '--n_eval=1', f'--lr={rate}', f'--results={records}')
 
 
 @dataclass
@@ -254,7 +259,9 @@ def board(options):
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
                 .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
         for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
-            run_cell(options.minutes, row, column, times, options.records)
+            known = runs.get((row, column))                # keeps its learning rate
+            rate = known.options['lr'] if known else best_rate(options.minutes, row, column)
+            run_cell(options.minutes, row, column, times, rate, options.records)
     return find_cells(options.minutes, cells, options.records)
 
 
