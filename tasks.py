@@ -143,7 +143,8 @@ class Iterative(Task):
     reverse             BoS 4 9 3 0 3 EoI 3 0 3 9 4 EoS
     count               BoS 80 84 EoI 80 81 82 83 84 EoS
     mode                BoS e j d a d EoI d EoS
-    sort                BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS"""
+    sort                BoS 83 94 12 35 43 EoI 12 35 43 83 94 EoS
+    """
     end = EOS
     symbols = range(2)
 
@@ -235,7 +236,8 @@ class IndirectIndexing(Task):
     The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
     shift is uniform on the shifts in -15..+15 that stay inside it; the last letter is supervised.
     >>> examples(20, 'indirect_indexing')
-    indirect_indexing   MjrbCDsiSNgcktphwTOe,t,-3,g"""
+    indirect_indexing   MjrbCDsiSNgcktphwTOe,t,-3,g
+    """
     separator = ''
 
     def __init__(self, letters=52, shift=15):
