@@ -41,6 +41,7 @@ vipe)    # ViPE's tasks, parts and longer training
 pope)    # indirect indexing; parts of PoPE (all seeds at all rates, as in `cross`)
     run indirect --task=indirect_indexing:letters=12:shift=2 --pe=rope,pope --n_head=2 --warmup_steps=100 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4,1e-3,2e-3 --seeds=0-2
     run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=2e-3,1e-3
+    run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=pope --pope_delta=zero,uniform --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --seeds=0-2
     run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope,pope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4
     run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --seeds=1,2
     run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=pope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4 --seeds=1,2
