@@ -63,7 +63,7 @@ def attention(q, k, v, mean_distance=False):
     and v in float32, bfloat16 or float16, q and k up to 256 wide, v up to 128. torch.func.grad
     requires the reference."""
     require_triton('kernels.attention_reference')
-    assert q.dtype == k.dtype == v.dtype != torch.float64, 'the kernels compute in float32'
+    assert q.dtype == k.dtype == v.dtype != torch.float64, 'one dtype, up to float32'
     assert q.shape == k.shape and q.shape[:3] == v.shape[:3]    # (B, H, T, D), v (B, H, T, D_V)
     assert q.shape[3] <= 256 and v.shape[3] <= 128  # PoPE's q and k are twice as wide as v
     y, e, _ = attention_forward(q, k, v, mean_distance)         # (B, H, T, D_V), (B, H, T)
@@ -606,7 +606,7 @@ def step_gradient(dh, DROW, h, d, t, total, RESET, STEP, DRESET, DSTEP):
 
 @jit
 def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, C, BL: tl.constexpr):
-    """Algorithm 1 at the tokens first..last-1: fills HISTORY from row first on."""
+    """Algorithm 1 at the tokens first..last-1: fills HISTORY[first+1..last]."""
     n, L = tl.program_id(0).to(tl.int64), 2 * T + 1             # n = b C + c
     d = tl.arange(0, BL) - BL // 2                              # offsets (BL,)
     HISTORY += n * (T + 1) * L + T  # offset 0, the paper's mid, of row 0
@@ -743,7 +743,7 @@ def outputs_and_gradients(function, inputs):
 
 def compare(function, reference, inputs):
     """(error, allowed) of the worst output or gradient. Error: ||a - b|| / max(1, ||b||), b the
-    reference in float64; allowed: three times the reference's own error in this dtype."""
+    reference in float64; allowed: 3 (the reference's error + max(eps, 3e-5))."""
     exact = outputs_and_gradients(reference, [x.detach().double().requires_grad_() for x in inputs])
     error, own = (torch.stack([(a.double() - b).norm() / b.norm().clamp(min=1)
                                for a, b in zip(outputs_and_gradients(f, inputs), exact)])

@@ -1,4 +1,4 @@
-"""A pre-norm decoder Transformer for any encoding of pe.py, which computes the attention.
+"""A pre-norm decoder Transformer, whose attention is computed by any encoding of pe.py.
 
 Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules
 that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed

@@ -41,7 +41,7 @@ def need(condition, says):
 @dataclass
 class SharedConfig:
     """What all encodings read; PEConfig (below ENCODINGS) adds the options of each class. Derived:
-    heads and head_dim, the number and width of the attention heads; layer. Raises UserError."""
+    heads and head_dim, the number and width of attention heads; layer, from 0."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
@@ -128,7 +128,7 @@ class Encoding(nn.Module):
     needs_pairs = False       # True: rotates feature pairs; requires an even head_dim
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
-    mean_distance = False     # True: kernels.attention appends sum_s alpha_ts (t - s) to y
+    mean_distance = False     # True: attend_by_kernel appends sum_s alpha_ts (t - s) to y
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
     capturable = True         # False: a CUDA graph cannot capture a step
     reads_content = False     # True: state() computes positions from the content
@@ -179,7 +179,7 @@ class Encoding(nn.Module):
         return At(q, k, s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def logits(self, q, k, pos, state=None, x=None):
-        """Attention logits [B, H, Tq, T], -inf where s > t, for probes."""
+        """Attention logits [B, H, Tq, T], -inf if masked, for probes."""
         check_shapes(self.cfg, q, k, k, pos, x)
         at = self.at(q, k, pos, state, x)
         q, k = self.qk(q, k, at)
@@ -215,10 +215,10 @@ class Encoding(nn.Module):
         """mix(weigh(logits), v): [B, H, Tq, out_dim]; stores the logits where `dense`.
 
         q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
-        pos: of k and v; state: what state() returned, computed if it depends on the length alone;
+        pos: of k and v; state: what state() returned; None if it depends on the length alone;
         x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
-        UserError if shapes do not fit. The kernels require consecutive integer positions and return
-        NaN for others; kernel='reference' accepts any."""
+        UserError if shapes do not fit. The kernels return NaN for integer positions that are not
+        consecutive; kernel='reference' accepts any."""
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
         if self.takes_kernel(q, k, pos):
@@ -316,7 +316,7 @@ def check_positions(pos, B, T):
 
 def causal(like, itself=True):
     """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys after the query (without
-    `itself`, from it on), else 0; the last query is the last key."""
+    `itself`, from it on), else 0; queries are the last Tq."""
     Tq, T = like.shape[-2:]
     hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
     return hidden.triu(T - Tq + int(itself))
@@ -513,7 +513,7 @@ def polar(x, phase, positive=True):
     return (torch.cat([mu, mu], dim=-1) * cos_sin).to(x.dtype)          # one pass, not two
 
 
-# ---- logits and weights: an additive bias, other logits, another softmax -------------------------
+# ---- logits and weights: an additive bias, or another softmax ------------------------------------
 
 class ALiBi(Encoding):
     """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
@@ -536,8 +536,8 @@ class T5(Encoding):
     """T5's relative bias (Raffel et al. 2020), b [buckets, H] learned, shared by all layers:
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
-    With n buckets and e = floor(n/2): bucket(d) = d for d < e, else the smaller of n - 1 and
-    e + floor((n - e) log(d/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d)."""
+    With n buckets and e = floor(n/2): bucket(m) = m for m < e, else the smaller of n - 1 and e +
+    floor((n - e) log(m/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d)."""
     shared = shift_invariant = True
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # distances from here on share the last bucket
@@ -973,7 +973,7 @@ class Sum(Encoding):
                  'polar coordinates leave no pairs of features to rotate'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
-                 'only one can append a distance, and its weights must sum to 1')):
+                 'a distance can be appended once, to weights of sum 1')):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 

@@ -299,7 +299,7 @@ def by_length(cfg, title, rows, shown):
 def attention(model, task, cfg, length=0, n=16):
     """To which tokens does every head attend, at the training length and at a longer one?
 
-    ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer one (0: 2.5 times the training length).
+    ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer (0: up to 2.5 times the training one).
     Columns, mean weights: x_to_BoS: from the inputs to BoS. s_to_EoI: from the answer to EoI.
     s_to_x_t: from EoI and the states to the input that the next state depends on; for comparison,
     uniform attention to n tokens has 1/n. entropy (nats): of the answer's queries.
@@ -699,8 +699,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     `drop 1`, `drop 2`, ...: loss of exact match without that head, in points (of tokens if no
     problem is exact; for a corpus: rise of loss, nats); `effective`: how many heads share the drop;
     1 with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts
-    the
-    vectors p of the encoding from the stream before each layer: score `without p`;
+    the encoding's vectors p from the stream before each layer: score `without p`;
     `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
     """
     check_name('what', what, ('heads', 'positions'))
@@ -1148,7 +1147,7 @@ def check_distances(model, tokens, cfg):
     enc = model.blocks[0].attn.pe
     adds_features = any(getattr(part, 'order', 0) == 1 for part in enc.modules())  # prism
     need(enc.shift_invariant and not adds_features and sees_distances(model, tokens),
-         f'this probe requires logits at any distance, unlike those of pe={cfg.pe}: take rope')
+         f'this probe requires logits set by distance, unlike those of pe={cfg.pe}: take rope')
 
 
 def fit_figure(title, W, fit, components, ylabel='query i'):
@@ -1270,7 +1269,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
     length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
-    over queries. If it rotates, r over i >= j in heads with slow dominating pairs: slow_fg: of
+    over queries. For rotations, r over i >= j in heads with slow dominating pairs: slow_fg: of
     their logits and f + g (eq. 15); dominance: of all and theirs; r_fg: of all and f + g;
     r_random: r with random phases, the control.
     """
@@ -1362,7 +1361,7 @@ def offsets(T, gamma, l_max, source):
 
 def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     """Losses [n, T], which tokens are correct [n, T], outputs of the heads [n, L, H, T, D] and
-    which tokens have moved [n, T]. Every sequence and layer has its own draw at all levels."""
+    which tokens have moved [n, T]. Each sequence and layer keeps one draw at all levels."""
     pos, L, found = torch.arange(tokens.shape[1]), len(model.blocks), []
     draw = offsets if kind == 'position' else transposition
 
@@ -1451,13 +1450,13 @@ def nearest(x, normal):
 
 @torch.no_grad()
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
-    """Why do sliding windows extend a model? Do its attention outputs over them stay normal?
+    """Why do sliding windows extend a context? Do attention outputs over them stay normal?
 
     The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (for
     a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
     the middle one. Attention's outputs in the first window count as normal. Rows: median distance
     to the nearest normal output, over its typical value among normal outputs: of `later positions`;
-    of --queries queries over sliding `windows`; of these with the first tokens (10) kept.
+    of --queries queries over sliding `windows`; of these with the first ≤ 10 tokens kept.
     """
     _, tokens, _ = batch(task, cfg.eval_lengths, length, n)
     T, L = tokens.shape[1], len(model.blocks)

@@ -117,8 +117,8 @@ def supervise(tokens, start):
 
 
 def compose(prompt, answer):
-    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Lists
-    of tokens shared by all rows, or tensors [n, k]; padding moves to the end of its row."""
+    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Both:
+    a list of tokens for all rows or tensors [n, k]; padding moves to the row's end."""
     one = next(filter(torch.is_tensor, prompt))[:, :1]      # [n, 1]
     columns = [part if torch.is_tensor(part) else torch.full_like(one, part)
                for part in [*prompt, *answer]]              # a token becomes a column

@@ -680,7 +680,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
             (dict(pe='vipe', vipe_s='both'), 'length'),
             (dict(pe='prism+prism'), 'PRISM and PRISM cannot be added: each appends features'),
-            (dict(pe='stickbreaking+vipe'), 'weights must sum to 1'),
+            (dict(pe='stickbreaking+vipe'), 'weights of sum 1'),
             (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')):
         with pytest.raises(pe.UserError, match=says):
             Transformer(ModelConfig(**kw))
@@ -1936,7 +1936,7 @@ def test_batches_mix_lengths_within_the_schedule_and_repeat_fixed_data():
 def test_a_token_beyond_the_vocabulary_names_its_task(monkeypatch):
     monkeypatch.setattr(tasks.Parity, 'states', lambda self, x: x + 2)
     batches = train.Batches(small(), 0, tasks.make('parity'), CPU)
-    with pytest.raises(train.UserError, match='Parity gives the token 7, and its vocabulary has 6'):
+    with pytest.raises(train.UserError, match='Parity gives token 7 of a vocabulary of 6'):
         batches.next(0)
 
 
@@ -1969,7 +1969,7 @@ BAD = [
     ('--lr=fast', "--lr=fast: lr must be a number >= 0, as --lr=0.001; got 'fast'"),
     ('--task=pairty', "'parity'"), ('--pe=rop', "'rope'"), ('--n_head=5', 'divisible'),
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),
-    ('--task=scan --train_lengths=23', 'no problems of the lengths'),
+    ('--task=scan --train_lengths=23', 'no problem for its train_lengths'),
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
     ('--accumulate=9', 'at most batch_size'), ('--n_train=1', 'too few problems'),
     ('--length_schedule=[(5,3)]', 'from step 0 on'),

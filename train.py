@@ -96,7 +96,7 @@ class Config(ModelConfig, Running):
     decay: Literal['linear', 'cosine', 'none'] = 'linear'  # shape of the decay
     beta1: float = 0.9             # AdamW's decay rate for the mean gradient
     beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
-    weight_decay: float = 0.01     # on matrices only; 0: plain Adam
+    weight_decay: float = 0.01     # on linear layers; 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
     dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
 
@@ -146,7 +146,7 @@ class Config(ModelConfig, Running):
             if key != 'seeds':
                 part = 'train' if key == 'train_lengths' else None
                 values = self.the_task.existing(sorted(values), part)
-            need(values, f'{self.task} has no problems of the lengths {key}')
+            need(values, f'{self.task} has no problem for its {key}')
             setattr(self, key, values)
         stages = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else []
                                          for stage in self.length_schedule]
@@ -362,8 +362,8 @@ class Batches:
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.pool(per_length, length, source) for length in lengths]      # [n, t]
         most = max(int(tokens.max()) for tokens, _ in problems)
-        need(most < self.cfg.vocab_size, f'{type(self.task).__name__} gives the token {most}, and '
-             f'its vocabulary has {self.cfg.vocab_size}')
+        need(most < self.cfg.vocab_size, f'{type(self.task).__name__} gives token {most} of a '
+             f'vocabulary of {self.cfg.vocab_size}')
         T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
         dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # small pools
 
@@ -1048,7 +1048,7 @@ def run(cfg, stop):
 
 
 def source(cfg):
-    """A checksum of the classes of the encoding, which tells whether they have been changed."""
+    """A checksum of the encoding's classes and pe.py's functions: it tells of changes."""
     code = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
             if issubclass(base, encodings.Encoding)]
     code += filter(inspect.isfunction, vars(encodings).values())   # such as rotate()
@@ -1056,8 +1056,8 @@ def source(cfg):
 
 
 def train_points(points, swept):
-    """Train the one configuration, or each (label, config) of a sweep; show a table. Return the
-    exit status; UserError if a seed diverged."""
+    """Train each (label, config), one or a sweep's; show a table. Return the exit status; raise
+    UserError if a seed diverged."""
     stop = catch_signals()
     scores, failed = {}, []                                # {label: {seed: {length: scores}}}
     for label, cfg in points:
@@ -1090,8 +1090,8 @@ def train_points(points, swept):
 
 def load(run_dir, seed=None, cfg=None):
     """(model, config) of a run, on the CPU in evaluation mode; seed None: the first that did not
-    diverge. cfg: another configuration for the same weights, as with other eval_lengths. In the
-    config returned, seeds is this seed. UserError if there is no such model."""
+    diverge. cfg: another configuration for the same weights, as with other eval_lengths. The
+    returned config's seeds is [seed]. Raise UserError if there is no model."""
     checkpoint = read_checkpoint(str(run_dir))
     saved = checkpoint['config']
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
@@ -1103,7 +1103,7 @@ def load(run_dir, seed=None, cfg=None):
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
-    need(seed in models, f'no model of seed {seed} in {run_dir}; seeds with a model:  '
+    need(seed in models, f'no model of seed {seed} in {run_dir}; there are: '
          + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(cfg.weights_dtype)         # random, before its weights
     load_weights(model, models[seed], run_dir)

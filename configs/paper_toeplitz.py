@@ -1,7 +1,7 @@
-# After distance_*, trigger_count_*, distance_sum_*: the Toeplitz study's settings (Tables 3, 4)
-# for its first task. Second task: --n_train=35000 --n_test=15000 --max_steps=10200
-# --warmup_steps=612. MLA: --attention=mla --batch_size=1024 --max_steps=6800 --warmup_steps=408.
-# Not given: the embedding's initial scale, here PyTorch's, and whether it has a mask (--causal).
+# After distance_* or trigger_count_*: the Toeplitz study's settings (Tables 3, 4) for its first
+# task. Second task: --n_train=35000 --n_test=15000 --max_steps=10200 --warmup_steps=612. MLA:
+# --attention=mla --batch_size=1024 --max_steps=6800 --warmup_steps=408. Not given: the embedding's
+# initial scale, here PyTorch's, and the attention mask (--causal).
 d_model = 256
 d_ff = 512
 n_head = 16

@@ -1,4 +1,4 @@
-# After parity_*, polynomial_*, copy_* ...: the recipe of the ViPE paper (appendix B). 256,000
+# After parity_* or polynomial_*: the recipe of the ViPE paper (appendix B). 256,000
 # steps and 8 seeds require a GPU. The paper takes d_model 32 or 128, n_layer 2 or 3.
 d_model = 128
 n_layer = 3

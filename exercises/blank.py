@@ -1,4 +1,4 @@
-"""Exercises: this repository minus a function, for you to write.
+"""Exercises: this repository minus functions that you write.
 
     python exercises/blank.py                     lists the exercises
     python exercises/blank.py rope                makes out/exercises/rope and says what to do there
@@ -73,7 +73,7 @@ def functions(text):
 
 
 def blanked_files(name):
-    """{path: text} of the files whose bodies the exercise blanks; docstrings remain."""
+    """{path: text} of the files with function bodies blanked; docstrings remain."""
     files, exercise = {}, EXERCISES[name]
     for places, message in ((exercise.blanks, f'{name}: write this'),
                             (exercise.hides, f'{name} hides this; do not write it')):

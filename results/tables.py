@@ -183,7 +183,7 @@ def steps_of(minutes, column, times):
 
 
 def fitted(run):
-    """Whether all seeds but one answer 95 % of the problems of the training lengths exactly."""
+    """Whether at most one seed is below 95 % exact on the training lengths; True for a text."""
     scores = [run.mean(seed, run.trained, 'exact') for seed in run.scores] + [0] * len(run.failed)
     return run.corpus or sum(score < 0.95 for score in scores) <= 1
 
@@ -204,7 +204,7 @@ def find_cells(minutes, cells, records):
 
 
 def run_train(folder, *flags):
-    """`python train.py FLAGS`; Raise UserError if it fails, except by NaN."""
+    """Run `train.py FLAGS`; raise UserError if it fails, except by NaN."""
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
