@@ -124,7 +124,7 @@ def main(argv):
     check_name('exercise', name, EXERCISES)
     folder, copied = ROOT / 'out/exercises' / name, not (ROOT / 'exercises/TEACHING.md').exists()
     need(flag == '--check' or not copied, 'this is a copy: run this in the original repository')
-    need(not flag or copied or folder.exists(), f'make the copy first: python exercises/blank.py {name}')
+    need(not flag or copied or folder.exists(), f'make it first: python exercises/blank.py {name}')
     if not flag:
         make_copy(name, folder)
         print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. There, grade what you '
