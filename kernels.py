@@ -183,7 +183,7 @@ def power_of_2(n):
 
 def new_rows(x, width=None):
     """An uninitialized [B, H, T, width] that lies in memory as [B, T, H, width], so that the
-    projection after attention needs no copy. Positions are a multiple of 16 numbers apart: loads
+    projection after attention needs no copy. Positions are a multiple of 16 numbers apart, so loads
     are wide, and the ptxas of Triton 3.6 compiles some other strides to wrong code."""
     (B, H, T, _), D = x.shape, width or x.shape[3]
     step = triton.cdiv(H * D, 16) * 16  # numbers from a position to the next
@@ -440,7 +440,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor,
           gradient_of=attention_forward)
 def attention_backward(dy: Tensor, de: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
                        y: Tensor, e: Tensor, lse: Tensor, mean_distance: bool) -> list[Tensor]:
-    """The gradients of q, k and v. dlse is 0: nobody differentiates lse."""
+    """The gradients of q, k and v. dlse is 0: lse needs no gradient."""
     e, de = (e, de.float().contiguous()) if mean_distance else (None, None)   # (B, H, T)
     dy, q, k, v, y = (readable(x) for x in (dy, q, k, v, y))    # (B, H, T, D or D_V)
     dq, dk, dv, mean = new_rows(q), new_rows(k), new_rows(v), torch.empty_like(lse)
@@ -541,7 +541,7 @@ def polar(x: Tensor, delta: Tensor | None, base: float, softplus: bool) -> Tenso
           gradient_of=polar, keep_outputs=False)
 def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
                    softplus: bool) -> list[Tensor]:
-    """The gradients of x and delta; an empty tensor for None."""
+    """The gradients of x and delta (empty if delta is None)."""
     dx, parts = new_rows(x), None                               # (B, H, T, D)
     if delta is not None:  # a part of ddelta from each block of rows
         B, H, T, D = x.shape
@@ -561,7 +561,7 @@ def polar_backward(dy: Tensor, x: Tensor, delta: Tensor | None, base: float,
 
 @jit
 def within(d, reach):
-    """Whether -reach <= d <= reach. LLVM, in Triton 3.6, makes a wrong mask of abs(d) <= reach."""
+    """Whether -reach <= d <= reach. Triton 3.6's LLVM miscompiles abs(d) <= reach."""
     return (d >= -reach) & (d <= reach)
 
 
@@ -631,7 +631,7 @@ def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, C, BL: tl.con
 def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DSTEP, DGAMMA, DCOPY,
                          GRADS, first, last, T, C, BL: tl.constexpr):
     """Gradients of the gates, gamma and the copies at the tokens last-1..first. Threads exchange
-    the gradient before (4) in rows 0 and 1 of GRADS by turns; row 2 passes the gradient before
+    the gradient before (4) alternately in rows 0 and 1 of GRADS; row 2 passes the gradient before
     token `first` to the next launch."""
     n, L = tl.program_id(0).to(tl.int64), 2 * T + 1             # n = b C + c
     d = tl.arange(0, BL) - BL // 2                              # offsets (BL,)
@@ -645,7 +645,7 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
         row, ROW = n * T + t, HISTORY + tl.cast(t, tl.int64) * L
         DROW = GRADS + t % 2 * L  # by turns, so one barrier a token is enough
         dh += load_bins(DHISTORY + tl.cast(t + 1, tl.int64) * L, d, t + 1)  # (BL,)
-        # token t once more: h before it, moved after its step, x after its copy
+        # recompute token t: h before it, moved after its step, x after its copy
         h = load_bins(ROW, d, t)                                # (BL,) h_t
         total = tl.sum(h, axis=0) if gamma is None else 1.0     # (1)
         moved = after_step(h, ROW, d, t, total, RESET + row, STEP + 3 * row)  # (BL,)
@@ -700,7 +700,7 @@ def scan_forward(reset: Tensor, step: Tensor, gamma: Tensor | None, copy: Tensor
     reset.new_empty(0 if copy is None else copy.shape)], gradient_of=scan_forward)
 def scan_backward(dhistory: Tensor, reset: Tensor, step: Tensor, gamma: Tensor | None,
                   copy: Tensor | None, history: Tensor) -> list[Tensor]:
-    """Gradients of scan_forward's inputs; those of None have no meaning."""
+    """Gradients of scan_forward's inputs; ignore those of None."""
     tensors = dhistory, reset, step, gamma, copy, history
     tensors = [x if x is None else x.contiguous() for x in tensors]
     B, C, T = reset.shape
@@ -732,7 +732,7 @@ def sample_inputs(name, B, H, T, D, dtype=torch.float32, device='cpu', P=None):
 
 
 def outputs_and_gradients(function, inputs):
-    """The outputs, and the gradients of a random weighting of them for every input, 0 if unused."""
+    """The outputs, and the gradients of a random weighted sum of them; 0 for unused inputs."""
     ys = function(*inputs)
     ys = ys if isinstance(ys, tuple) else (ys,)                 # as many as the function returns
     g = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
 """A pre-norm decoder Transformer, whose attention is computed by any encoding of pe.py.
 
-Probes read or replace any activation through forward hooks on the named taps, nn.Identity modules
+Probes read or replace activations through forward hooks on the named taps, nn.Identity modules
 that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed
 only while hooked; tap_head_out [B, H, T, out_dim]; tap_resid [B, T, C] before and after each block.
 """

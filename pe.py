@@ -1,6 +1,6 @@
 """Every positional encoding, one small class each. This file needs torch alone: copy it to use it.
 
-An encoding changes only what enters or leaves causal scaled dot-product attention:
+Nearly every encoding changes only the inputs, bias or output of causal attention:
 
     logits_ts = <q'_t, k'_s> / sqrt(d) + bias_ts,   s <= t                hooks: qk, bias
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))            hooks: value, out
@@ -52,7 +52,7 @@ class SharedConfig:
     rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
     causal: bool = True            # False: only the last token, the answer, is masked
-    # kernels.py, for pope, vipe and prism: auto (if it pays on CUDA) | triton | reference
+    # kernels.py, for pope, vipe and prism: auto (if faster, on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
     def __post_init__(self):
@@ -160,7 +160,7 @@ class Encoding(nn.Module):
     def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
     def bias(self, at):                         # -> None, or [H, Tq, T] or [B, H, Tq, T], added to
-        return None                             # the logits; if T rows: the last Tq
+        return None                             # the logits (of T rows, the last Tq)
     def weigh(self, logits):                    # -> the attention weights; masked keys: -inf
         return logits.softmax(dim=-1)
     def value(self, v, at):                     # -> [B, H, T, any], before the average
@@ -169,7 +169,7 @@ class Encoding(nn.Module):
         return y
 
     def at(self, q, k, pos, state=None, x=None, q_len=None):
-        """The At of queries at the last positions. A state of None is computed for this length."""
+        """Return the At of the last q_len queries; compute the state if it is None."""
         if state is None:
             state = self.state(None, pos)
         if self.shift_invariant:                # angles of large positions would lose digits
@@ -193,7 +193,7 @@ class Encoding(nn.Module):
         if bias is not None:
             fits = zip(bias.shape[::-1], ((1, T), (1, Tq, T), (1, H), (1, B)))
             need(2 <= bias.dim() <= 4 and all(n in sizes for n, sizes in fits),
-                 f'bias() of {type(self).__name__} must return [H, Tq, T] or [B, H, Tq, T], here '
+                 f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T], here '
                  f'{[B, H, Tq, T]}, got {list(bias.shape)}')
             return bias[..., -Tq:, :]
 
@@ -245,7 +245,7 @@ class Encoding(nn.Module):
         return self.out(fused_attention(q, k, v, mask, self.scale), at)
 
     def takes_kernel(self, q, k, pos):
-        """Whether kernels.attention serves this call, as cfg.kernel says; auto: where it pays."""
+        """Whether this call uses kernels.attention: cfg.kernel; auto: where it is faster."""
         regular = (self.cfg.causal and q.shape[2] == k.shape[2] and pos.dim() == 1
                    and not pos.is_floating_point())
         if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
@@ -266,8 +266,8 @@ class Encoding(nn.Module):
 
 
 def kernels(required=True):
-    """The module kernels.py, imported here only, where a kernel is launched. Not required: None if
-    kernels.py is not beside this file, or Triton is missing."""
+    """The module kernels.py, imported here only, where a kernel is launched. With required=False,
+    return None if kernels.py or Triton is missing."""
     try:
         import kernels
     except ModuleNotFoundError:
@@ -315,8 +315,8 @@ def check_positions(pos, B, T):
 
 
 def causal(like, itself=True):
-    """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys after the query (without
-    `itself`, from it on), else 0; queries are the last Tq."""
+    """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys after the query (and at it
+    unless `itself`), else 0; queries are the last Tq."""
     Tq, T = like.shape[-2:]
     hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
     return hidden.triu(T - Tq + int(itself))
@@ -343,7 +343,7 @@ def rotate(x, angle):
 
 
 def fused_attention(q, k, v, mask, scale):
-    """Causal attention by PyTorch's fused kernels, as wide as v. A mask [.., 1 or H, Tq, T] is
+    """Causal attention, as wide as v, by PyTorch's fused kernels. A mask [.., 1 or H, Tq, T] is
     added to the logits and replaces the causal mask."""
     if mask is not None:                        # contiguous rows: the fused kernels require it
         mask = mask.to(q.dtype).contiguous().expand(*q.shape[:2], -1, -1)   # (B, H, Tq, T)
@@ -407,7 +407,7 @@ class Learned(Encoding):
 
 class Random(Learned):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
-    P fixed, entries N(0, 1/2), for the norm of a sinusoid (our choices)."""
+    P fixed, entries N(0, 1/2) to match the sinusoids' norm (our choices)."""
     def __init__(self, cfg):
         Encoding.__init__(self, cfg)                # without the learned table
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
@@ -444,8 +444,8 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len). The ramp w_c is linear in c: 0 for more than 32 turns over
-    train_len, 1 below one turn, as in the authors' code. Not prefix-consistent: give `total_len`.
+    s = max(1, T / train_len). The ramp w_c is linear in c: 0 above 32 rotations over train_len, 1
+    below one, as in the authors' code. Not prefix-consistent: give `total_len`.
     """
     def state(self, x, pos, total_len=None):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
@@ -629,8 +629,8 @@ class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says. The code p_(n-i) is
-    linear in the distance, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
+    n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says. The distance code is
+    linear in n - i, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
     alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim +
     d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
     value(), then PyTorch's fused attention, then out()."""
@@ -683,7 +683,7 @@ class ViPE(Encoding):
 
 
 # ---- PRISM: content-dependent positions ----------------------------------------------------------
-# A cursor is a distribution over offsets, a histogram;
+# A cursor is a histogram over offsets from the start;
 # a query matches a key where the histograms of their cursors overlap
 
 EPS = 1e-8  # added to histograms before they are sharpened
@@ -764,7 +764,7 @@ class Gates(nn.Module):
             self.s = nn.Parameter(torch.tensor(0.5))
 
     def W_recurrent(self):
-        """W_h; with prism_recurrent='norm' of Frobenius norm s sqrt(hidden) (footnote 8*)."""
+        """W_h, scaled to norm s sqrt(hidden) if prism_recurrent='norm' (footnote 8*)."""
         W = self.W_h.weight                                     # (3 hidden, hidden)
         if self.cfg.prism_recurrent == 'norm':
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
@@ -835,7 +835,7 @@ class Cursors(nn.Module):
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
-            # so a jump to token k meets the key of the token after it
+            # so a jump to offset k matches the key of token k + 1
             t, reset, step = torch.arange(x.shape[1], device=x.device), reset.clone(), step.clone()
             reset[:, self.count::5] = 0                                             # (B, C', T)
             step[:, self.count::5] = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)
@@ -973,7 +973,7 @@ class Sum(Encoding):
                  'polar coordinates leave no pairs of features to rotate'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
-                 'a distance can be appended once, to weights of sum 1')):
+                 'the mean distance requires weights of sum 1, once')):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 
@@ -1056,8 +1056,8 @@ def build(cfg):
         need(name in ENCODINGS,
              f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
     need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
-         f'attention=mla takes pe=rope or pe=nope, got {cfg.pe}')
-    need(not cfg.rope_heads or hooks_of(cfg.pe) != ['embed'], 'rope_heads is for encodings of '
+         f'attention=mla requires pe=rope or nope, got {cfg.pe}')
+    need(not cfg.rope_heads or hooks_of(cfg.pe) != ['embed'], 'rope_heads requires an encoding of '
          f'attention; {cfg.pe} acts on the embedding, which all heads share')
     heads = cfg.rope_heads or cfg.heads                     # the encoding's
     rest = copy.copy(cfg)

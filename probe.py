@@ -182,7 +182,7 @@ def sequences(task, lengths, length, n):
 
 
 def fewer(cfg, *tensors, limit=2 ** 26):
-    """The first problems of tensors [n, T] whose attention maps have at most `limit` numbers."""
+    """As many first rows of tensors [n, T] as keep attention maps within `limit` numbers."""
     n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))  # L H T^2 a problem
     return [x[:n] for x in tensors]
 
@@ -302,7 +302,7 @@ def attention(model, task, cfg, length=0, n=16):
     ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer (0: up to 2.5 times the training one).
     Columns, mean weights: x_to_BoS: from the inputs to BoS. s_to_EoI: from the answer to EoI.
     s_to_x_t: from EoI and the states to the input that the next state depends on; for comparison,
-    uniform attention to n tokens has 1/n. entropy (nats): of the answer's queries.
+    uniform attention to n tokens gives 1/n. entropy (nats): of the answer's queries.
     """
     trained = max(cfg.train_lengths)
     length = length or min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else np.inf)
@@ -563,7 +563,7 @@ def loss(model, task, cfg, length=0, n=32):
     summary = {'length': length,
                f'{name}, trained positions': number(curve[:cfg.train_len - 1].nanmean()),
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
-    title = f'{titled(cfg)}: loss by position (PoPE Figure 2). A rise: long contexts harm.'
+    title = f'{titled(cfg)}: loss by position (PoPE Figure 2). Where it rises, context harms.'
     middles = [(row['first'] + row['last']) / 2 for row in rows]
     return rows, summary, curves(title, {'': {name: (middles, [row[name] for row in rows])}},
                                  f'position; trained to {cfg.train_len} (red line)',
@@ -576,7 +576,7 @@ def rotating(enc):
 
 
 def polar(enc, q, k):
-    """What an encoding rotates: complex zq, zk [H, T, n] of q, k [H, T, D], and theta [n].
+    """Return complex zq, zk [H, T, n] of q, k [H, T, D], as rotated, and theta [n].
 
     RoPE has n = D/2 pairs of features, PoPE n = D magnitudes, with its phases delta in zk. A logit
     is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d), plus what other encodings add.
@@ -606,7 +606,7 @@ def norms(model, task, cfg, length=0, n=8):
 
     PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
     place of frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean
-    norm of queries (q) and keys (k), and the largest of a head. Summary of the norms' fractions:
+    norm of queries (q) and keys (k), and the largest head's. Summary of the norms' fractions:
     `used`: exp(entropy) / count; `fast`: of the faster half; `fast_after_first`: above layer 1.
     """
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
@@ -697,8 +697,8 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
 
     what=heads zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
     `drop 1`, `drop 2`, ...: loss of exact match without that head, in points (of tokens if no
-    problem is exact; for a corpus: rise of loss, nats); `effective`: how many heads share the drop;
-    1 with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts
+    problem is exact; for a corpus: rise of loss, nats); `effective`: heads behind the drop; 1
+    with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts
     the encoding's vectors p from the stream before each layer: score `without p`;
     `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
     """
@@ -914,12 +914,12 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     """Does one head collect the gradient of position, mostly in lower layers?
 
     Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss w.r.t. a head's logits
-    on the edges() with label d, at initialization, in a repetition of the run's first `steps` steps
+    on the edges() with label d, at initialization, while the run's first `steps` steps are repeated
     (-1: at most 200), and in the saved model. For each layer: strongest `head` by |H|, its |H|
     `first`, its `margin` over the next head; `growth`: over the margin of the layer above (Theorem
     6.1: above 1); `effective`: how many heads share |H|; `least`, `most`: singular values of
     jacobians(). Summary: `A1`: the fraction of rows with all singular values in (0, 2);
-    `grows`: of growth above 1. H below the top layer is our addition.
+    `grows`: rows with growth > 1. H below the top layer is our addition.
     """
     need(name_of(cfg) != BY_HAND, 'by_hand was never trained: take a run')
     need(cfg.heads > 1, 'gradients compares the heads of a layer: train with more, --n_head=4')
@@ -1063,7 +1063,7 @@ def cursor_panels(model, task, shown):
 def kernel(model, task, cfg, length=0):
     """How precise are positions in PRISM's scores? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
-    Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, the total variation
+    Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, total variation
     distance of its displacement by eq. 6 (cross-correlation of two histograms) from eq. 4 (the scan
     restarted from a point); none if the cursor can copy; `mean`,
     |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`, the first distance from
@@ -1147,7 +1147,7 @@ def check_distances(model, tokens, cfg):
     enc = model.blocks[0].attn.pe
     adds_features = any(getattr(part, 'order', 0) == 1 for part in enc.modules())  # prism
     need(enc.shift_invariant and not adds_features and sees_distances(model, tokens),
-         f'this probe requires logits set by distance, unlike those of pe={cfg.pe}: take rope')
+         f'this probe requires logits that depend on distance only: pe=rope, not {cfg.pe}')
 
 
 def fit_figure(title, W, fit, components, ylabel='query i'):
@@ -1179,7 +1179,7 @@ def three_axes(W, ridge=1e-6):
 
 
 def axes_fit(W):
-    """[2, H]: r of logits W [H, T, T] with their three axes over i >= j; and row-centred."""
+    """[2, H]: r of logits W [H, T, T] with their three-axes fit over i >= j; row-centred r."""
     lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T), the visible entries
     maps = [x.double().masked_fill(~lower, 0) for x in (W, three_axes(W)[-1])]
     centred = [x - x.sum(dim=-1, keepdim=True) / lower.sum(dim=-1, keepdim=True) for x in maps]
@@ -1225,7 +1225,7 @@ def fake_logits(layer, i):
 
 def slow_dominating(zq, zk, theta, length):
     """(Mean product of norms over the head's median; which pairs are slow and dominating) [.., n]
-    of zq, zk [.., T, n]. Ours, as the paper states no threshold: above 3, and rotating < pi / 2."""
+    of zq, zk [.., T, n]. Our thresholds (none in the paper): ratio > 3, rotation < pi / 2."""
     product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)  # (.., n)
     ratio = product / product.quantile(0.5, dim=-1, keepdim=True)  # over the median pair
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
@@ -1269,8 +1269,8 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
     length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
-    over queries. For rotations, r over i >= j in heads with slow dominating pairs: slow_fg: of
-    their logits and f + g (eq. 15); dominance: of all and theirs; r_fg: of all and f + g;
+    over queries. For rotations, r over i >= j in heads with slow dominating pairs: slow_fg: their
+    logits with f + g (eq. 15); dominance: all logits with theirs; r_fg: all with f + g;
     r_random: r with random phases, the control.
     """
     rows = sequences(task, cfg.train_lengths, length, n)
@@ -1338,7 +1338,7 @@ def tuples(model, task, cfg, length=0, n=4):
 
 def transposition(T, gamma, l_max, source):
     """A permutation [T] that swaps disjoint pairs at most l_max apart, until about gamma T tokens
-    have moved. The same source moves more for a larger gamma, and farther for a larger l_max."""
+    have moved. For one source, a larger gamma moves more tokens, a larger l_max farther."""
     swaps = int(gamma * T / 2 + torch.rand((), generator=source).item())  # rounded at random
     side, order = torch.rand(T, generator=source).tolist(), list(range(T))
     for i in torch.randperm(T, generator=source).tolist():
@@ -1353,15 +1353,15 @@ def transposition(T, gamma, l_max, source):
 
 
 def offsets(T, gamma, l_max, source):
-    """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. The same source
-    gives more of them for a larger gamma, and larger ones for a larger l_max."""
+    """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. For one source, a
+    larger gamma gives more of them, a larger l_max larger ones."""
     chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)  # each (T,)
     return (chosen < gamma) * (1 + (size * l_max).long()) * (1 - 2 * (sign < 0.5).long())
 
 
 def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     """Losses [n, T], which tokens are correct [n, T], outputs of the heads [n, L, H, T, D] and
-    which tokens have moved [n, T]. Each sequence and layer keeps one draw at all levels."""
+    which tokens have moved [n, T]. All levels use the same draw for a sequence and layer."""
     pos, L, found = torch.arange(tokens.shape[1]), len(model.blocks), []
     draw = offsets if kind == 'position' else transposition
 
@@ -1431,7 +1431,7 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
 
 def sliding(layer, t, start, window, first=0):
     """Outputs [queries, H out_dim] of queries t at the end of `window` keys and values from `start`
-    on; the first `first` are replaced by the sequence's own."""
+    on; the first `first` are those of the sequence."""
     pos = torch.arange(window)
     keys = torch.where(pos < first, pos, pos + start)  # (window,)
     v = project(layer.attn, layer.x)[2]  # (1, H, T, D)
@@ -1542,7 +1542,7 @@ class Llama(torch.nn.Module):
 
 
 class LlamaText(tasks.Corpus):
-    """A text file as tokens of a checkpoint; segments begin as its tokenizer begins a text."""
+    """A text file as tokens of a checkpoint; segments begin with its tokenizer's prefix."""
     first, needs = 0, 'a text of some words'
 
     def __init__(self, tokenizer, size, path):

@@ -71,7 +71,7 @@ class Task:
         """The number of training problems of these lengths, None if unlimited."""
 
     def width(self, lengths):
-        """The number of tokens in the longest sequence. One problem suffices: all are padded."""
+        """The number of tokens in the longest sequence. One problem suffices: all are as wide."""
         ends = min(lengths), max(lengths)   # the widest is one of these
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
@@ -317,7 +317,7 @@ class Distance(Classification):
 
 class DistanceSum(Distance):
     """The sum of two trigger distances (the Toeplitz study, appendix E): triggers 0, 1 and 2, 3.
-    class = 32 (|i - j| + |k - l|) // (2 span). Distances as in `distance`, at four positions."""
+    class = 32 (|i - j| + |k - l|) // (2 span). Both distances are as in `distance`."""
     triggers = min_length = 4
 
 
@@ -512,7 +512,7 @@ class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023) of the values of some keys.
     Pairs of key and value, each twice among pairs of noise; the repeated values are supervised.
     (In the paper the pairs are first; ours are anywhere, so that positions do not give them away.)
-    `length`: pairs. Options `keys`: how many; `words`: how many keys, values and noises exist.
+    `length`: pairs. Options `keys`: how many; `words`: size of each vocabulary.
     >>> examples(6, 'mqar:keys=2:words=9')
     mqar:keys=2:words=9 noise2 noise6 key3 value8 key3 value8 noise0 noise5 key2 value0 key2 value0
     """
@@ -573,7 +573,7 @@ class Pairs(Task):
         return found[0]
 
     def problems(self, n, length, draw):
-        """n training problems of a length, with replacement; from val or test if none."""
+        """n training problems of a length, with replacement; else from val or test."""
         tokens, targets = self.find(length, *PARTS)
         i = draw.integers(len(tokens), n).cpu()     # [n]; the rows are on the CPU
         return [x[i].to(draw.device) for x in (tokens, targets)]
@@ -582,7 +582,7 @@ class Pairs(Task):
         return [x.to(generator.device) for x in self.find(length, 'train')]
 
     def held_out(self, split, n, lengths, generator):
-        """Validation (split='eval') or test problems; where a length has none, of other parts."""
+        """Validation (split='eval') or test problems; other parts if they lack a length."""
         order = ('val', 'test', 'train') if split == 'eval' else ('test', 'val', 'train')
         sets = {}
         for length in lengths:

@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=2 train.py configs/openwebtext_pope.py --data=FOLDER    on 2 GPUs
     python train.py --help                                           every option and its meaning
 
-Config files are plain Python assignments, read in the given order; --key=value comes last. A run's
+Config files are plain Python assignments, read in the given order; flags override them. A run's
 folder contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
 {length: {exact, token, last, n}}}). The same command continues a run that was stopped and shows the
 table of one that is finished; --overwrite trains it again.
@@ -79,7 +79,7 @@ class Running:
 
 @dataclass
 class Config(ModelConfig, Running):
-    """Every option of a run, in addition to those of model.ModelConfig and pe.PEConfig."""
+    """The options of a run that model.ModelConfig and pe.PEConfig do not have."""
     # data
     task: str = 'parity'           # what to learn, with its options, as in parity:steps=0
     data: str = ''                 # file or folder, for a task that reads one
@@ -289,7 +289,7 @@ def swept(values):
 def read_options(argv):
     """Config files and flags -> the value of every option, a list where a sweep varies it.
 
-    With --eval_only the run's own configuration replaces the files; flags come on top."""
+    With --eval_only the run's own configuration replaces the files; flags override it."""
     flags, paths = parse(Config, argv)
     values = defaults(Config)                              # {option: value}
     for path in paths:                                     # a later file overrides an earlier one
@@ -338,7 +338,7 @@ def lengths_at(cfg, step):
 
 
 def generator(device, stream, number):
-    """A random generator of its own for every stream (train, fixed, eval, test) and number."""
+    """A separate random generator for each stream (train, fixed, eval, test) and number."""
     stream = ('train', 'fixed', 'eval', 'test').index(stream) + 1
     # the CPU's generator uses only the lowest 32 bits of its seed
     return torch.Generator(device).manual_seed(stream << 28 | number)      # number < 2 ** 28
@@ -348,7 +348,7 @@ class Batches:
     """Shuffled batches of mixed lengths, rows padded on the right, on the device.
 
     An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order.
-    It follows from the generator's state at its start, which is what a checkpoint stores. To limit
+    The generator's state at its start, which a checkpoint stores, determines it. To limit
     padding, a batch has two parts: rows of the narrower half of the pool, and
     rows of the wider half. Each part has one shape for the whole epoch, as CUDA graphs require."""
     def __init__(self, cfg, seed, task, device):
@@ -435,7 +435,7 @@ def held_out(cfg, split, device):
 # ---- a training step -----------------------------------------------------------------------------
 
 def learning_rate(cfg, step):
-    """Linear warm-up to lr, then linear or cosine decay to min_lr at max_steps."""
+    """Linear warm-up to lr, then decay to min_lr at max_steps (decay=none: lr)."""
     if step < cfg.warmup_steps:                            # step counts from 0
         return cfg.lr * (step + 1) / cfg.warmup_steps      # from lr / warmup_steps up to lr
     done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)    # in [0, 1)
@@ -543,7 +543,7 @@ class Trainer:
 class Graph:
     """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
 
-    The first three calls are eager, so that the libraries and the optimizer set themselves up; so
+    The first three calls are eager, so that libraries and the optimizer can initialize; so
     are the next three when the shapes of the arguments change."""
     def __init__(self, function):
         self.function, self.shapes, self.side = function, None, torch.cuda.Stream()
@@ -615,7 +615,7 @@ def token_losses(logits, targets):
 def evaluate(model, task, sets, autocast=None):
     """{length: {exact, token, last, n}} under teacher forcing; sets: (length, (tokens, targets)).
 
-    exact: fraction of sequences with every supervised token correct, which equals greedy decoding;
+    exact: fraction of sequences with every supervised token correct, as under greedy decoding;
     token: fraction of supervised tokens correct; last: of final states (without the end token);
     n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats."""
     training = model.training
@@ -902,7 +902,7 @@ def show(cfg, by_seed):
 
 def catch_signals():
     """A list, to which Ctrl-C or SIGTERM appends its number: the loop then saves and stops. A
-    second one stops at once."""
+    second signal stops at once."""
     caught = []
 
     def catch(number, frame):
@@ -992,7 +992,7 @@ def drop_diverged(trainers, checkpoint, step):
         trainer.losses = [float(x) for x in trainer.losses]        # waits for the device
         start = step + 1 - len(trainer.losses)             # the step of the first loss, from 1
         bad = [i for i, x in enumerate(trainer.losses, start) if not math.isfinite(x)]
-        # a loss shows the weights before its step, so look at those after it, too
+        # a loss depends on the weights before its step: check those after it, too
         if not all(p.isfinite().all() for p in trainer.model.parameters()):
             bad.append(step)
         if bad:
@@ -1024,7 +1024,7 @@ def run(cfg, stop):
     with locked(cfg.out_dir):
         checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
         there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}
-        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but files '
+        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt but has files '
              f'with the names of a run: {", ".join(sorted(there))}; use another --out_dir')
         if there and not cfg.overwrite:
             checkpoint = read_checkpoint(cfg.out_dir)
@@ -1048,7 +1048,7 @@ def run(cfg, stop):
 
 
 def source(cfg):
-    """A checksum of the encoding's classes and pe.py's functions: it tells of changes."""
+    """A checksum of the encoding's classes and pe.py's functions, to detect changes."""
     code = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
             if issubclass(base, encodings.Encoding)]
     code += filter(inspect.isfunction, vars(encodings).values())   # such as rotate()
@@ -1097,7 +1097,7 @@ def load(run_dir, seed=None, cfg=None):
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
     trained = tasks.make(saved['task'], cfg.data)          # for its vocabulary
     need(cfg.the_task.vocab == trained.vocab and type(cfg.the_task) is type(trained),
-         f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is another, '
+         f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} differs, '
          'or has another vocabulary')
     check_same(cfg, checkpoint, ['vocab_size', 'train_len'] + ['data'] * cfg.the_task.own_vocab)
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()

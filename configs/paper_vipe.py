@@ -1,5 +1,5 @@
 # After parity_* or polynomial_*: the recipe of the ViPE paper (appendix B). 256,000
-# steps and 8 seeds require a GPU. The paper takes d_model 32 or 128, n_layer 2 or 3.
+# steps and 8 seeds require a GPU. The paper uses d_model 32 or 128, n_layer 2 or 3.
 d_model = 128
 n_layer = 3
 n_head = 1

@@ -1,5 +1,5 @@
 # RoPE gets every length up to 16 right and length 17 wrong. A minute on one CPU core.
-# Short strings first compensate for the small batch.
+# Starting with short strings allows a small batch.
 task = 'parity'
 pe = 'rope'
 length_schedule = [(0, 8), (500, 16)]

@@ -24,7 +24,7 @@ GRADERS = ('exercises/test_graders.py', 'test_all.py')
 
 
 class Exercise(NamedTuple):
-    """What is blanked, {file: 'FUNCTION CLASS.METHOD ...'}, and its graders."""
+    """Functions to blank, {file: 'FUNCTION CLASS.METHOD ...'}, and its graders."""
     blanks: dict
     tests: str                      # names of tests, without test_
     variants: str = ''              # of test_all.py, for which the contract is graded
@@ -109,7 +109,7 @@ def graders(name):
 
 
 def section(name):
-    """What exercises/README.md says of an exercise."""
+    """An exercise's section of exercises/README.md."""
     text = Path(ROOT, 'exercises/README.md').read_text()
     return re.search(rf'^## \d+\. `{name}`.*?(?=^## |\Z)', text, re.M | re.S)[0].strip()
 

@@ -204,7 +204,7 @@ def find_cells(minutes, cells, records):
 
 
 def run_train(folder, *flags):
-    """Run `train.py FLAGS`; raise UserError if it fails, except by NaN."""
+    """Run `train.py FLAGS`; raise UserError if it fails other than by NaN."""
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
@@ -220,7 +220,7 @@ def validation(folder):
 
 
 def best_rate(minutes, row, column):
-    """The learning rate of RATES at which two other seeds end best."""
+    """The learning rate of RATES at which seeds 5, 6 score best."""
     steps = steps_of(minutes, column, 1)
     folder = f'out/board/{slug(column)}/{slug(row)},{steps}_lr'
     run_train(folder, *flags_of(steps, row, column), '--seeds=5,6', '--n_test=1', f'--lr={RATES}',
