@@ -704,7 +704,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             encoding(name).embed(torch.zeros(2, 1, 16), pos)
     for shape in (4,), (3, 10, 10), (4, 10, 9), (2, 1, 4, 10, 10):
         rope.bias = lambda at, shape=shape: torch.zeros(shape)
-        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must return .*\[2, 4, 10, 10\]'):
+        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must broadcast .*\[2, 4, 10, 10\]'):
             rope.attend(q, k, v, pos)
     rope.qk = lambda q, k, at: (q, k[..., :4])
     with pytest.raises(pe.UserError, match=r'qk\(\) of RoPE must return q and k of one width'):
@@ -1888,7 +1888,7 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     assert 'parity with yarn' in capsys.readouterr().out
     assert list(read_json(tmp_path / 'eval.json')['0']) == list('29')
     assert kept == {path: path.read_bytes() for path in kept}
-    with pytest.raises(train.UserError, match='task=parity; copy is another,'):
+    with pytest.raises(train.UserError, match='task=parity; copy differs,'):
         train.main([*again, '--task=copy'])
     with pytest.raises(train.UserError, match='has other parameters'):
         train.main([*again, '--pe=fire'])
@@ -2178,7 +2178,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     ('ablate', {}, dict(what='positions'), r'pe=ape or ape\+rope'),
     ('gradients', dict(n_head=2), dict(steps=10 ** 9), 'take fewer'),
     ('stretch', {}, dict(layer=3), 'must be 1 to 2'),
-    *[('disentangle', dict(pe=x), {}, f'those of pe={x}') for x in ('ape', 'fire', 'vipe')]])
+    *[('disentangle', dict(pe=x), {}, f'pe=rope, not {x}') for x in ('ape', 'fire', 'vipe')]])
 def test_a_probe_says_what_it_requires(name, kw, given, says):
     with pytest.raises(train.UserError, match=says):
         probe.PROBES[name](*nano(**kw), **given)
