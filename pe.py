@@ -481,7 +481,8 @@ class PoPE(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         if self.pope_frequencies == 'half':
-            need(cfg.head_dim % 2 == 0, f'half requires an even d_model / n_head, got {cfg.head_dim}')
+            need(cfg.head_dim % 2 == 0, 'half requires an even d_model / n_head, '
+                 f'got {cfg.head_dim}')
             self.fusable = False                  # kernels.polar has d frequencies
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if self.pope_delta == 'uniform':

@@ -704,7 +704,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             encoding(name).embed(torch.zeros(2, 1, 16), pos)
     for shape in (4,), (3, 10, 10), (4, 10, 9), (2, 1, 4, 10, 10):
         rope.bias = lambda at, shape=shape: torch.zeros(shape)
-        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must broadcast .*\[2, 4, 10, 10\]'):
+        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must broadcast .*\[2, 4, 10'):
             rope.attend(q, k, v, pos)
     rope.qk = lambda q, k, at: (q, k[..., :4])
     with pytest.raises(pe.UserError, match=r'qk\(\) of RoPE must return q and k of one width'):
