@@ -704,7 +704,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             encoding(name).embed(torch.zeros(2, 1, 16), pos)
     for shape in (4,), (3, 10, 10), (4, 10, 9), (2, 1, 4, 10, 10):
         rope.bias = lambda at, shape=shape: torch.zeros(shape)
-        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must broadcast .*\[2, 4, 10'):
+        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must .*\[2, 4, 10, 10\], got'):
             rope.attend(q, k, v, pos)
     rope.qk = lambda q, k, at: (q, k[..., :4])
     with pytest.raises(pe.UserError, match=r'qk\(\) of RoPE must return q and k of one width'):
@@ -2204,7 +2204,7 @@ def test_alignment_finds_the_iteration_head():
     rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=120, n=2)
     assert summary == dict(n=2, head='2.1')
     assert all(row['2.1'] == row['exact'] == row['states'] == 1 - row['early'] == 1 for row in rows)
-    longest = max(cfg.train_lengths)  # beyond it, the key as far back as there is another one
+    longest = max(cfg.train_lengths)  # in longer problems the key that far back is another
     assert all(row['as trained'] == (row['length'] <= longest) for row in rows)
     model.head.weight[cfg.the_task.end, len(cfg.the_task.vocab)] = 1e4  # EoS always
     assert probe.alignment(model, cfg.the_task, cfg, length=9, n=2)[0][-1]['early'] == 1

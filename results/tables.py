@@ -334,6 +334,8 @@ def draw(runs, path):
         axis.set(xlim=(0, 4), ylim=(-0.03, 1.12))
         lengths, longest = map(parse_list, COLUMNS[column].split()[2:0:-1])
         x, means, bands = np.array(lengths) / max(longest), {}, {}
+        at = 3 if column in ('flip-flop', 'text') else 1.5         # where a label has room
+        k = list(x).index(at)
         for row, color in COLORS.items():
             if (row, column) not in runs:
                 continue
@@ -344,8 +346,6 @@ def draw(runs, path):
                 axis.set(ylim=(0.8, 3))
             style = '-' if fitted(run) else ':'            # unfitted: dotted
             axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
-            at = 3 if column in ('flip-flop', 'text') else 1.5     # where a label has room
-            k = list(x).index(at)
             means[row], bands[row] = y.mean(axis=0)[k], (y.min(axis=0), y.max(axis=0))
         labels = {}                                        # {height: the curves that stand out}
         for row, height in means.items():
