@@ -100,6 +100,7 @@ prism)    # PRISM's tasks and parts
     # 4 more runs of prism_odds need options of commit 670674a
     # 2 more runs of prism_stack need options of commit 670674a
     # 4 more runs of prism_stack_noise need options of commit 670674a
+    run prism_stack_20 configs/stack_prism.py --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
     run prism_width configs/stack_prism.py --pe=prism --rope_base=100 --seeds=0-2
     run prism_width configs/string_copy_prism.py --prism_d_pe=340 --seeds=0-2
     run prism_width configs/stack_prism.py --pe=prism --prism_alpha_lr=0.003 --prism_d_pe=32 --seeds=0-2
