@@ -1,4 +1,4 @@
-"""See why a trained model works or breaks: ablations and analyses of any run of train.py.
+"""Find out why a trained model works or fails: ablations and measurements of a run of train.py.
 
     python probe.py                                    lists the probes
     python probe.py NAME --help                        explains one probe and its options
@@ -9,9 +9,9 @@
     python probe.py axes --hf=FOLDER_OR_GGUF --text=FILE    probes a Llama-family checkpoint
 
 A probe is a function NAME(model, task, cfg, ...) -> (rows, summary, draw). rows: a list of
-dictionaries, one for each line of the table. summary: a dictionary. draw(plt): returns a
-matplotlib figure. A probe's other keyword arguments are its command-line options. A probe leaves
-the model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
+dictionaries, one for each line of the table. summary: a dictionary. draw(plt) returns a matplotlib
+figure. The other keyword arguments of a probe are its command-line options. A probe leaves the
+model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
 """
 import argparse
 import collections
@@ -40,13 +40,13 @@ from train import UserError, check_name
 
 COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()
-RED = dict(color='crimson', lw=1)  # the line where training ended
-KINDS = 'text', 'feature', 'position'  # of perturb()
+RED = dict(color='crimson', lw=1)  # the line at the longest training length
+KINDS = 'text', 'feature', 'position'  # what perturb() can change
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
-NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
-# Shapes: B or n problems of T tokens, whose input has length L; H heads of D features;
-# C = d_model; where an axis comes before H, L is the number of layers.
+NOT_PRISM = 'this probe analyses cursors and requires a run with pe=prism'
+# Shapes: B or n problems, each of T tokens with an input of length L; H heads of D features;
+# C = d_model. Before an H, as in [L, H], L is the number of layers.
 
 
 # ---- inside a forward pass -----------------------------------------------------------------------
@@ -54,9 +54,9 @@ NOT_PRISM = 'this probe analyses cursors: take a run with pe=prism'
 class Layer:
     """The tensors of one layer in one forward pass.
 
-    stream, after [B, T, C]: the residual stream before and after the layer. x [B, T, C]: the input
-    of attention, after the norm. pos, state: its other inputs. q, k [B, H, T, D]: before the
-    encoding. y [B, H, T, out_dim]: output of each head. logits, weights [B, H, T, T], on demand.
+    stream, after [B, T, C]: the residual stream before and after the layer. x [B, T, C], pos,
+    state: the inputs of attention (x: after the norm). q, k [B, H, T, D]: queries and keys before
+    the encoding. y [B, H, T, out_dim]: head outputs. logits, weights [B, H, T, T]: on demand.
     """
     def __init__(self, attn):
         self.attn, self.enc = attn, attn.pe
@@ -70,11 +70,11 @@ class Layer:
     def weights(self):
         return self.enc.weigh(self.logits)  # (B, H, T, T), row sums <= 1
 
-    def begin(self, _, inputs):  # a hook before attention
+    def begin(self, _, inputs):  # attention's forward pre-hook
         self.x, self.pos, self.state = inputs
 
     def keep(self, output, *inputs):
-        """A hook that stores a module's output and inputs under these names."""
+        """A forward hook that stores a module's output and inputs under these names."""
         return lambda _, args, result: vars(self).update(zip(inputs, args), **{output: result})
 
 
@@ -94,13 +94,13 @@ def hooked(*hooks):
 
 @contextlib.contextmanager
 def recording(model, change=None):
-    """A list of Layer that the forward pass inside the with block fills. change(i, layer) returns
-    the logits [B, H, T, T] that layer i uses, None for its own; `layer.logits` are its own."""
+    """Yield a list of Layer, which the forward pass inside the with block fills. change(i, layer)
+    returns the logits [B, H, T, T] for layer i to use in place of layer.logits; None: no change."""
     layers = [Layer(block.attn) for block in model.blocks]
     with contextlib.ExitStack() as stack:
         for i, (block, layer) in enumerate(zip(model.blocks, layers)):
             def replace(module, _, logits, i=i, layer=layer):
-                layer.logits = logits  # its own, computed once
+                layer.logits = logits  # what the model computed
                 return change(i, layer)
 
             attn = layer.attn
@@ -114,8 +114,8 @@ def recording(model, change=None):
 
 
 def rotated(enc, q, k, at):
-    """(q, k as the encoding rotates them, its bias [.., H, Tq, T] or None). With rope_heads the
-    encoding has some heads only; the others are padded to its width, and their bias is 0."""
+    """(q, k after the encoding's qk(), its bias [.., H, Tq, T] or None). With rope_heads only the
+    first heads have the encoding; the others are zero-padded to its width, with bias 0."""
     if not isinstance(enc, encodings.SomeHeads):
         return *enc.qk(q, k, at), enc.bias(at)
     first = enc.parts[0]  # the encoding of heads 1..enc.k; the others have none
@@ -126,21 +126,21 @@ def rotated(enc, q, k, at):
 
 @torch.no_grad()
 def trace(model, tokens):
-    """The [Layer] of a forward pass over tokens [B, T]."""
+    """A list of Layer, filled by a forward pass over tokens [B, T]."""
     with recording(model) as layers:
         model(tokens)
     return layers
 
 
 def measured(model, rows, measure):
-    """measure(layer), a tensor, for each of the sequences `rows` and each layer: [n, L, ..]."""
+    """[n, L, ..]: the tensor measure(layer) for each of n sequences (rows) and each layer."""
     return torch.stack([torch.stack([measure(x) for x in trace(model, row)]) for row in rows])
 
 
 # ---- runs and problems ---------------------------------------------------------------------------
 
 def load(run, seed=None):
-    """(model, cfg) of a run's folder or of by_hand:TASK; cfg.seeds is the one seed loaded."""
+    """(model, cfg) from a run's folder or by_hand:TASK; cfg.seeds contains the seed loaded."""
     if not run.startswith('by_hand:'):
         return train.load(run, seed)
     need(seed is None, f'--seed={seed}: {run} has one model only; leave --seed out')
@@ -148,7 +148,7 @@ def load(run, seed=None):
 
 
 def name_of(cfg):
-    """The name of a model in figures: its encoding, or that its weights are set by hand."""
+    """The label of a model in figures: its encoding, or 'weights set by hand'."""
     return BY_HAND if cfg.out_dir.startswith(BY_HAND_DIR) else cfg.pe
 
 
@@ -158,7 +158,7 @@ def titled(cfg):
 
 
 def problems(task, lengths, n, split='test'):
-    """{length: (tokens, targets)}, both [n, T]: the first n that a run is scored on, or fewer."""
+    """{length: (tokens, targets)}, both [n, T]: at most n held-out problems of each length."""
     missing = set(lengths) - set(task.existing(lengths, None))
     need(not missing, f'the task has no problems of length {min(missing, default=0)}')
     found = task.held_out(split, n, lengths, lambda length: train.generator('cpu', split, length))
@@ -166,8 +166,8 @@ def problems(task, lengths, n, split='test'):
 
 
 def batch(task, lengths, length, n):
-    """(length, tokens, targets), both [n, T], of problems(). length 0: the longest of `lengths`, at
-    most 512 for a text."""
+    """(length, tokens [n, T], targets [n, T]) from problems(). length=0 selects the longest of
+    `lengths`, for a text at most 512."""
     length = length or (min(512, max(lengths)) if task.corpus else max(lengths))
     tokens, targets = problems(task, [length], n)[length]
     need(2 <= tokens.shape[1] <= 2 ** 13, f'--length={length} gives {tokens.shape[1]} tokens: maps '
@@ -176,14 +176,14 @@ def batch(task, lengths, length, n):
 
 
 def sequences(task, lengths, length, n):
-    """The problems of batch() one by one, each tokens [1, T] without the padding at its end."""
+    """A list with the tokens [1, T] of each problem of batch(), without padding."""
     rows = batch(task, lengths, length, n)[1]
     return [row[None, :row.nonzero().max() + 1] for row in rows]
 
 
 def fewer(cfg, *tensors, limit=2 ** 26):
-    """As many first rows of tensors [n, T] as keep attention maps within `limit` numbers."""
-    n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))  # L H T^2 a problem
+    """The first rows of tensors [n, T], at least one, whose attention maps fit `limit` numbers."""
+    n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))  # L H T^2 per row
     return [x[:n] for x in tensors]
 
 
@@ -198,12 +198,12 @@ def correlation(x, y):
     """Pearson's r along the last dimension; nan where x or y is constant."""
     x, y = (z.double() - z.double().mean(dim=-1, keepdim=True) for z in (x, y))
     norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()  # |x| |y|
-    # rounding leaves a constant with a tiny norm, so compare with that and not with 0
+    # after rounding, the norm of a constant minus its mean may be slightly above 0
     return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
 
 
 def head_rows(columns):
-    """A row per head from {name: [L, H]}; beyond 60 heads, a mean per layer."""
+    """A row for each head from {name: [L, H]}; for more than 60 heads, the mean of each layer."""
     many = next(iter(columns.values())).numel() > 60
     if many:
         columns = {name: x.nanmean(dim=1, keepdim=True) for name, x in columns.items()}  # (L, 1)
@@ -215,7 +215,7 @@ def head_rows(columns):
 # ---- pictures ------------------------------------------------------------------------------------
 
 def figure(title, *panels):
-    """A draw(plt) of one panel for each function panel(ax), at most three in a row."""
+    """Return draw(plt), which calls each panel(ax) for a panel of a figure, three in a row."""
     def draw(plt):
         across = 2 if len(panels) == 4 else min(3, len(panels))
         down = -(-len(panels) // across)  # rounded up
@@ -229,14 +229,14 @@ def figure(title, *panels):
 
 
 def curves(title, lines, xlabel, ylabel, **settings):
-    """A draw(plt) of a panel of curves for each {panel title: {label: y or (x, y)}}."""
+    """Return draw(plt): a panel of curves for each item of {panel title: {label: y or (x, y)}}."""
     return figure(title, *[partial(show_curves, each=each, title=name, xlabel=xlabel, ylabel=ylabel,
                                    **settings) for name, each in lines.items()])
 
 
 def show_curves(ax, each, mark=None, ls='-', **settings):
-    """Draw {label: y or (x, y)}, and a red line at `mark`. Labels that begin with _ are drawn thin
-    and left out of the legend. settings: of ax.set(), such as title and ylim."""
+    """Draw {label: y or (x, y)} and a red line at `mark`. Curves whose label begins with _ are thin
+    and grey, and not in the legend. settings: arguments of ax.set(), such as title and ylim."""
     ax.set_prop_cycle(color=COLOURS)
     for label, y in each.items():
         x, y = y if isinstance(y, tuple) else (range(len(y)), y)
@@ -252,8 +252,8 @@ def show_curves(ax, each, mark=None, ls='-', **settings):
 
 def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None, ends=None,
              extent=None, **settings):
-    """Draw values [rows, columns] as colours, nan as blanks. words: the tokens of the columns, and
-    of the rows if these are queries. ends: values of the first and the last colour."""
+    """Draw values [rows, columns] as colours, nan as blanks. words: tokens that label the columns,
+    and the rows if these are queries. ends: the values at the two ends of the colour scale."""
     rows, columns = values.shape
     low, high = ends or np.nanquantile(values, (0.005, 0.995))
     image = ax.imshow(np.asarray(values), vmin=low, vmax=high, cmap='viridis', aspect='auto',
@@ -265,7 +265,7 @@ def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None,
 
 
 def label_tokens(axis, words):
-    """Write tokens along an axis; beyond 40, only the few non-digits, such as "="."""
+    """Label an axis with tokens; if there are over 40, only with the non-digits (up to 5)."""
     marks = {i: word for i, word in enumerate(words) if len(words) <= 40 or not word.isdecimal()}
     if len(words) <= 40 or 0 < len(marks) < 6:
         axis.set_ticks(list(marks), marks.values(), fontsize=6)
@@ -274,11 +274,11 @@ def label_tokens(axis, words):
 
 
 # ---- ViPE ----------------------------------------------------------------------------------------
-# Does attention find the correct token as the input grows, and where are positions stored?
+# Does attention find the correct token in longer inputs, and which layers encode positions?
 
-def ladder(cfg, length):
-    """(queries, keys) [L]: where EoI, s_1, .., s_(L-1) are, and the input x_t that each needs; None
-    for a task that does not define exactly one correct key for each state."""
+def correct_keys(cfg, length):
+    """(queries, keys), both [L]: the positions of EoI, s_1, .., s_(L-1), and of the input x_t that
+    each must attend to. None if the task does not define a unique correct key for each state."""
     name, _, options = cfg.task.partition(':')
     if name not in ('copy', 'parity', 'polynomial', 'reverse') or 'steps=0' in options:
         return None
@@ -287,22 +287,22 @@ def ladder(cfg, length):
 
 
 def by_length(cfg, title, rows, shown):
-    """A draw(plt) of {panel title: [columns]} of rows that have them, by input length."""
+    """Return draw(plt) of columns of the rows by input length, from {panel title: [columns]}."""
     x, trained = [row['length'] for row in rows], max(cfg.train_lengths)
     lines = {name: {key: (x, [row.get(key.lstrip('_'), np.nan) for row in rows])  # _: in grey
                     for key in columns} for name, columns in shown.items()}
-    return curves(title, lines, f'input length; training length {trained} (red line)', 'fraction',
+    return curves(title, lines, f'input length (red line: training length {trained})', 'fraction',
                   mark=trained, ylim=(-0.03, 1.03))
 
 
 @torch.no_grad()
 def attention(model, task, cfg, length=0, n=16):
-    """To which tokens does every head attend, at the training length and at a longer one?
+    """Which tokens does every head attend to, at the training length and at a longer one?
 
-    ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer (0: up to 2.5 times the training one).
-    Columns, mean weights: x_to_BoS: from the inputs to BoS. s_to_EoI: from the answer to EoI.
-    s_to_x_t: from EoI and the states to the input that the next state depends on; for comparison,
-    uniform attention to n tokens gives 1/n. entropy (nats): of the answer's queries.
+    ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer one (0: up to 2.5 times the training
+    length). Columns are mean attention weights. x_to_BoS: from the inputs to BoS. s_to_EoI: from
+    the answer to EoI. s_to_x_t: from EoI and the states to the input that the next state requires.
+    (Uniform attention to n tokens gives 1/n.) entropy: of the answer's queries, in nats.
     """
     trained = max(cfg.train_lengths)
     length = length or min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else np.inf)
@@ -315,12 +315,12 @@ def attention(model, task, cfg, length=0, n=16):
         rows += [dict(length=L) | row for row in head_rows(columns)]
         if 's_to_x_t' in columns:
             summary[f's_to_x_t, length {L}'] = number(columns['s_to_x_t'].max())
-        if not maps:  # heads are chosen at the shorter length
+        if not maps:  # choose the heads at the shorter length
             chosen = sharpest_heads(layers, columns.get('s_to_x_t'))
         words = [task.vocab[i] for i in tokens[0].tolist() if i]  # of the first problem, unpadded
         maps += [(layers[i].weights[0, h, :len(words), :len(words)], words,
                   f'head {i + 1}.{h + 1}, length {L}') for i, h in chosen]
-    # one scale for all maps; BoS, to which many heads attend, does not count
+    # one colour scale for all maps, without BoS, to which many heads attend
     top = torch.cat([x[1:, 1:].amax(dim=1) for x, *_ in maps]).quantile(0.9).item()
 
     def panel(ax, weights, words, title):
@@ -328,15 +328,15 @@ def attention(model, task, cfg, length=0, n=16):
         if len(words) > cfg.train_len:
             ax.axvline(cfg.train_len - 0.5, **RED)
             ax.axhline(cfg.train_len - 0.5, **RED)
-    title = (f'{titled(cfg)}: attention at the training length and at length {length}; red: end of '
-             f'the {cfg.train_len} trained tokens.')
+    title = (f'{titled(cfg)}: attention at the training length and at length {length}; red lines: '
+             f'the longest training sequence, {cfg.train_len} tokens.')
     return rows, summary | dict(n=len(tokens)), figure(
         title, *[partial(panel, weights=x, words=words, title=name) for x, words, name in maps])
 
 
 def sharpest_heads(layers, on_x_t):
-    """[(layer, head)] of the sharpest head of each layer, at most three layers; one of them is the
-    head with most weight on_x_t [L, H], unless that is None."""
+    """[(layer, head)]: the head with the sharpest attention in each of at most three layers. One
+    of these heads has the largest weight on_x_t [L, H], unless on_x_t is None."""
     score = torch.stack([x.weights[0, :, 1:, 1:].amax(dim=-1).mean(dim=-1) for x in layers])
     if on_x_t is not None:
         score.view(-1)[on_x_t.argmax()] = 2.0  # above every weight
@@ -346,15 +346,15 @@ def sharpest_heads(layers, on_x_t):
 
 
 def attention_means(weights, tokens, asked, task, cfg, length):
-    """{column: [H]} of a layer's weights [B, H, T, T]; asked [B, T]: queries of the answer."""
+    """{column: [H]} of a layer's weights [B, H, T, T]; asked [B, T]: the answer's queries."""
     means, inputs = {}, asked.cumsum(dim=1) == 0  # (B, T), before the answer
     for column, queries, name in (('x_to_BoS', inputs, 'BoS'), ('s_to_EoI', asked, 'EoI')):
         if name in task.vocab:
             is_it = tokens == task.vocab.index(name)  # (B, T)
             mass = (weights * is_it[:, None, None]).sum(dim=-1)  # (B, H, T), of each query
             means[column] = mass.transpose(1, 2)[queries & ~is_it].mean(dim=0)  # (H,)
-    if ladder(cfg, length):
-        q, k = ladder(cfg, length)
+    if correct_keys(cfg, length):
+        q, k = correct_keys(cfg, length)
         means['s_to_x_t'] = weights[:, :, q, k].mean(dim=(0, 2))  # (B, H, L) -> (H,)
     entropy = torch.special.entr(weights).sum(dim=-1)  # (B, H, T)
     return means | dict(entropy=entropy.transpose(1, 2)[asked].mean(dim=0))
@@ -364,16 +364,16 @@ def attention_means(weights, tokens, asked, task, cfg, length):
 def alignment(model, task, cfg, length=0, n=32, distances=()):
     """Does attention still find x_t from s_(t-1) where the answers are wrong?
 
-    ViPE section 3.1, A.3. --length: the longest (0: of eval_lengths). Columns, fractions: exact:
-    problems with every answer token correct. states: states correct. early: problems with EoS where
-    a state belongs. LAYER.HEAD: mean weight on the correct key. as trained: the best head's weight
-    on the key as far back as in the longest training problem. --distances=1,3,7 adds Figure 4 (best
-    with --n=512): states correct d tokens after EoI, always at trained positions.
+    ViPE section 3.1, A.3. --length: the longest (0: of eval_lengths). Columns are fractions. exact:
+    problems with every answer token correct. states: correct states. early: problems with EoS in
+    place of a state. LAYER.HEAD: mean weight on the correct key. as trained (not for reverse): the
+    best head's weight on the key at the longest training distance. --distances=1,3,7 adds Figure 4
+    (best with --n=512): correct states predicted d tokens after EoI, at trained positions only.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
-    need(ladder(cfg, longest), f'{cfg.task} does not define a unique correct key for each state: '
-         'train copy, parity, polynomial or reverse, with steps')
-    # query L + 1 + d, L > d, and its target are within train_len
+    need(correct_keys(cfg, longest), f'{cfg.task} does not define a unique correct key for each '
+         'state: train copy, parity, polynomial or reverse, with steps')
+    # for some L > d, the query L + 1 + d and its target must be within train_len
     need(not distances or 0 <= 2 * min(distances) < cfg.train_len - 3, '--distances '
          f'must be ≥ 0, the smallest below {(cfg.train_len - 3) / 2:g}')
     lengths = {min(trained, longest), min(trained + 1, longest),
@@ -382,8 +382,8 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     rows, mass, nearer = [], {}, {}
     for L, pair in problems(task, sorted(lengths), n).items():
         tokens, targets = fewer(cfg, *pair)  # (n, T)
-        q, k = ladder(cfg, L)  # (L,)
-        layers, late = trace(model, tokens), k + max(0, L - trained)
+        q, k = correct_keys(cfg, L)  # each (L,)
+        layers, late = trace(model, tokens), k + max(0, L - trained)  # late: `trained` tokens back
         mass[L], nearer[L] = (torch.cat([layer.weights[:, :, q, key].mean(dim=0)
                                          for layer in layers]) for key in (k, late))  # (heads, L)
         found = model(tokens)[0].argmax(dim=-1)  # (n, T)
@@ -395,7 +395,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         rows.append(dict(length=L) | {
             key: number(x.double().mean()) for key, x in columns.items()})
     heads = [f'{i + 1}.{h + 1}' for i, h in np.ndindex(cfg.n_layer, cfg.heads)]
-    # the most weight at all trained lengths, every state alike
+    # the head with most weight on the correct keys, over all states of all training lengths
     best = heads[sum(x.sum(dim=1) for L, x in mass.items() if L <= trained).argmax()]
     listed = heads if len(heads) <= 8 else [best]  # more columns are too wide
     for row in rows:
@@ -403,30 +403,30 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         row |= {head: number(weights[head]) for head in listed}
         row['as trained'] = number(nearer[row['length']][heads.index(best)].double().mean())
     summary = dict(n=len(tokens), head=best)
-    title = f'{titled(cfg)}: attention to the correct key. Answers fail where it falls.'
+    title = f'{titled(cfg)}: attention to the correct key. Do answers fail where it falls?'
     shown = {f'head {best}: weight on x_t (grey: other heads); accuracy': [
         best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
     if distances:
-        shown['states d tokens after EoI (Figure 4)'] = [f'd={d}' for d in distances]
+        shown['states predicted d tokens after EoI (Figure 4)'] = [f'd={d}' for d in distances]
     return rows, summary, by_length(cfg, title, rows, shown)
 
 
 @torch.no_grad()
 def squeeze(model, task, cfg, length=0, n=256):
-    """Are new distances the problem? Accuracy with positions squeezed together.
+    """Does a model fail because distances are new? Accuracy with positions squeezed together.
 
-    --length: the longest (0: of eval_lengths). Columns, fractions correct of problems (exact) and
-    of tokens. squeezed: of T tokens, more than the T_0 trained on, token t is at position
-    t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023), which makes distances shorter.
+    --length: the longest (0: of eval_lengths). Columns: fractions of correct problems (exact) and
+    tokens. squeezed: if T tokens exceed the longest training sequence, T_0, token t is at position
+    t (T_0 - 1) / (T - 1), as in position interpolation (Chen et al. 2023): no distance is longer.
     hidden: keys T_0 or more tokens back are masked. Control: squeezing has no effect on NoPE.
     """
     longest, rows = length or max(cfg.eval_lengths), []
     lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
     for L, pair in problems(task, sorted(lengths), n).items():
-        # three forward passes, in which PRISM's histograms are as large as maps
+        # a lower limit, because in each of three passes PRISM's histograms are as large as maps
         tokens, targets = fewer(cfg, *pair, limit=2 ** 23)  # (n, T)
         t = torch.arange(tokens.shape[1])
-        far = t[:, None] - t >= cfg.train_len  # (T, T): distances that were never trained
+        far = t[:, None] - t >= cfg.train_len  # (T, T): distances that are not in training
         found = dict.fromkeys(('', ', squeezed', ', hidden'), model(tokens)[0])
         if len(t) > cfg.train_len:  # else nothing is squeezed or hidden
             squeezed = t * ((cfg.train_len - 1) / t[-1].item())  # the last token is at T_0 - 1
@@ -446,13 +446,13 @@ def squeeze(model, task, cfg, length=0, n=256):
 
 
 def ridge(x, y, penalty=1e-6):
-    """(w [C], b) with y [N] ~ x [N, C] w + b, by ridge regression on features of variance 1."""
+    """(w [C], b) with y [N] ~ x [N, C] w + b, by ridge regression on standardized features."""
     x, y = x.double(), y.double()
     mean, std = x.mean(dim=0), x.std(dim=0, correction=0)  # (C,)
-    std = std.clamp(min=1e-9 * std.max() + 1e-30)  # a constant feature
+    std = std.clamp(min=1e-9 * std.max() + 1e-30)  # constant features have std 0
     z = (x - mean) / std  # (N, C)
     gram = z.T @ z / len(z) + penalty * torch.eye(z.shape[1], dtype=z.dtype)  # (C, C)
-    w = torch.linalg.solve(gram, z.T @ (y - y.mean()) / len(z)) / std  # of x, not of z
+    w = torch.linalg.solve(gram, z.T @ (y - y.mean()) / len(z)) / std  # for x, not for z
     return w, y.mean() - mean @ w
 
 
@@ -471,8 +471,8 @@ def agreement(y, y_hat):
 
 
 def hidden_states(model, task, lengths, n, split):
-    """{target: [y [N], then the stream [N, C] before layer 1 and after each layer]} of all tokens.
-    y: the position, or the distance from EoI of later tokens."""
+    """{target: [y [N], the stream [N, C] before layer 1, after layer 1, ..]} of N tokens. y: the
+    position of every token; for target 'distance', the distance from EoI of every later token."""
     found = {'position': [], 'distance': []} if 'EoI' in task.vocab else {'position': []}
     for tokens, _ in problems(task, lengths, n, split).values():
         layers = trace(model, tokens)
@@ -499,10 +499,10 @@ def linear(model, task, cfg, n=32):
     """How precisely do hidden states encode the position and the distance to EoI?
 
     ViPE Figure 5, Tables 1, 4, 5. Ridge regressions from the residual stream after each layer (0:
-    the embedding), fitted on --n held-out problems of each training length; scored on others, on
-    longer ones, and on 3 times the longest training length (3x). rmse, mae in tokens; R2; Pearson's
-    and Spearman's r. untrained: R2 of random weights. The paper's R2 for NoPE: position, layer 1:
-    0.975, longer 0.864; distance, layer 2: 0.891, 0.814.
+    the embedding) are fitted on --n held-out problems of each training length. They are scored on
+    others, on longer ones, and on 3 times the longest training length (3x): rmse, mae in tokens;
+    r2; Pearson's and Spearman's r. untrained: r2 with random weights. The paper's r2 for NoPE at
+    trained and longer lengths: position, layer 1: 0.975, 0.864; distance, layer 2: 0.891, 0.814.
     """
     trained = max(cfg.train_lengths)
     longer = [length for length in cfg.eval_lengths if length > trained]
@@ -531,31 +531,31 @@ def linear(model, task, cfg, n=32):
         rows.append(dict(target=target, layer=layer, lengths=part) | scores)
         if part == '3x':  # not drawn
             continue
-        if layer == min(at[target], cfg.n_layer):  # the paper's choice
+        if layer == min(at[target], cfg.n_layer):  # the layer that the paper reports
             summary[f'{target} from layer {layer}, r2 {part}'] = scores['r2']
         rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()  # for each y
         label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in grey
         lines.setdefault(f'{target} (tokens)', {})[label] = rmse
-    title = f'{titled(cfg)}: longer lengths (ViPE Figure 5); grey: training lengths'
+    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Figure 5); grey: trained lengths'
     return rows, summary, curves(title, lines, 'position, or distance to EoI',
                                  'root mean squared error (tokens)')
 
 
-# ---- PoPE: loss at positions that were not trained, norms at each frequency, preferred distances
+# ---- PoPE: loss past the training length, norms at each frequency, preferred distances -----------
 
 @torch.no_grad()
 def loss(model, task, cfg, length=0, n=32):
-    """Where does distant context help, and where does a model break? Loss by position.
+    """Where does distant context help, and where does a model fail? Loss by position.
 
-    After PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss,
-    in nats per token, of 16 parts of the context.
+    After PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss in
+    nats per token over each of 16 parts of the context, from its first to its last position.
     """
     length, name = length or max(cfg.eval_lengths), name_of(cfg)
     tokens, targets = problems(task, [length], n)[length]  # (n, T)
     total, many = 0, max(1, 2 ** 13 // tokens.shape[1])  # limits memory
     for x, y in zip(tokens.split(many), targets.split(many)):
         total = total + train.token_losses(model(x)[0], y).double().sum(dim=0)  # (n, T) -> (T,)
-    curve = (total / (targets != -100).sum(dim=0))[:-1]  # nan without targets, as at the last token
+    curve = (total / (targets != -100).sum(dim=0))[:-1]  # nan where no problem has a target
     parts = torch.arange(len(curve)).tensor_split(min(16, len(curve)))  # of the positions
     rows = [{'first': part[0].item() + 1, 'last': part[-1].item() + 1,
              name: number(curve[part].nanmean())} for part in parts]
@@ -563,30 +563,30 @@ def loss(model, task, cfg, length=0, n=32):
     summary = {'length': length,
                f'{name}, trained positions': number(curve[:cfg.train_len - 1].nanmean()),
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
-    title = f'{titled(cfg)}: loss by position (PoPE Figure 2). Where it rises, context harms.'
+    title = f'{titled(cfg)}: loss by position (PoPE Figure 2). A flat curve means extrapolation.'
     middles = [(row['first'] + row['last']) / 2 for row in rows]
     return rows, summary, curves(title, {'': {name: (middles, [row[name] for row in rows])}},
-                                 f'position; trained to {cfg.train_len} (red line)',
+                                 f'position (red line: training length {cfg.train_len})',
                                  'loss (nats per token)', mark=cfg.train_len)
 
 
 def rotating(enc):
-    """The RoPE or PoPE in an encoding; None if there is none."""
+    """The first RoPE or PoPE among the parts of an encoding, or None."""
     return next((x for x in enc.modules() if isinstance(x, (encodings.RoPE, encodings.PoPE))), None)
 
 
 def polar(enc, q, k):
-    """Return complex zq, zk [H, T, n] of q, k [H, T, D], as rotated, and theta [n].
+    """Return q, k [H, T, D] as complex zq, zk [H, T, n], not yet rotated, and theta [n].
 
-    RoPE has n = D/2 pairs of features, PoPE n = D magnitudes, with its phases delta in zk. A logit
-    is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d), plus what other encodings add.
-    Only the heads, and for mla the half of the features, that the encoding acts on.
+    RoPE has n = D/2 pairs of features; PoPE has n = D magnitudes, and zk includes the phases delta.
+    The logit of RoPE with rope_fraction=1, or of PoPE, is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s)
+    theta_c) / sqrt(d). Heads and mla features that the encoding does not act on are left out.
     """
     part = rotating(enc)
-    need(part, f'this probe analyses frequencies, and pe={enc.cfg.pe} has none: take rope or pope')
+    need(part, f'this probe analyses frequencies, but pe={enc.cfg.pe} has none: use rope or pope')
     c, is_pope = part.cfg, isinstance(part, encodings.PoPE)
     need(not isinstance(part, encodings.YaRN) or q.shape[1] <= c.train_len,
-         f'yarn rotates differently after {c.train_len} tokens: take a shorter --length')
+         f'yarn rotates differently after {c.train_len} tokens: use a shorter --length')
     width = c.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1)
     q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))  # (heads it acts on, T, width)
     if is_pope:
@@ -605,9 +605,10 @@ def norms(model, task, cfg, length=0, n=8):
     """Which frequencies do queries and keys use, and are there massive values?
 
     PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
-    place of frequencies. length, n: as for axes. Rows, fast to slow: wavelength in tokens, mean
-    norm of queries (q) and keys (k), and the largest head's. Summary of the norms' fractions:
-    `used`: exp(entropy) / count; `fast`: of the faster half; `fast_after_first`: above layer 1.
+    place of frequencies. length, n: as for axes. Rows, from fast to slow: wavelength in tokens;
+    mean norm of queries (q) and keys (k) over heads; the largest over heads. Summary, of each
+    frequency's fraction of the norms: `used`: exp(entropy) / number of frequencies; `fast`: sum
+    over the faster half; `fast_after_first`: the same without layer 1.
     """
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
 
@@ -616,7 +617,7 @@ def norms(model, task, cfg, length=0, n=8):
         return polar(layer.enc, q, k) if part else (q, k, q[0, 0] * torch.nan)
     found = measured(model, sample, lambda layer: torch.stack(
         rotated_parts(layer)[:2]).abs().mean(dim=2)).mean(dim=0)  # (L, 2, H, count)
-    waves = 2 * np.pi / rotated_parts(trace(model, sample[0])[0])[2]  # (count,), nan of features
+    waves = 2 * np.pi / rotated_parts(trace(model, sample[0])[0])[2]  # (count,), nan for features
     L, _, H, count = found.shape  # count: frequencies, or features
     mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # (2, count), of q and of k
     rows = [dict(number=c + 1, wavelength=number(waves[c], 1),
@@ -636,16 +637,16 @@ def norms(model, task, cfg, length=0, n=8):
                     yticklabels=[f'{waves[i]:,.1f}' if part else i + 1 for i in ticks])
             for name, x in zip(('queries', 'keys'), found.unbind(dim=1))]
     return rows, summary, figure(f'{titled(cfg)}: mean norm at each frequency, or feature (PoPE '
-                                 'Figures 3-6). Rows that stay dark are not used.', *maps)
+                                 'Figures 3-6). Dark rows are hardly used.', *maps)
 
 
 def tuning_curves(model, row, length, contents):
-    """Logits [L, contents, H, length] of fixed queries and keys at every distance."""
+    """Logits [L, contents, H, length] of fixed pairs of a query and a key at every distance."""
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
     pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
-    zeros = torch.zeros(1, length, model.cfg.d_model)  # (1, length, C), in place of a stream
+    zeros = torch.zeros(1, length, model.cfg.d_model)  # (1, length, C), instead of embeddings
     state = model.blocks[0].attn.pe.state(zeros, pos)  # of a sequence of `length` tokens
-    # query t and key s at every position; key j is length - 1 - j tokens before the last query
+    # query t and key s at all positions; the distance of the last query to key j: length - 1 - j
     return measured(model, [row], lambda layer: torch.stack([
         layer.enc.logits(layer.q[:, :, [t] * length], layer.k[:, :, [s] * length], pos,
                          state)[0, :, -1].flip(-1) for t, s in pairs]))[0]  # each (H, length)
@@ -653,26 +654,26 @@ def tuning_curves(model, row, length, contents):
 
 @torch.no_grad()
 def tuning(model, task, cfg, length=0, contents=24):
-    """At which distance is the logit of a query and a key largest? Logits for fixed content.
+    """At which distance is the logit of a fixed query and a fixed key largest?
 
-    PoPE eq. 2 and 6. length: distances 0..length-1 (0: twice the trained tokens, at most 512).
-    contents: pairs of a query and a key drawn from a held-out sequence. Rows: `range`: largest
-    minus smallest mean logit; `peak`: the median preferred distance; `shift`: its interquartile
-    range over contents: small for PoPE, not RoPE, whose phases depend on content.
+    PoPE eq. 2 and 6. length: distances 0..length-1 (0: twice the training length, at most 512).
+    contents: how many pairs of a query and a key, from one held-out sequence. Rows: `range`: of the
+    mean logit over pairs, largest minus smallest; `peak`: preferred distance, median over pairs;
+    `shift`: its interquartile range, small for PoPE, not for RoPE, whose phases depend on content.
     """
     need(cfg.causal, NOT_CAUSAL)
     need(not any(getattr(m, 'reads_content', False) for m in model.modules()),
-         f'tuning moves positions, and those of {cfg.pe} come from the content: see probe cursor')
+         f'tuning sets positions, but those of {cfg.pe} come from the content: use probe cursor')
     length = length or min(512, 2 * cfg.train_len)
-    need(length > 1, '--length=1: tuning compares distances and requires 2 or more')
+    need(length > 1, '--length=1: tuning compares distances; --length must be at least 2')
     row, = sequences(task, cfg.train_lengths, 0, 1)  # (1, T)
     try:
         logits = tuning_curves(model, row, length, contents).double()  # (L, contents, H, length)
     except encodings.InputMissing:
         raise UserError(f'tuning requires an encoding of q and k alone, unlike {cfg.pe}') from None
-    largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()  # effect of the distance
+    largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()  # largest effect of the distance
     need(largest > 1e-5 * logits.abs().max(), 'tuning requires logits that depend on the distance, '
-         f'unlike those of {titled(cfg)}: take rope, pope or alibi')
+         f'unlike those of {titled(cfg)}: use rope, pope or alibi')
     mean = logits.mean(dim=1)  # (L, H, length)
     quartiles = torch.tensor([0.25, 0.5, 0.75]).double()
     low, peak, high = logits.argmax(dim=-1).double().quantile(quartiles, dim=1)  # each (L, H)
@@ -683,36 +684,35 @@ def tuning(model, task, cfg, length=0, contents=24):
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
         f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: drawn in grey
         for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
-    title = f'{titled(cfg)}: logits by distance. Grey: one query and key; blue: their mean.'
+    title = f'{titled(cfg)}: logits by distance. Grey: single pairs; blue: the mean of all pairs.'
     return head_rows(columns), summary, curves(
-        title, lines, f'distance; trained to {cfg.train_len} (red line)', 'logit',
+        title, lines, f'distance (red line: training length {cfg.train_len})', 'logit',
         mark=cfg.train_len, xlim=(0, length))
 
 
-# ---- Toeplitz study: which heads an answer depends on, how Toeplitz logits are, and which head the
-# gradient of position reaches
+# ---- Toeplitz study: heads that an answer depends on, Toeplitz parts of logits, their gradients --
 
 def ablate(model, task, cfg, what='heads', length=0, n=512):
     """Which heads, or which layer's position vectors, does the answer depend on?
 
     what=heads zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
-    `drop 1`, `drop 2`, ...: loss of exact match without that head, in points (of tokens if no
-    problem is exact; for a corpus: rise of loss, nats); `effective`: heads behind the drop; 1
-    with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8) subtracts
-    the encoding's vectors p from the stream before each layer: score `without p`;
-    `random`, `sd`: of four draws of random vectors of that norm; `norm`: mean |p| / mean |x|.
+    `drop 1`, ...: fall of exact match without head 1, ..., in points (of correct tokens if no
+    problem is exact; for a corpus: rise of the loss, nats). `effective`: how many heads share the
+    drop; 1 with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8)
+    subtracts the encoding's vectors p from the stream x before one layer at a time. Scores
+    `without p`; `random`, `sd`: with four random vectors of that norm; `norm`: mean |p| / mean |x|.
     """
     check_name('what', what, ('heads', 'positions'))
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)  # (n, T)
     metric = 'loss' if task.corpus else 'exact'
 
     def score(*hooks):
-        """The model's score with these hooks; larger is better."""
+        """The model's score with these hooks; higher is better."""
         with hooked(*hooks):
             found = train.evaluate(model, task, [(length, (tokens, targets))])[length][metric]
         return -found if task.corpus else 100 * found
     if not score():
-        metric = 'token'  # no problem is solved: count tokens
+        metric = 'token'  # no problem is exact
     unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens correct (%)')[metric]
     base = score()
     summary = dict(length=length, n=len(tokens), unit=unit, base=number(abs(base)))
@@ -726,12 +726,12 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     x = range(1, 1 + len(lines[0][1]))  # heads or layers
     lines = {label: (x, y) for label, y in lines} | {'whole model': (x, [abs(base)] * len(x))}
     title = (f'{titled(cfg)}, length {length}: score after an ablation (Toeplitz study, {paper}). '
-             'A single low dot marks what the answer depends on.')
+             'The answer depends on what changes the score of the whole model.')
     return rows, summary, curves(title, {'': lines}, xlabel, unit, ls=ls, xticks=x)
 
 
 def effective(x):
-    """How many numbers share the sum of x [.., H], negative ones as 0: (sum)^2 / sum of squares."""
+    """Participation ratio (sum x)^2 / sum x^2 of x [.., H], with negative numbers counted as 0."""
     return x.clamp(min=0).sum(dim=-1) ** 2 / x.clamp(min=0).square().sum(dim=-1)  # 1 to H
 
 
@@ -739,11 +739,11 @@ def without_heads(model, cfg, base, score):
     """Zero one head at a time at tap_head_out, and return (rows, summary, curves):
 
     rows [{layer, 'drop 1', .., 'effective'}], one for each layer (counted from 1), as in ablate();
-    summary {layer, head} of the largest drop, {largest, second} the two largest; curves
-    [('layer 1', [score without head 1, ..]), ..]. base is the whole model's score; a drop is base
+    summary {layer, head} of the largest drop, {largest, second}: the two largest drops; curves
+    [('layer 1', [|score| without head 1, ..]), ..]. base is the whole model's score; a drop is base
     - score((tap, hook)). Raise UserError that names --n_head if a layer has one head.
     """
-    need(cfg.heads > 1, 'ablate compares the heads of a layer: train with more, --n_head=4')
+    need(cfg.heads > 1, 'ablate compares the heads of a layer: train with more, as --n_head=4')
 
     def zeroing(head):
         return lambda module, _, y: y.index_fill(1, torch.tensor([head]), 0.0)  # (B, H, T, D)
@@ -761,7 +761,7 @@ def without_heads(model, cfg, base, score):
 
 
 def without_positions(model, cfg, tokens, score):
-    """(rows, [(label, curve)]) of ablate(), which subtracts p from the stream."""
+    """Subtract p before one layer at a time; return (rows, [(label, curve)]) for ablate()."""
     p, g, rows = added_vectors(model, tokens.shape[1]), train.generator('cpu', 'test', 0), []
     need(p.any(), f'pe={cfg.pe} adds no vectors to the embeddings: train pe=ape or ape+{cfg.pe}')
 
@@ -769,7 +769,7 @@ def without_positions(model, cfg, tokens, score):
         return lambda module, _, x: x - vectors[:x.shape[1]]  # (B, T, C)
 
     size, taps = p.norm(dim=-1, keepdim=True), [x.tap_resid for x in (model, *model.blocks)]
-    for layer, tap in zip(trace(model, tokens[:8]), taps):  # the tap before each layer
+    for layer, tap in zip(trace(model, tokens[:8]), taps):  # the tap is before the layer
         noise = F.normalize(torch.randn(4, *p.shape, generator=g, dtype=p.dtype), dim=-1)
         own, *random = [abs(score((tap, subtracting(x)))) for x in (p, *noise * size)]  # (T, C)
         columns = {'without p': own, 'random': np.mean(random), 'sd': np.std(random),
@@ -779,13 +779,13 @@ def without_positions(model, cfg, tokens, score):
 
 
 def added_vectors(model, T):
-    """p_i [T, C], the vectors that the encoding adds to the embeddings; zeros if none."""
+    """p [T, C]: the vectors that the encoding adds to the embeddings; 0 if it adds none."""
     zeros = torch.zeros_like(model.embedding.weight[:1]).expand(1, T, -1)  # (1, T, C)
     return model.blocks[0].attn.pe.embed(zeros, torch.arange(T))[0].detach()  # (T, C)
 
 
 def toeplitz_part(L):
-    """T_ij = a_(i-j) for i >= j, 0 above; a_d: the mean of L [.., T, T] where i - j = d."""
+    """T_ij = a_(i-j) for i >= j, else 0; a_d: the mean of L [.., T, T] over entries i - j = d."""
     t = torch.arange(L.shape[-1])
     i, j = torch.tril_indices(len(t), len(t))  # rows and columns with i >= j
     sums = L.new_zeros(L.shape[:-1]).index_add(-1, i - j, L[..., i, j])  # (.., T)
@@ -794,19 +794,19 @@ def toeplitz_part(L):
 
 
 def variance_share(part, L):
-    """cov(part, L) / var(L) over i >= j of [.., T, T]: the fractions of all parts add up to 1."""
+    """cov(part, L) / var(L) over i >= j of [.., T, T]; 1 in total for parts that add up to L."""
     i, j = torch.tril_indices(*L.shape[-2:])  # rows and columns with i >= j
     part, L = (x[..., i, j] - x[..., i, j].mean(dim=-1, keepdim=True) for x in (part, L))
     return (part * L).sum(dim=-1) / L.square().sum(dim=-1)  # (.., entries) -> (..)
 
 
 def eq_1(layer, norm, p):
-    """Eq. 1's terms {name: [.., H, T, T]} of a layer's logits; x = content + p before the norm,
-    whose scale is fixed at that of x, so that the norm is linear."""
+    """Eq. 1's terms {name: [.., H, T, T]} of a layer's logits, if they are linear in q and k, else
+    {}. The stream is content + p; the norm is linear with its scale fixed at that of the stream."""
     enc, x = layer.enc, layer.stream  # (B, T, C)
     if any(isinstance(part, (encodings.PoPE, encodings.ViPE, encodings.PRISM))
            for part in enc.modules()):
-        return {}  # not linear in q and k
+        return {}
     at = enc.at(layer.q, layer.k, layer.pos, layer.state, layer.x)
     if isinstance(norm, torch.nn.LayerNorm):
         x, p = (z - z.mean(dim=-1, keepdim=True) for z in (x, p))  # LayerNorm subtracts the mean
@@ -815,7 +815,7 @@ def eq_1(layer, norm, p):
     (qc, kc, bias), (qp, kp, _) = (rotated(enc, *project(layer.attn, z)[:2], at)
                                    for z in (layer.x - p, p))  # content, position
     terms = {'qc kc': qc @ kc.mT, 'qc kp': qc @ kp.mT, 'qp kc': qp @ kc.mT, 'qp kp': qp @ kp.mT}
-    terms = {name: x * enc.scale for name, x in terms.items() if x.any()}  # 0 without p
+    terms = {name: x * enc.scale for name, x in terms.items() if x.any()}  # omit 0 (no p)
     return terms if bias is None else terms | {'B': bias}
 
 
@@ -823,10 +823,10 @@ def eq_1(layer, norm, p):
 def toeplitz(model, task, cfg, length=0, n=8):
     """Do logits depend on the distance alone, on content, or on both?
 
-    The Toeplitz study, section 3.2, appendix B, in float64. Columns, fractions of the logits'
-    variance over i >= j: `toeplitz`: the means along the diagonals (`chance`: of white noise);
-    `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: eq. 1's terms, p: the vectors that the encoding adds;
-    `qp kp toeplitz`: the diagonals' means of that term (Assumption 3.2: 1). Summary: means.
+    The Toeplitz study, section 3.2, appendix B, in float64. Columns: fractions of the logits'
+    variance over i >= j. `toeplitz`: of the means along diagonals (`chance`: for white noise);
+    `qc kc`, `qc kp`, `qp kc`, `qp kp`, `B`: of eq. 1's terms; c: content, p: the vectors that the
+    encoding adds. `qp kp toeplitz`: `toeplitz` for that term (Assumption 3.2: 1). Summary: means.
     """
     need(cfg.causal, NOT_CAUSAL)
     length, tokens, _ = batch(task, cfg.train_lengths, length, n)
@@ -843,7 +843,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
             parts['qp kp toeplitz'] = toeplitz_part(terms['qp kp']), terms['qp kp']
         for name, (part, whole) in parts.items():
             columns[name].append(variance_share(part, whole).mean(dim=0))  # (H,)
-    columns = {name: torch.stack(shares) for name, shares in columns.items()}  # (L, H)
+    columns = {name: torch.stack(layer) for name, layer in columns.items()}  # (L, H)
     means = {name: number(x[x.isfinite()].mean()) for name, x in columns.items()}
     chance = (T - 1) / (T * (T + 1) / 2 - 1)  # T diagonals fitted to T (T + 1) / 2 entries
     summary = dict(length=length, n=len(tokens), tokens=T, chance=number(chance)) | means
@@ -861,18 +861,18 @@ def toeplitz(model, task, cfg, length=0, n=8):
                      ends=logits[logits.isfinite()].aminmax())
              for name, x in ((f'head {layer + 1}.{head + 1}', logits), ('its Toeplitz part', part))]
     title = (f'{titled(cfg)}: fractions of the variance of logits (Toeplitz study, section 3.2). '
-             'A Toeplitz part of 1: the logits of a head depend on the distance alone.')
+             'If its toeplitz fraction is 1, the logits of a head depend on distance alone.')
     return head_rows(columns), summary, figure(title, *maps)
 
 
 def edges(task, tokens):
-    """Edges of the gradient, (b, u, j, d), each [E]: row u and column j of problem b, label d. With
-    two triggers: from query to later trigger, d: trigger distance. Else every pair, d = u - j."""
+    """The E edges of appendix C as (b, u, j, d), each [E]: query u and key j of problem b, label d.
+    With two triggers: the query, later trigger, trigger distance. Else all j <= u, d = u - j."""
     B, T = tokens.shape
     if getattr(task, 'triggers', 0) != 2:
         b, u, j = torch.ones(B, T, T).tril().nonzero().unbind(dim=1)  # each (B T (T + 1) / 2,)
         return b, u, j, u - j
-    first = task.first_trigger  # the other trigger is the next token of the vocabulary
+    first = task.first_trigger  # the other is the next token in the vocabulary
     places = ((tokens >= first) & (tokens < first + 2)).nonzero()[:, 1]  # (2B,)
     i, j = places.view(B, 2).unbind(dim=1)  # each (B,)
     return torch.arange(B), torch.full_like(j, T - 2), j, j - i  # the query is the last but one
@@ -880,7 +880,7 @@ def edges(task, tokens):
 
 def jacobians(model, tokens, targets):
     """J^(l) [L, B, C, C] = d(stream after block l) / d(stream before it), both at the last
-    supervised token; the full Jacobian's singular values spread at least as far."""
+    supervised token. If causal, the full Jacobian's singular values spread at least as far."""
     b = torch.arange(len(tokens))
     last = ((targets != -100) * torch.arange(tokens.shape[1])).argmax(dim=1)  # (B,)
     with recording(model) as layers:
@@ -891,17 +891,17 @@ def jacobians(model, tokens, targets):
 
 
 def gradients_by_layer(model, tokens, targets, edge):
-    """(rows of gradients() for a model, H(d) of appendix C [L, H, T])."""
+    """(rows of gradients() for one model, H(d) of appendix C [L, H, T])."""
     net = copy.deepcopy(model).double().eval()
-    with recording(net, change=lambda i, layer: None) as layers:
-        total = train.token_losses(net(tokens)[0], targets).sum()  # uses the stored logits
+    with recording(net, change=lambda i, layer: None) as layers:  # stores logits, changes none
+        total = train.token_losses(net(tokens)[0], targets).sum()
     b, u, j, d = edge
     dS = torch.autograd.grad(total, [layer.logits for layer in layers])  # L of (B, H, T, T)
     H = torch.stack([x.new_zeros(x.shape[1:3]).index_add(1, d, x[b, :, u, j].T) for x in dS])
     (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))  # each (L,)
     s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)  # (L, 4 C)
     margin = first - second  # Margin_l of eq. 5
-    growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)  # the top layer has none
+    growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)  # none for the top
     columns = dict(first=first, margin=margin, growth=growth, effective=effective(H.norm(dim=-1)),
                    least=s.amin(dim=1), most=s.amax(dim=1))  # each (L,)
     rows = [dict(layer=i + 1, head=head[i].item() + 1) | {  # to 4 significant digits
@@ -911,18 +911,19 @@ def gradients_by_layer(model, tokens, targets, edge):
 
 
 def gradients(model, task, cfg, length=0, n=256, steps=-1):
-    """Does one head collect the gradient of position, mostly in lower layers?
+    """Does one head receive most of the gradient of position, especially in lower layers?
 
-    Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss w.r.t. a head's logits
-    on the edges() with label d, at initialization, while the run's first `steps` steps are repeated
-    (-1: at most 200), and in the saved model. For each layer: strongest `head` by |H|, its |H|
-    `first`, its `margin` over the next head; `growth`: over the margin of the layer above (Theorem
-    6.1: above 1); `effective`: how many heads share |H|; `least`, `most`: singular values of
-    jacobians(). Summary: `A1`: the fraction of rows with all singular values in (0, 2);
-    `grows`: rows with growth > 1. H below the top layer is our addition.
+    Toeplitz study, section 6, appendix C. H(d): gradient of the summed loss with respect to a
+    head's logits, added up over edges() with label d. Computed at 5 points in the run's first
+    `steps` steps (-1: at most 200), which are repeated, and for the saved model. For each layer:
+    `head` with the largest |H|; `first`: its |H|; `margin`: first minus the second largest |H|;
+    `growth`: margin over that of the layer above (Theorem 6.1: above 1); `effective`: how many
+    heads share |H|; `least`, `most`: of the singular values of jacobians(). Summary: fractions of
+    rows, `A1`: with all singular values in (0, 2); `grows`: with growth > 1 (of those that have
+    growth). H below the top layer is our addition.
     """
-    need(name_of(cfg) != BY_HAND, 'by_hand was never trained: take a run')
-    need(cfg.heads > 1, 'gradients compares the heads of a layer: train with more, --n_head=4')
+    need(name_of(cfg) != BY_HAND, 'by_hand models were never trained: gradients requires a run')
+    need(cfg.heads > 1, 'gradients compares the heads of a layer: train with more, as --n_head=4')
     steps = min(200, cfg.max_steps) if steps < 0 else steps
     need(steps <= cfg.max_steps, f'--steps={steps}: this run had {cfg.max_steps}, take fewer')
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)
@@ -934,19 +935,19 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
         if step in {round(steps * i / 4) for i in range(5)}:
             found[step], _ = gradients_by_layer(trainer.model, tokens, targets, edge)
         if step < steps:
-            trainer.step(step)  # the same batches and updates as in the run
+            trainer.step(step)  # with the batches of the run
     found['trained'], _ = gradients_by_layer(model, tokens, targets, edge)
     rows = [dict(step=step) | row for step, some in found.items() for row in some]
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
-    fits = [0 < row['least'] and row['most'] < 2 for row in rows]  # A1 for some alpha < 1
+    fits = [0 < row['least'] and row['most'] < 2 for row in rows]  # in 1 ± alpha, alpha < 1
     summary = dict(length=length, n=len(tokens), A1=number(np.mean(fits)),
                    grows=number((growth > 1).double().mean()))
-    titles = {'margin': 'margin of |H| over the next head', 'effective': 'how many heads share |H|',
+    titles = {'margin': 'largest |H| minus the second', 'effective': 'how many heads share |H|',
               'most': 'A1: largest singular value of J'}
     lines = {title: {f'layer {i + 1}': [row[key] for row in rows[i::cfg.n_layer]]
                      for i in range(cfg.n_layer)} for key, title in titles.items()}
     title = (f'{titled(cfg)}, length {length}: gradient of position by training step (Toeplitz '
-             'study, section 6). Theorem 6.1: the lower the layer, the larger the margin.')
+             'study, section 6). By Theorem 6.1, lower layers have larger margins.')
     return rows, summary, curves(title, lines, 'training step', '', yscale='log',
                                  xticks=range(len(found)), xticklabels=list(found))
 
@@ -955,9 +956,9 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
 
 def cursors_of(model, tokens):
     """A dictionary for each of PRISM's cursors on tokens [B, T], query cursors first: layer, head,
-    cursor, of ('query' or 'key'); gates {incr, decr, keep, reset, and jump where it can copy:
-    [B, T]}; histogram [B, T, 2T+1] over the offsets -T..T, after each token's gates; weight:
-    (1 - mu) |alpha|; module, index: its gates in a pe.Cursors."""
+    cursor; of: 'query' or 'key'; gates: probabilities {incr, decr, keep, reset, and jump if it can
+    copy: [B, T]}; histogram [B, T, 2T+1] over the offsets -T..T, after each token's gates; weight:
+    (1 - mu) |alpha|; module, index: the pe.Cursors and the index of the cursor in it."""
     found, inputs = [], {}
     with hooked(*[(m, lambda m, args, _: inputs.update({m: args[0]}))
                   for m in model.modules() if isinstance(m, encodings.Cursors)]):
@@ -966,7 +967,7 @@ def cursors_of(model, tokens):
         prism, = [m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)]
         if prism.layer == 0:  # new cursors are computed before this layer
             cursors, x = prism.cursors, inputs[prism.cursors]
-            reset, step, copy_gate = cursors.actions(x)  # (B, cursors, T), the same with 3, or None
+            reset, step, copy_gate = cursors.actions(x)  # see there for shapes
             histograms = cursors.scan(x, torch.eye(2 * tokens.shape[1] + 1, dtype=x.dtype))
         alpha = prism.alpha[:, 0, :cursors.cfg.prism_cursors].abs()  # (H, cursors of a head)
         weights = (1 - torch.sigmoid(prism.m[:, 0])) * alpha  # eq. 9: (H, cursors of a head)
@@ -988,17 +989,17 @@ def cursor(model, task, cfg, length=0, n=32):
     """Where do PRISM's cursors move? Gates, moves, histograms (PRISM Figures 12, 14-17, 19, 20).
 
     length: 0: four times the longest training length. Rows: each cursor over the prompt, and over
-    the answer: `weight`: (1 - mu) |alpha|; `moves`: positions per token that its mode moves;
-    `steady`: fraction of tokens with its commonest move, 1 at a constant pace of integer steps;
-    `peak`: its largest bin; mean gates `incr`, `decr`, `keep`, `reset`, and `jump` where it can
-    copy. Summary: exact match; `steady`, the mean by weight of query cursors over the answer and
-    key cursors over the prompt, where each is used.
+    the answer. `weight`: (1 - mu) |alpha|; `moves`: offsets by which its mode moves, per token;
+    `steady`: fraction of tokens with the most frequent move, 1 for a constant pace of integer
+    steps; `peak`: its largest bin; mean gates `incr`, `decr`, `keep`, `reset`, and `jump` if it can
+    copy. Summary: exact match; `steady`: weighted mean over query cursors in the answer and key
+    cursors in the prompt, where each is used.
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     trained = max(cfg.train_lengths)
     length, tokens, targets = batch(task, cfg.train_lengths, length or 4 * trained, n)
     count = sum(m.count for m in model.modules() if isinstance(m, encodings.Cursors))
-    some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))  # a problem has 4 count T^2 bins
+    some = max(1, 2 ** 24 // (count * tokens.shape[1] ** 2))  # about 4 count T^2 bins per problem
     tokens, targets = tokens[:some], targets[:some]  # (n, T)
     answer = targets != -100
     parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)  # (n, T)
@@ -1006,7 +1007,7 @@ def cursor(model, task, cfg, length=0, n=32):
     for c in cursors_of(model, tokens):
         peak, mode = c['histogram'].max(dim=-1)  # (n, T)
         for part, where in parts.items():
-            moves = mode.diff(dim=1)[where[:, 1:]]  # of the mode at these tokens
+            moves = mode.diff(dim=1)[where[:, 1:]]  # from the token before
             _, counts = moves.unique(return_counts=True)
             steady = (counts.max() / len(moves)).item() if len(moves) else torch.nan
             means = dict(weight=c['weight'], moves=moves.double().mean(), steady=steady)
@@ -1027,10 +1028,10 @@ def cursor(model, task, cfg, length=0, n=32):
 
 
 def cursor_panels(model, task, shown):
-    """The six panels of cursor(), of a trained and a longer problem [(length, tokens [1, T])]."""
+    """The six panels of cursor() for two problems [(length, tokens [1, T])]: trained, longer."""
     def show_modes(ax, found, words, title):
         for of, colour in zip(('query', 'key'), COLOURS):
-            for c in [c for c in found if c['of'] == of][:6]:  # the strongest, paler and paler
+            for c in [c for c in found if c['of'] == of][:6]:  # paler: less weight
                 alpha = 0.15 + 0.85 * c['weight'] / max(c['weight'] for c in found)
                 ax.plot(c['histogram'][0].argmax(dim=-1) - len(words), color=colour, alpha=alpha)
         ax.set(title=f'{title} (blue: query, orange: key)', xlabel='position', ylabel='offset')
@@ -1044,16 +1045,16 @@ def cursor_panels(model, task, shown):
                              label='P(increment) - P(decrement)', xlabel='position', ends=(-1, 1),
                              ylabel='query cursors, then key cursors, by weight'))
         modes.append(partial(show_modes, found=found, words=words, title=f'modes, length {length}'))
-        best = found[0]  # the strongest query cursor
+        best = found[0]  # the query cursor of most weight
         weights = trace(model, tokens)[best['layer'] - 1].weights[0, best['head'] - 1]  # (T, T)
         heads.append(partial(
             show_map, values=weights, label='attention weight', words=words, ends=(0, 1),
             title=f'head {best["layer"]}.{best["head"]}, length {length}'))
     histogram, T = best['histogram'][0], len(words)  # (T, offsets -T..T), of the longer problem
-    used = (histogram.amax(dim=0) > 0.01).nonzero()  # offsets that are not empty throughout
+    used = (histogram.amax(dim=0) > 0.01).nonzero()  # offsets that are reached at some token
     low, high = used.min().item(), used.max().item()
     bins = partial(show_map, values=histogram[:, low:high + 1].T.flip(0), words=words,
-                   title='strongest query cursor', label='probability', xlabel='position',
+                   title='query cursor of most weight', label='probability', xlabel='position',
                    ylabel='offset', ends=(0, 1),
                    extent=(-0.5, T - 0.5, low - T - 0.5, high - T + 0.5))
     return gates[0], bins, *modes, *heads
@@ -1063,10 +1064,10 @@ def cursor_panels(model, task, shown):
 def kernel(model, task, cfg, length=0):
     """How precise are positions in PRISM's scores? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
-    Rows, for each cursor over the answer: `peak`, its largest bin; `eq6`, total variation
-    distance of its displacement by eq. 6 (cross-correlation of two histograms) from eq. 4 (the scan
-    restarted from a point); none if the cursor can copy; `mean`,
-    |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`, the first distance from
+    Rows, for each cursor over the answer of one problem: `peak`: its largest bin; `eq6`: total
+    variation distance between eq. 6 (cross-correlation of two histograms) and eq. 4 (the scan
+    restarted from a point) for the distribution of its displacement, unless it can copy; `mean`:
+    |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`: the first distance r from
     which the kernel <f(0), f(r)> / |f|^2 rises again; the largest `eq6` and `mean`.
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
@@ -1089,7 +1090,7 @@ def kernel(model, task, cfg, length=0):
             row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)  # total variation distance
             laws.append((row['eq6'], eq_4, eq_6))
         rows.append(row)
-    rises = (kappa.diff() > 0).nonzero()  # distances r with kernel(r + 1) > kernel(r)
+    rises = (kappa.diff() > 0).nonzero()  # r with kernel(r + 1) > kernel(r)
     summary = dict(length=length, rises=rises[0].item() if len(rises) else None,
                    mean=max(row['mean'] for row in rows))
     lines = {f'kernel of eq. 7, d_pe = {cfg.prism_d_pe}': {'by distance': kappa}}
@@ -1099,15 +1100,15 @@ def kernel(model, task, cfg, length=0):
         x = np.arange(seen[0] - 1, seen[-1] + 2)
         lines['displacement over the answer, worst cursor'] = {
             name: (x - 2 * T, law[x]) for name, law in zip(('eq. 4', 'eq. 6'), worst)}
-    title = (f'{titled(cfg)}, length {length}: where the kernel rises again, distant positions '
-             'may look near; eq. 6 differs from the exact eq. 4.')
+    title = (f'{titled(cfg)}, length {length}: when the kernel rises again, distant positions '
+             'may score as near; eq. 6 is not the exact eq. 4.')
     return rows, summary, curves(title, lines, 'distance, or displacement (positions)',
                                  'kernel, or probability')
 
 
 def displacement(c, first):
-    """PRISM eq. 4 for a cursor of cursors_of() in its first problem: the distribution [2n+1] of its
-    displacement -n..n over the n tokens from `first` on, the scan restarted there."""
+    """PRISM eq. 4: the distribution [2n+1] of the displacement -n..n of a cursor c of cursors_of()
+    over the n tokens from `first` on, in problem 0, by a scan that is restarted at `first`."""
     gates = {name: gate[:1, None, first:].double() for name, gate in c['gates'].items()}
     step = torch.stack([gates['incr'], gates['decr'], gates['keep']], dim=-1)  # (1, 1, n, 3)
     g = getattr(c['module'], 'g', None)  # (2C,), none without sharpening
@@ -1116,13 +1117,13 @@ def displacement(c, first):
     return encodings.cursor_scan(gates['reset'], step, gamma, table)[0, 0, -1]  # after n tokens
 
 
-# ---- LLM position generalization: logits as sums, disordered positions, longer texts -------------
+# ---- LLM position generalization: logits as sums, perturbed positions, longer texts --------------
 
 def logits_at(layer, pos_q, pos_k, q=None):
-    """Unmasked logits [B, H, Tq, Tk] of a layer's queries, or of q, at positions pos_q and its keys
-    at pos_k, of encodings that depend on distances only."""
+    """Unmasked logits [B, H, Tq, Tk] of q (default: the layer's queries) at positions pos_q and the
+    layer's keys at pos_k, for an encoding that depends on distances only."""
     enc, q = layer.enc, layer.q if q is None else q
-    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # keys at pos_k, ...
+    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # with positions replaced below
     at = dataclasses.replace(at, s=pos_k[None], t=pos_q[None])
     q, k, bias = rotated(enc, q, layer.k, at)
     logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
@@ -1130,7 +1131,7 @@ def logits_at(layer, pos_q, pos_k, q=None):
 
 
 def sees_distances(model, tokens):
-    """Whether logits depend on positions, and through distances only, as logits_at() requires."""
+    """Whether logits depend on positions, and only on distances, as logits_at() requires."""
     layer, pos = trace(model, tokens[:1])[0], torch.arange(tokens.shape[1])
     try:
         own, moved = logits_at(layer, pos, pos), logits_at(layer, pos, pos - 1)  # (1, H, T, T)
@@ -1142,17 +1143,17 @@ def sees_distances(model, tokens):
 
 
 def check_distances(model, tokens, cfg):
-    """Raise UserError where logits_at() would not compute the model's logits."""
+    """Raise UserError if logits_at() cannot compute the model's logits."""
     need(cfg.causal, NOT_CAUSAL)
     enc = model.blocks[0].attn.pe
     adds_features = any(getattr(part, 'order', 0) == 1 for part in enc.modules())  # prism
     need(enc.shift_invariant and not adds_features and sees_distances(model, tokens),
-         f'this probe requires logits that depend on distance only: pe=rope, not {cfg.pe}')
+         f'this probe requires logits that depend on distance only, as pe=rope, not {cfg.pe}')
 
 
 def fit_figure(title, W, fit, components, ylabel='query i'):
-    """A draw(plt) of logits W [T, T], their fit and its components {label: [T]}."""
-    visible = W.isfinite()  # (T, T), i >= j; all of fake logits
+    """Return draw(plt) of logits W [T, T], their fit [T, T] and its components {label: [T]}."""
+    visible = W.isfinite()  # (T, T): i >= j, or all of fake_logits()
     ends = tuple(np.nanquantile(W[visible], (0.005, 0.995)))
     maps = [partial(show_map, values=x.where(visible, torch.nan), title=name, label='logit',
                     xlabel='key j', ylabel=ylabel, ends=ends)
@@ -1162,15 +1163,15 @@ def fit_figure(title, W, fit, components, ylabel='query i'):
 
 
 def three_axes(W, ridge=1e-6):
-    """Eq. 6: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 +
-    ridge (|a|^2 + |b|^2 + |c|^2), and their sum [N, T, T]. (Eq. 7 swaps b and c of eq. 2.)"""
+    """Eq. 6: a, b, c [N, T] that minimize sum_{i >= j} (W_ij - a_{i-j} - b_i - c_j)^2 + ridge
+    (|a|^2 + |b|^2 + |c|^2), and the fit [N, T, T]. (The paper's eq. 7 swaps b and c of eq. 2.)"""
     T = W.shape[-1]
     t, lower = torch.arange(T), torch.ones(T, T, dtype=torch.float64).tril()
     W = W.double().masked_fill(lower == 0, 0)  # (N, T, T)
-    back = (t[:, None] - t).clamp(min=0)  # i - j, and also: column d of row t is key t - d
-    diagonals = (W.gather(-1, back.expand_as(W)) * lower).sum(dim=-2)  # sum_t W_t,t-d: (N, T)
+    back = (t[:, None] - t).clamp(min=0)  # distance i - j; in row i also: the key at distance d
+    diagonals = (W.gather(-1, back.expand_as(W)) * lower).sum(dim=-2)  # sum_i W_i,i-d: (N, T)
     sums = torch.cat([diagonals, W.sum(dim=-1), W.sum(dim=-2)], dim=-1)  # (N, 3T)
-    none, ab, ac = torch.zeros(T, T), lower.T, lower.flip(0)  # which d meets which i, which j
+    none, ab, ac = torch.zeros(T, T), lower.T, lower.flip(0)  # entries with (d, i), with (d, j)
     blocks = (none, ab, ac), (ab.T, none, lower), (ac.T, lower.T, none)
     counts = torch.cat([T - t, t + 1, T - t]).double().diag()  # entries of each a_d, b_i, c_j
     M = torch.cat([torch.cat(row, dim=1) for row in blocks]) + counts + ridge * torch.eye(3 * T)
@@ -1179,7 +1180,7 @@ def three_axes(W, ridge=1e-6):
 
 
 def axes_fit(W):
-    """[2, H]: r of logits W [H, T, T] with their three-axes fit over i >= j; row-centred r."""
+    """[2, H]: r and row-centred r of logits W [H, T, T] with their three-axes fit, over i >= j."""
     lower = torch.ones_like(W[0], dtype=torch.bool).tril()  # (T, T), the visible entries
     maps = [x.double().masked_fill(~lower, 0) for x in (W, three_axes(W)[-1])]
     centred = [x - x.sum(dim=-1, keepdim=True) / lower.sum(dim=-1, keepdim=True) for x in maps]
@@ -1192,7 +1193,7 @@ def axes(model, task, cfg, length=0, n=8):
 
     The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest training
     length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of logits
-    and fit over i >= j (noise: sqrt(6 / T)); `r_centred`: without row means, which softmax ignores.
+    and fit, i >= j (sqrt(6 / T) for noise); `r_centred`: minus row means, which softmax ignores.
     """
     need(cfg.causal, NOT_CAUSAL)
     rows = sequences(task, cfg.train_lengths, length, n)
@@ -1210,50 +1211,50 @@ def axes(model, task, cfg, length=0, n=8):
 
 
 def two_axes(W):
-    """Eq. 12: W_dj ~ a_d + b_j of W [.., n, m] by least squares, split evenly: a, b, their sum."""
-    half = W.mean(dim=(-2, -1), keepdim=True) / 2  # of the grand mean, for a and for b
+    """Eq. 12: least-squares fit W_dj ~ a_d + b_j of W [.., n, m]; returns a, b and the fit."""
+    half = W.mean(dim=(-2, -1), keepdim=True) / 2  # of the grand mean: for a and b alike
     a, b = W.mean(dim=-1, keepdim=True) - half, W.mean(dim=-2, keepdim=True) - half
     return a.squeeze(-1), b.squeeze(-2), a + b
 
 
 def fake_logits(layer, i):
-    """W'_dj = w(d, q_i, k_j) [H, T, T] of query i and every key j, for the distances d = 0..T-1."""
+    """W'_dj = w(d, q_i, k_j) [H, T, T]: query i and every key j, as if at distance d = 0..T-1."""
     pos = torch.arange(layer.k.shape[2])
     q = layer.q[:, :, i:i + 1].expand_as(layer.k)  # at position d in row d, all keys at 0
     return logits_at(layer, pos, torch.zeros_like(pos), q)[0].double()  # (H, T, T)
 
 
 def slow_dominating(zq, zk, theta, length):
-    """(Mean product of norms over the head's median; which pairs are slow and dominating) [.., n]
-    of zq, zk [.., T, n]. Our thresholds (none in the paper): ratio > 3, rotation < pi / 2."""
+    """(Ratio of the product of mean norms to the head's median; is the pair slow and dominating?),
+    both [.., n], of zq, zk [.., T, n]. Our thresholds: a ratio above 3, a rotation below pi / 2."""
     product = zq.abs().mean(dim=-2) * zk.abs().mean(dim=-2)  # (.., n)
-    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)  # over the median pair
+    ratio = product / product.quantile(0.5, dim=-1, keepdim=True)
     return ratio, (ratio > 3) & (theta * length < np.pi / 2)
 
 
 def analytic_fit(W, zq, zk, theta, pairs):
-    """[3, H], r over i >= j, nan where a head has none of the pairs [H, n]: the pairs' own logits
-    with f + g of eq. 15, all logits W [H, T, T] with the pairs' own, and all with f + g.
+    """[3, H]: r over i >= j between the logits of `pairs` [H, n] alone and f + g of eq. 15, between
+    all logits W [H, T, T] and those of the pairs, and between W and f + g; nan in heads without.
 
-    f = Re sum_r conj(q_r) kbar_r e^(-i (i-j) theta_r), with the angle of kbar: f must not
-    depend on k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
+    f = Re sum_r conj(q_r) kbar_r e^(-1j (i-j) theta_r), with the angle of the mean key kbar, so
+    that f does not depend on k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
     """
     t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)  # (H, 1, n)
     conj = zq.conj() * pairs[:, None]  # (H, T, n), 0 for other pairs
     turn = torch.exp(1j * t[:, None] * theta)  # (T, n)
     f = (conj * turn.conj()) @ (kbar * turn).mT  # each (H, T, T)
     g = conj @ ((zk - kbar).abs() * zk.sgn()).mT
-    own = (conj * turn.conj()) @ (zk * turn).mT  # conj(q_i) k_j e^(-i (i-j) theta)
+    own = (conj * turn.conj()) @ (zk * turn).mT  # logits of the pairs
     lower = torch.ones(W.shape[1:]).tril() > 0
-    fg, own, acts = (x[:, lower] for x in ((f + g).real, own.real, W[:len(pairs)]))  # its heads
+    fg, own, acts = (x[:, lower] for x in ((f + g).real, own.real, W[:len(pairs)]))
     r = torch.stack([correlation(*pair) for pair in ((own, fg), (acts, own), (acts, fg))])
     r = r.where(pairs.any(dim=-1), torch.nan)  # (3, heads that it acts on)
     return F.pad(r, (0, len(W) - len(pairs)), value=torch.nan)
 
 
 def random_phases(zq, zk, theta, queries):
-    """r of eq. 12's fit [H] if zq, zk [H, T, n] kept their norms and had random phases: a control.
-    What it explains follows from the norms, not from how phases were learned."""
+    """A control [H]: r of eq. 12's fit for zq, zk [H, T, n] with their norms but random phases. A
+    high r here means that norms and frequencies explain the fit, not learned phases."""
     source, T = torch.Generator().manual_seed(0), zq.shape[1]
     q, k = (x.abs() * torch.exp(2j * np.pi * torch.rand(x.shape, generator=source).double())
             for x in (zq[:, queries], zk))  # (H, queries, n), (H, T, n)
@@ -1268,10 +1269,10 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """Does a query treat distance and content separately? W'_dj ~ a_d + b_j.
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
-    length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' with the fit, mean
-    over queries. For rotations, r over i >= j in heads with slow dominating pairs: slow_fg: their
-    logits with f + g (eq. 15); dominance: all logits with theirs; r_fg: all with f + g;
-    r_random: r with random phases, the control.
+    length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' and the fit, mean
+    over queries; if it rotates, also `r_random`: the same for random phases, a control. In heads
+    with slow dominating pairs, r over i >= j of: the pairs' logits and f + g of eq. 15 (`slow_fg`);
+    all logits and the pairs' (`dominance`); all logits and f + g (`r_fg`).
     """
     rows = sequences(task, cfg.train_lengths, length, n)
     check_distances(model, rows[0], cfg)
@@ -1287,7 +1288,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
         if rotates:
             z = polar(layer.enc, layer.q[0], layer.k[0])  # zq, zk, theta
             parts.append(analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1]))
-            r = random_phases(*z, chosen)[None]  # of the heads that it acts on
+            r = random_phases(*z, chosen)[None]  # (1, heads that it acts on)
             parts.append(F.pad(r, (0, parts[0].shape[1] - r.shape[1]), value=torch.nan))
         return torch.cat(parts)
     found, T = measured(model, rows, measure).nanmean(dim=0), rows[0].shape[1]  # (L, 1 or 5, H)
@@ -1308,9 +1309,9 @@ def tuples(model, task, cfg, length=0, n=4):
     """Which pairs of features rotate slowly and dominate the logits? Observation 1.
 
     The position-generalization paper, section 3.3, Figure 4. length, n: as for axes. Rows: every
-    slow dominating pair: wavelength in tokens; `ratio` of mean |q_r| mean |k_r| to the head's
-    median pair; `rotation` over the training length and mean initial `angle` = arg q_r - arg k_r,
-    in radians; `fixed` = mean |k_r - kbar_r| / |kbar_r|. Summary: median of `fixed`.
+    slow dominating pair. `ratio`: mean |q_r| mean |k_r| over the head's median; wavelength in
+    tokens; in radians, `rotation` over the training length and initial `angle` between the means of
+    q_r and k_r; `fixed`: mean |k_r - kbar_r| / |kbar_r|, 0 for constant keys. Summary: its median.
     """
     found = [[polar(layer.enc, layer.q[0], layer.k[0]) for layer in trace(model, row)]
              for row in sequences(task, cfg.train_lengths, length, n)]
@@ -1338,7 +1339,7 @@ def tuples(model, task, cfg, length=0, n=4):
 
 def transposition(T, gamma, l_max, source):
     """A permutation [T] that swaps disjoint pairs at most l_max apart, until about gamma T tokens
-    have moved. For one source, a larger gamma moves more tokens, a larger l_max farther."""
+    have moved. For the same source, a larger gamma moves more tokens, a larger l_max farther."""
     swaps = int(gamma * T / 2 + torch.rand((), generator=source).item())  # rounded at random
     side, order = torch.rand(T, generator=source).tolist(), list(range(T))
     for i in torch.randperm(T, generator=source).tolist():
@@ -1353,15 +1354,15 @@ def transposition(T, gamma, l_max, source):
 
 
 def offsets(T, gamma, l_max, source):
-    """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. For one source, a
-    larger gamma gives more of them, a larger l_max larger ones."""
+    """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. With the same
+    random source, larger gamma gives more of them, larger l_max larger ones."""
     chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)  # each (T,)
     return (chosen < gamma) * (1 + (size * l_max).long()) * (1 - 2 * (sign < 0.5).long())
 
 
 def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     """Losses [n, T], which tokens are correct [n, T], outputs of the heads [n, L, H, T, D] and
-    which tokens have moved [n, T]. All levels use the same draw for a sequence and layer."""
+    which tokens moved [n, T]. A sequence and layer has one random source for all gamma, l_max."""
     pos, L, found = torch.arange(tokens.shape[1]), len(model.blocks), []
     draw = offsets if kind == 'position' else transposition
 
@@ -1382,7 +1383,7 @@ def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
 
 
 def perturb_scores(after, before, targets):
-    """Columns of perturb() for perturbed() sequences and their originals."""
+    """Columns of perturb() from what perturbed() returned for changed and for original inputs."""
     moved, row = after[-1], {}
     asked = (targets != -100) & ~F.pad(moved, (0, 1))[:, 1:]  # target t is token t + 1
     for when, (losses, right, *_) in (('', after), (' before', before)):
@@ -1401,12 +1402,12 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     """How robust is a model to disordered positions?
 
     The position-generalization paper, section 4.1, Figure 5 and Table 1. length: as for axes. n:
-    0: 128 problems, or 16 segments of text (for a Llama: 2). A fraction gamma of the positions
-    moves by at most l_max. `text`: tokens swap in pairs; `feature`: keys swap in pairs, which
-    differ between layers; `position`: the position of a key changes (only if attention uses
-    distances). Rows: loss in nats per token, fractions of tokens and sequences correct, and the
-    same `before`, on targets that did not move; `cost`: loss minus loss before; `output`:
-    |o' - o| / |o| of attention's outputs at unmoved tokens. Summary: unperturbed, all targets.
+    0: 128 problems, or 16 segments of text (for a Llama: 2). A fraction gamma of tokens, keys or
+    positions moves by at most l_max. `text`: tokens swap in pairs. `feature`: keys swap in pairs,
+    others in each layer. `position`: keys get other positions (only if logits depend on distances).
+    Rows, on targets that did not move: loss in nats per token, fractions of correct tokens and
+    sequences, and the same `before`; `cost`: loss minus loss before; `output`: |o' - o| / |o| of
+    attention outputs at unmoved tokens. Summary: unperturbed scores on all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
@@ -1424,14 +1425,14 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     lines = {f'{kind}: {key}': {f'within {size} tokens': (gammas, [
         row[key] for row in rows if (row['kind'], row['l_max']) == (kind, size)])
         for size in sizes} for kind in kinds for key in ('cost', 'output')}  # rows by gamma
-    title = f'{titled(cfg)}, perturbed (Figure 5). Flat: order matters little.'
+    title = f'{titled(cfg)}, perturbed (Figure 5). If curves stay near 0, order matters little.'
     return rows, summary, curves(title, lines, 'fraction perturbed, gamma',
-                                 'rise of the loss (nats), or change', xscale='log')
+                                 'rise of the loss (nats), or change of output', xscale='log')
 
 
 def sliding(layer, t, start, window, first=0):
-    """Outputs [queries, H out_dim] of queries t at the end of `window` keys and values from `start`
-    on; the first `first` are those of the sequence."""
+    """Outputs [queries, H out_dim] of the queries at positions t, moved to the end of a window of
+    keys and values from `start` on, of which `first` are replaced by the first of the sequence."""
     pos = torch.arange(window)
     keys = torch.where(pos < first, pos, pos + start)  # (window,)
     v = project(layer.attn, layer.x)[2]  # (1, H, T, D)
@@ -1442,9 +1443,9 @@ def sliding(layer, t, start, window, first=0):
 
 
 def nearest(x, normal):
-    """Distances [..] of x [.., D] to the nearest of normal [N, D], over their median within it."""
+    """Distances [..] from x [.., D] to the nearest of normal [N, D], over the median in normal."""
     apart = torch.cdist(normal, normal)  # (N, N)
-    apart[apart < 1e-4 * apart.max()] = torch.inf  # itself, or of another sequence that began so
+    apart[apart < 1e-4 * apart.max()] = torch.inf  # itself, or sequences that begin alike
     return torch.cdist(x, normal).amin(dim=-1) / apart.amin(dim=-1).median()
 
 
@@ -1454,9 +1455,9 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
 
     The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (for
     a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
-    the middle one. Attention's outputs in the first window count as normal. Rows: median distance
-    to the nearest normal output, over its typical value among normal outputs: of `later positions`;
-    of --queries queries over sliding `windows`; of these with the first ≤ 10 tokens kept.
+    the middle one. Attention outputs in the first window count as normal. Rows: median distance to
+    the nearest normal output, in units of the median among normal outputs: of `later positions`; of
+    --queries queries over sliding `windows`; of these with the first ≤ 10 tokens kept.
     """
     _, tokens, _ = batch(task, cfg.eval_lengths, length, n)
     T, L = tokens.shape[1], len(model.blocks)
@@ -1465,7 +1466,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
          f'stretch: --layer must be 1 to {L}, and --window 2 to {T - 1}, within the tokens')
     check_distances(model, tokens, cfg)
     t, step = torch.linspace(window, T - 1, queries).long(), max(1, (T - window) // 40)
-    found, sink = [], max(1, min(10, window // 8))  # sink: how many first tokens are kept
+    found, sink = [], max(1, min(10, window // 8))  # sink: the number of first tokens kept
     for row in tokens.split(1):
         seen = trace(model, row)[layer - 1]
         y = seen.y[0].transpose(0, 1).flatten(1)  # (T, H out_dim)
@@ -1482,7 +1483,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     summary = dict(window=window, tokens=T, layer=layer) | medians
     lines = {kind: (np.linspace(0, 1, len(x)), x.sort()[0]) for kind, x in apart.items()}
     title = (f'{titled(cfg)}: attention outputs of layer {layer} at more than {window} tokens '
-             '(position generalization, Figure 6). Curves near 1 stay among normal outputs.')
+             '(position generalization, Figure 6). Near 1, outputs are as close as normal ones.')
     return rows, summary, curves(title, {'': lines}, 'fraction of the outputs',
                                  'distance to the nearest normal output', yscale='log')
 
@@ -1490,7 +1491,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
 # ---- Llama-family checkpoints in place of a run --------------------------------------------------
 
 class LlamaRoPE(encodings.RoPE):
-    """RoPE with the frequencies theta [d/2], and the scaling, of a checkpoint's rotary module."""
+    """RoPE with the frequencies theta [d/2] and the scaling of a checkpoint's rotary module."""
     def __init__(self, cfg, rotary):
         super().__init__(cfg)
         self.theta, self.scaling = rotary.inv_freq.float(), rotary.attention_scaling
@@ -1501,8 +1502,8 @@ class LlamaRoPE(encodings.RoPE):
 
 
 class LlamaAttention(Attention):
-    """A Llama's attention as one of ours: keys and values are repeated for the queries that share
-    them (GQA), and the pairs of features (c, c + d/2) that it rotates moved to (2c, 2c + 1)."""
+    """A Llama's attention as one of ours. Keys and values are repeated for the heads that share
+    them (GQA). The feature pairs that Llama rotates, (c, c + d/2), are moved to (2c, 2c + 1)."""
     def __init__(self, theirs, cfg, enc):
         super().__init__(cfg, enc)
         self.linears, self.proj = [theirs.q_proj, theirs.k_proj, theirs.v_proj], theirs.o_proj
@@ -1518,38 +1519,38 @@ class LlamaAttention(Attention):
         return q.flatten(-2), k.flatten(-2), v.flatten(-2)  # 3 x (B, T, H D)
 
     def in_place(self, hidden_states, **_):
-        """The forward() of their attention."""
+        """Replaces forward() of transformers' attention."""
         return self(hidden_states, torch.arange(hidden_states.shape[1]), None), None
 
 
 class Llama(torch.nn.Module):
-    """A LlamaForCausalLM, Mistral or Qwen2 whose attention layers are LlamaAttention."""
+    """A LlamaForCausalLM, Mistral or Qwen2 whose attention layers become LlamaAttention."""
     def __init__(self, net):
         super().__init__()
         self.net, self.blocks, c = net, net.model.layers, net.config
         need(c.model_type in ('llama', 'mistral', 'qwen2'),
-             f'--hf requires a checkpoint of the Llama family, not {c.model_type}')
+             f'--hf requires a llama, mistral or qwen2 checkpoint, not {c.model_type}')
         width = c.num_attention_heads * self.blocks[0].self_attn.head_dim
         self.cfg = encodings.PEConfig(d_model=width, n_head=c.num_attention_heads,
                                       n_layer=len(self.blocks), train_len=c.max_position_embeddings)
         for layer in self.blocks:
             enc = LlamaRoPE(self.cfg, net.model.rotary_emb)
             layer.attn = LlamaAttention(layer.self_attn, self.cfg, enc)
-            layer.self_attn.forward = layer.attn.in_place  # their block calls our attention
+            layer.self_attn.forward = layer.attn.in_place
 
     def forward(self, tokens):
         return self.net(input_ids=tokens, use_cache=False).logits.float(), None  # (B, T, V)
 
 
 class LlamaText(tasks.Corpus):
-    """A text file as tokens of a checkpoint; segments begin with its tokenizer's prefix."""
+    """A text file in a checkpoint's tokens; segments begin with its tokenizer's prefix."""
     first, needs = 0, 'a text of some words'
 
     def __init__(self, tokenizer, size, path):
         words = {i: word for word, i in tokenizer.get_vocab().items()}
         self.vocab, self.data = [words.get(i, f'<{i}>') for i in range(size)], path
         one, x = (tokenizer('x', add_special_tokens=own).input_ids for own in (True, False))
-        self.begin = one[:one.index(x[0])]  # what comes before a text, such as a BoS token
+        self.begin = one[:one.index(x[0])]  # the prefix, such as a BoS token
         self.ids = np.array(tokenizer(tasks.read_text(path), add_special_tokens=False,
                                       verbose=False).input_ids)
 
@@ -1560,14 +1561,14 @@ class LlamaText(tasks.Corpus):
         pieces = [[*self.begin, *piece][:length] for piece in pieces]
         tokens, targets = super().lay_out(pieces, length)  # (n, length)
         for piece, row, target in zip(pieces, tokens, targets):
-            target[:len(piece) - 1] = row[1:len(piece)]  # token 0 is a word here, not padding
+            target[:len(piece) - 1] = row[1:len(piece)]  # here token 0 is a word, not padding
         return tokens, targets
 
 
 @contextlib.contextmanager
 def outside():
-    """Inside, imports skip this folder, whose kernels.py shadows a package that transformers
-    uses if installed."""
+    """Inside the with block, imports skip this folder, whose kernels.py shadows an optional
+    package of transformers."""
     path, ours, here = sys.path[:], sys.modules.pop('kernels', None), os.path.dirname(__file__)
     sys.path[:] = [x for x in path if os.path.abspath(x) != os.path.abspath(here)]
     try:
@@ -1579,7 +1580,7 @@ def outside():
 
 
 def read_llama(path):
-    """(transformers' model, tokenizer) of a folder or GGUF file. Raise UserError if that fails."""
+    """(transformers' model, tokenizer) from a folder or GGUF file; UserError if that fails."""
     gguf = dict(gguf_file=os.path.basename(path)) if path.lower().endswith('.gguf') else {}
     folder, given = os.path.dirname(os.path.abspath(path)) if gguf else path, dict(
         trust_remote_code=False, **gguf)
@@ -1587,29 +1588,29 @@ def read_llama(path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
         tokenizer = AutoTokenizer.from_pretrained(folder, **given)
-        if gguf:  # transformers ignores how a GGUF file scales the frequencies of RoPE
+        if gguf:  # transformers ignores a GGUF file's scaling of RoPE's frequencies
             from gguf import GGUFReader
             reader = GGUFReader(path)
             factors = [x.data.copy() for x in reader.tensors if x.name == 'rope_freqs.weight']
             for x in factors:
                 net.model.rotary_emb.inv_freq /= torch.tensor(x)
             need(not any('.rope.scaling.factor' in key for key in reader.fields),
-                 f'{path} scales RoPE by metadata that transformers ignores: take another format')
+                 f'{path} scales RoPE by metadata that transformers ignores: use another format')
     except UserError:
         raise
     except ModuleNotFoundError as error:
         raise UserError(f'--hf requires {error.name}: pip install transformers'
                         + ' gguf accelerate' * bool(gguf)) from None
-    except Exception as error:  # a cut file, other shapes, a quantization, ...
+    except Exception as error:  # a truncated file, other shapes, a quantization, ...
         says = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f'cannot load {path}: {says} (is a file cut short, a Git LFS pointer, or '
-                        'of another model?)') from None
+        raise UserError(f'cannot load {path}: {says} (is a file truncated, a Git LFS pointer, or '
+                        'from another model?)') from None
     return net.eval(), tokenizer
 
 
 def load_llama(path, text, length=0):
-    """(model, cfg) of a folder or GGUF file and of the text to run it on, as load() of a run. Raise
-    UserError if at this length transformers computes other logits, as with a sliding window."""
+    """(model, cfg) from a checkpoint and the text to run it on, as from load(). Raise UserError if
+    transformers computes other logits at this length, for instance with a sliding window."""
     need(text, '--hf requires a text to run the checkpoint on: --text=FILE')
     for file in (path, text):
         need(os.path.exists(file), f'no such file or folder: {file}')
@@ -1622,9 +1623,9 @@ def load_llama(path, text, length=0):
         theirs = net(input_ids=tokens, use_cache=False).logits
         model, name = Llama(net).eval(), os.path.basename(os.path.normpath(path))
         apart = ((model(tokens)[0] - theirs).abs().max() / theirs.abs().max()).item()
-    need(apart < 1e-3, f'{path}: at {tokens.shape[1]} tokens, attention as it is probed changes '
-         f'the logits by {100 * apart:.1f} %, as it would with a sliding window or frequencies '
-         'that depend on the length: take a shorter --length')
+    need(apart < 1e-3, f'{path}: at {tokens.shape[1]} tokens, attention as probed changes the '
+         f'logits by {100 * apart:.1f} %; it supports no sliding window and no frequencies that '
+         'depend on the length: use a shorter --length')
     return model, argparse.Namespace(
         **vars(model.cfg), task=name, data=text, the_task=task, train_lengths=lengths,
         eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
@@ -1633,28 +1634,27 @@ def load_llama(path, text, length=0):
 # ---- circuits set by hand ------------------------------------------------------------------------
 
 RULES = {'copy': lambda s, x: x, 'parity': lambda s, x: (s + x) % 2,
-         'polynomial': lambda s, x: (s * x + 1) % 5}  # s_t of s_(t-1) and x_t
+         'polynomial': lambda s, x: (s * x + 1) % 5}  # s_t as a function of s_(t-1) and x_t
 
 
 def iteration_head(name):
     """(model, cfg): the circuit of ViPE Figure 1b and A.2, correct at every length up to 1,000.
 
-    Layer 1 measures distances to the anchors. Every token attends to EoI; tokens that cannot attend
-    to it, and EoI itself, attend to BoS. ViPE's value channel (eq. 8) returns the distance D, so
-    that D_1 = t at x_t and D_2 = t - 1 at s_(t-1). Layer 2 matches D_1 = D_2 + 1: a normalized
-    vector (D, c) has its largest product with (D', c) at D' = D. Its MLP looks s_t = f(s_(t-1),
-    x_t) up. The second head of each layer is zero. cfg: a train.Config with vipe_s='one' (D as it
-    is), dtype float64 (adjacent distances differ by 1e-7 in that product) and out_dir=BY_HAND_DIR +
-    name. Raise UserError for a name without a rule.
+    Layer 1 measures distances D to two anchors. Every token after EoI attends to EoI, and EoI and
+    all tokens before it attend to BoS. ViPE's value channel (eq. 8) returns the distance: D_1 = t
+    at x_t, D_2 = t - 1 at s_(t-1). Layer 2 attends to D_1 = D_2 + 1: the product of normalized
+    vectors (D, c) and (D', c) is largest at D' = D. Its MLP looks up s_t = f(s_(t-1), x_t). The
+    second head of each layer is zero. cfg: a train.Config with vipe_s='one' (D unscaled), float64
+    (adjacent products differ by 1e-7), out_dir=BY_HAND_DIR + name. UserError if name has no rule.
     """
     need(name in RULES, f'by_hand:{name}: weights are set by hand for {", ".join(RULES)} only')
     V = len(train.Config(task=name).the_task.vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
-    # rows: (current token, token that attention reads, next token)
+    # rows: (current token, token that layer 2 attends to, next token)
     table = [(EoI, x + 4, x + 4) for x in symbols]  # s_1 = x_1
     table += [(s + 4, EoI, EoS) for s in symbols]  # EoI is at D_1 = L + 1, after the last input
     table += [(s + 4, x + 4, RULES[name](s, x) + 4) for s in symbols for x in symbols]
-    # channels of the residual stream: token, 1, D, token that was read, next token
+    # channels of the residual stream: token, 1, D, token attended to, next token
     one, dist, read, write = V, V + 1, V + 2, 2 * V + 2
     C = 3 * V + 2 + V % 2  # even, for two heads
     cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False,
@@ -1668,19 +1668,19 @@ def iteration_head(name):
     anchor, match = model.blocks
 
     q, k, v = anchor.attn.qkv.weight.view(3, C, C)  # each (to, from)
-    q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # to an earlier EoI, else to BoS
+    q[0, one], q[1, one], q[1, EoI] = 1e3, 2e3, -2e3  # attend to an earlier EoI, else to BoS
     k[0, BoS], k[1, EoI] = 1.0, 1.0  # the anchors
     anchor.attn.pe.W_p[0] = unit
-    anchor.attn.proj.weight[dist, C // 2] = 1.0  # D follows the values
+    anchor.attn.proj.weight[dist, C // 2] = 1.0  # head 1's D comes after its values
 
     q, k, v = match.attn.qkv.weight.view(3, C, C)
-    # <(D_2 + 1, c), (D_1, c)>, c^2 = 2: token and constant add 1 each to the squared length
+    # <(D_2 + 1, c), (D_1, c)>, where c^2 = 2 is the squared norm of the token and constant channels
     q[0, dist], q[0, one], k[0, dist] = 1.0, unit, 1.0
     q[1, one], k[1, one] = 2.0, 1.0  # c * c
-    q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # from EoI: smallest D except BoS's
+    q[2, EoI], k[2, dist], k[2, BoS] = -10.0, 1.0, 10.0  # EoI attends to the smallest D > 0
     q *= 1e9 * (C // 2) ** 0.5  # sharp: products differ by 1e-7
     v[tokens, tokens] = match.attn.proj.weight[read + tokens, tokens] = 1.0
-    for i, (s, x, new) in enumerate(table):  # unit i: how strongly x is read, if at s
+    for i, (s, x, new) in enumerate(table):  # unit i: weight on x, if the token is s
         match.mlp[0].weight[i, [read + x, s, one]] = torch.tensor([1e3, 4e3, -4e3]).double()
         match.mlp[2].weight[write + new, i] = 1e-3
     model.head.weight[tokens, write + tokens] = 100.0  # (V, C)
@@ -1697,14 +1697,14 @@ PAPERS = {
     'LLM position generalization': [axes, disentangle, tuples, perturb, stretch],
 }
 PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
-# probes that accept a Llama, and their n unless given (None: they have no n)
+# probes that accept a Llama-family checkpoint, and their default n for it (None: no such option)
 LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, tuples: 1,
          perturb: 2, stretch: 2}
-CONTROLLED = norms, tuning, toeplitz  # their summary also shows an untrained model's
+CONTROLLED = norms, tuning, toeplitz  # the summary also has results of an untrained model
 
 
 def as_text(rows, summary):
-    """Rows as a table, without columns that are None throughout, then the summary."""
+    """The rows as a table, without columns in which all are None, then the summary."""
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
     cells = [[key, *('' if x is None else str(x) for x in column)]
              for key, column in columns.items() if any(x is not None for x in column)]
@@ -1716,19 +1716,19 @@ def as_text(rows, summary):
 
 
 def read_options(function, argv):
-    """(options of every probe, options of this one) of a probe's command line."""
+    """Parse a probe's command line: (options that all probes have, {this probe's: value})."""
     def numbers(text):  # '0.5,1' -> [0.5, 1]
         return [float(x) if '.' in x else int(x) for x in text.split(',')]
 
     parser = argparse.ArgumentParser(
         prog=f'python probe.py {function.__name__}', description=inspect.getdoc(function),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda says: need(False, says)  # one line, as for all errors
+    parser.error = lambda says: need(False, says)  # one line, as every UserError
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
-    parser.add_argument('--seed', type=int, help='run seed')
-    parser.add_argument('--out_dir', default='', help="the result's folder; default: the run's")
+    parser.add_argument('--seed', type=int, help='seed of the run; default: its first')
+    parser.add_argument('--out_dir', default='', help="folder for the results; default: the run's")
     parser.add_argument('--hf', default='', help='a Llama-family checkpoint in place of RUN')
-    parser.add_argument('--text', default='', help='text to run the checkpoint on')
+    parser.add_argument('--text', default='', help='the text file to run the checkpoint on')
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()
                 if p.default is not p.empty}
     for name, default in defaults.items():
@@ -1757,9 +1757,9 @@ def main(argv):
     name, *argv = argv  # the probe, then its options
     check_name('probe', name, PROBES)
     given, own = read_options(PROBES[name], argv)
-    need(bool(given.run) != bool(given.hf), f'python probe.py {name} RUN: give one run, or --hf')
+    need(bool(given.run) != bool(given.hf), f'python probe.py {name}: give one run, or --hf')
     need(not given.hf or PROBES[name] in LLAMA and given.seed is None,
-         '--hf works with the probes marked * in python probe.py, and without --seed')
+         '--hf requires a probe marked * in the list of python probe.py, and works without --seed')
     model, cfg = load(given.run, given.seed) if given.run else load_llama(
         given.hf, given.text, own.get('length', 0))
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
@@ -1771,7 +1771,7 @@ def main(argv):
     path = os.path.join(given.out_dir or cfg.out_dir, f'probe_{name}')
     os.makedirs(os.path.dirname(path), exist_ok=True)
     train.write_file(path + '.json', json.dumps(dict(rows=rows, summary=summary), indent=1))
-    pathlib.Path(path + '.png').unlink(missing_ok=True)  # it shows an older result
+    pathlib.Path(path + '.png').unlink(missing_ok=True)  # of an older result
     try:
         import matplotlib.pyplot as plt
     except ImportError:
