@@ -1,10 +1,10 @@
-"""The records in results/*.jsonl as text, and the board.
+"""Print the records in results/*.jsonl as text; train, print and draw the board.
 
     python results/tables.py                          list the sets of records
-    python results/tables.py vipe_long                print a set, every seed of every run;
-                             --metric=token, last     instead of exact
+    python results/tables.py vipe_long                print a set: each run with all its seeds
+                             --metric=token           score by token or last instead of exact
     python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall    train, print
-    cp results/board.jsonl out/board.jsonl            first, to train only what is not stored
+    cp results/board.jsonl out/board.jsonl            before it, to train only what is not stored
     python results/tables.py refresh                  rewrite the board in results/README.md
 
 A record is one line of JSON about a run, which `train.py --results=FILE` appends:
@@ -14,12 +14,12 @@ A record is one line of JSON about a run, which `train.py --results=FILE` append
      "lengths": "1-16,20", "scores": {"0": {"exact": [1, ...], "token": [...], "last": [...]}},
      "n": {"1": 2}, "failed": ["seed 1: ..."], "torch": ..., "commit": ..., "hardware": ...}
 
-config has pe, task, out_dir and the options that differ from train.Config's defaults (if a default
-changes, rewrite the records), except train.NOT_RECORDED; lists as on the command line. The first
-folder below out/ names the set. scores has, for each seed that stayed finite, each metric (for a
-corpus also loss) at each of the lengths, to four digits; a metric equal to exact is left out. n is
-the number of problems of a length where it is not n_test. Records of probes ({"probe", ...}) and
-of speed ({"benchmark", ...}) are for results/README.md alone.
+config has pe, task, out_dir and the options that differ from train.Config's defaults, except
+train.NOT_RECORDED; lists are written as on the command line. If you change a default, rewrite the
+records. The first folder below out/ names the set. scores has, for each seed that did not diverge,
+each metric (for a corpus also loss) at each of the lengths, to four decimals; a metric equal to
+exact is omitted. n: the number of problems of the lengths where it differs from n_test. This
+program skips records of probes ({"probe", ...}) and speed ({"benchmark", ...}).
 """
 import importlib.util
 import itertools
@@ -52,10 +52,10 @@ DEFAULTS = {key: train.as_typed(value) if isinstance(value, list) else value
 @dataclass
 class Run:
     """All seeds of one configuration."""
-    options: dict                   # all of them, defaults included
-    trained: list                   # lengths trained on
-    sizes: dict                     # {length evaluated: number of problems}
-    scores: dict                    # {seed: {metric: values, one for each length}}
+    options: dict                   # all options, defaults included
+    trained: list                   # training lengths
+    sizes: dict                     # {evaluated length: number of problems}
+    scores: dict                    # {seed: {metric: values, one for each evaluated length}}
     failed: set                     # seeds that diverged
 
     @property
@@ -63,12 +63,12 @@ class Run:
         return any('loss' in scores for scores in self.scores.values())
 
     def by_length(self, seed, metric):
-        """{length: score} of a seed; of a corpus the loss."""
+        """{length: score} of a seed; for a corpus the score is the loss."""
         scores = self.scores[seed]
         return dict(zip(self.sizes, scores.get('loss') or scores.get(metric, scores['exact'])))
 
     def mean(self, seed, lengths, metric):
-        """Mean over the problems of these lengths; of a corpus its perplexity."""
+        """Mean score over the problems of these lengths; for a corpus the perplexity."""
         scores = self.by_length(seed, metric)
         there = [n for n in lengths if n in scores]
         total = sum(self.sizes[n] for n in there) or math.nan
@@ -76,8 +76,8 @@ class Run:
         return math.exp(mean) if self.corpus else mean
 
     def reach(self, seed, metric):
-        """The longest length up to which every length of 50 or more problems scores 95 %; or 0. For
-        a corpus: up to which perplexity is at most 1 / 0.95 of that in training."""
+        """The longest length up to which every length with 50 or more problems scores at least 95 %
+        (0: none). For a corpus: has a perplexity of at most 1 / 0.95 of that in training."""
         scores = self.by_length(seed, metric)
         if self.corpus:
             start = scores.get(max(self.trained), math.nan)
@@ -87,18 +87,18 @@ class Run:
 
 
 def key_of(config, free):
-    """All options, defaults included, except those that are free and those not recorded."""
+    """A string of all options, defaults included, except those in `free` and those not recorded."""
     return str([(key, value) for key, value in sorted({**DEFAULTS, **config}.items())
                 if key not in free and key not in train.NOT_RECORDED])
 
 
 def read_runs(*paths):
-    """{set: [Run]} of files, by default all of results/; seeds of one configuration are one Run."""
+    """{set: [Run]} of files, by default results/*.jsonl; one configuration is one Run."""
     sets, known = {}, {}
     for path in paths or sorted(ROOT.glob('results/*.jsonl')):
         for line in Path(ROOT, path).read_text().splitlines():
             record = json.loads(line)
-            if 'scores' not in record:                     # a probe, or a time
+            if 'scores' not in record:                     # of a probe, or of speed
                 continue
             options = {**DEFAULTS, **record['config']}
             name = re.sub('.*out/', '', options['out_dir']).partition('/')[0]
@@ -118,7 +118,7 @@ def read_runs(*paths):
 # ---- a set of runs as text -----------------------------------------------------------------------
 
 def varying(runs):
-    """The options that differ between runs, without those implied by earlier ones."""
+    """The options that differ between runs, except those that follow from earlier ones."""
     keys, groups = [], 1
     for key in dict.fromkeys(['task', 'pe', *(k for run in runs for k in run.options)]):
         values = {str([run.options.get(k) for k in [*keys, key]]) for run in runs}
@@ -128,13 +128,13 @@ def varying(runs):
 
 
 def listing(runs, metric='exact'):
-    """A line of text for each run, with a number for each seed."""
+    """Yield a header, then a line of text for each run, with a number for each seed."""
     keys = varying(runs)
-    yield ' | '.join([*keys, f'{metric} on training lengths (percent; of text: perplexity)',
-                      'at twice the longest', 'longest length with 95 %'])
+    yield ' | '.join([*keys, f'{metric} on training lengths (percent; for text: perplexity)',
+                      'at twice the longest', 'max length with at least 95 %'])
     for run in runs:
         longest = max(run.trained)
-        # SCAN lacks some lengths: take the nearest below twice the training length
+        # SCAN lacks some lengths: take the longest that is at most twice the training length
         twice = max((n for n in run.sizes if longest < n <= 2 * longest), default=None)
         scale, digits = (1, 2) if run.corpus else (100, 1)
         cells = [str(run.options.get(key, '-')) for key in keys]
@@ -145,16 +145,16 @@ def listing(runs, metric='exact'):
 
 
 # ---- the board -----------------------------------------------------------------------------------
-# How far does every encoding generalize on every task? In a cell, seeds 5 and 6 choose among three
-# learning rates, by final validation scores at the training lengths; seeds 0 to 4 train at the
-# best. If two or more do not fit (95 % exact on the training lengths), all train for three times
-# the steps, and then nine.
+# How far does every encoding generalize on every task? In a cell, seeds 5 and 6 select one of three
+# learning rates, by final validation scores at the training lengths; seeds 0 to 4 train at this
+# rate. If two or more of these are below 95 % exact on the training lengths, all five train again
+# with three times the steps, and if necessary with nine times.
 
 SHAPE = '--d_model=64 --n_layer=2 --n_head=2 --batch_size=32 --n_eval=64 --n_test=256'
 RATES = '1e-3,2e-3,4e-3'
 TIMES = 1, 3, 9
 TO_32, TO_64 = '10,12,14,16,20,24,32', '18,20,24,28,32,40,48,64'
-COLUMNS = {   # steps a minute, lengths trained and evaluated, flags
+COLUMNS = {   # RoPE's steps per minute, training lengths, evaluated lengths, flags
     'parity': f'4000 1-16 1-16,{TO_64} --task=parity',
     'polynomial': f'3000 1-8 1-8,{TO_32} --task=polynomial',
     'reverse': f'3000 1-8 1-8,{TO_32} --task=string_reverse',
@@ -164,7 +164,7 @@ COLUMNS = {   # steps a minute, lengths trained and evaluated, flags
     'addition': '2000 1-5 1-8,10,12,16,20 --task=addition_cot',
     'indirect': '6000 3-6 3-9,10,12 --task=indirect_indexing:letters=12:shift=2'}
 ROWS = {name: f'--pe={name}' for name in train.encodings.ENCODINGS}
-ROWS['shifted_ape'] += ' --max_shift=256'                  # as far as any column is evaluated
+ROWS['shifted_ape'] += ' --max_shift=256'                  # the longest evaluated length
 
 
 def flags_of(steps, row, column):
@@ -178,18 +178,18 @@ def flags_of(steps, row, column):
 
 
 def steps_of(minutes, column, times):
-    """The number of steps of a cell."""
+    """The number of training steps of a cell."""
     return times * max(10, round(minutes * int(COLUMNS[column].split()[0])))
 
 
 def fitted(run):
-    """Whether at most one seed is below 95 % exact on the training lengths; True for a text."""
+    """Whether at most one seed is below 95 % exact on the training lengths; True for a corpus."""
     scores = [run.mean(seed, run.trained, 'exact') for seed in run.scores] + [0] * len(run.failed)
     return run.corpus or sum(score < 0.95 for score in scores) <= 1
 
 
 def find_cells(minutes, cells, records):
-    """{(row, column): its Run of the most steps} of the cells that have a record."""
+    """{(row, column): the recorded Run with the most steps}, for cells that have a record."""
     free = 'seeds', 'out_dir', 'n_test', 'lr'
     runs = itertools.chain(*read_runs(p).values()) if (p := Path(ROOT, records)).exists() else ()
     known, found = {key_of(run.options, free): run for run in runs}, {}
@@ -204,7 +204,7 @@ def find_cells(minutes, cells, records):
 
 
 def run_train(folder, *flags):
-    """Run `train.py FLAGS`; raise UserError if it fails other than by NaN."""
+    """Run `train.py FLAGS`; raise UserError if it fails, unless because a seed diverged."""
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
@@ -212,7 +212,7 @@ def run_train(folder, *flags):
 
 
 def validation(folder):
-    """(-loss of a corpus, exact, token): means at the end of training; () if it diverged."""
+    """(-loss of a corpus, exact, token): means over seeds that finished; () if none did."""
     points = map(json.loads, Path(ROOT, folder, 'log.jsonl').read_text().splitlines())
     evals = [x for point in points if 'eval' in point for x in point['eval'].values()]
     metrics = [(-x.get('loss', 0), x['exact'], x['token']) for x in evals]
@@ -220,13 +220,13 @@ def validation(folder):
 
 
 def best_rate(minutes, row, column):
-    """The learning rate of RATES at which seeds 5, 6 score best."""
+    """The learning rate of RATES with the best validation scores of seeds 5 and 6."""
     steps = steps_of(minutes, column, 1)
     folder = f'out/board/{slug(column)}/{slug(row)},{steps}_lr'
     run_train(folder, *flags_of(steps, row, column), '--seeds=5,6', '--n_test=1', f'--lr={RATES}',
               f'--eval_lengths={COLUMNS[column].split()[1]}')
     merits = {rate: validation(f'{folder}/lr={float(rate)}') for rate in RATES.split(',')}
-    return max(merits, key=merits.get)                     # of equals the first in RATES
+    return max(merits, key=merits.get)                     # the first if several are equal
 
 
 def run_cell(minutes, row, column, times, rate, records):
@@ -239,34 +239,34 @@ def run_cell(minutes, row, column, times, rate, records):
 @dataclass
 class Options:
     """The flags of this program."""
-    metric: Literal['exact', 'token', 'last'] = 'exact'    # what a table shows
+    metric: Literal['exact', 'token', 'last'] = 'exact'    # the score in the table of a set
     minutes: float = 0.5            # board: training minutes of one RoPE model
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
-    records: str = 'out/board.jsonl'  # its cells are kept: delete it if a class changes
-    figure: str = ''                # draw the board's curves to this file
+    records: str = 'out/board.jsonl'  # trained cells: delete it if an encoding's class changes
+    figure: str = ''                # file to which the board's curves are drawn
 
 
 def board(options):
-    """{(row, column): Run} of the board, after training the cells that have no record."""
+    """Train the cells that have no record; return {(row, column): Run} of the board."""
     cells = [(row, column) for column in options.task.split(',') for row in options.pe.split(',')]
     train.need(options.minutes > 0, '--minutes must be positive')
     for row, column in cells:
         check_name('task of the board', column, COLUMNS)
         check_name('encoding', row.split('+')[0], ROWS)
-    for times in TIMES:                                    # all at the first, then the unfitted
+    for times in TIMES:                                    # 1: all cells; 3, 9: unfitted cells
         runs = find_cells(options.minutes, cells, options.records)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
                 .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
         for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
-            known = runs.get((row, column))                # keeps its learning rate
+            known = runs.get((row, column))                # its learning rate is used again
             rate = known.options['lr'] if known else best_rate(options.minutes, row, column)
             run_cell(options.minutes, row, column, times, rate, options.records)
     return find_cells(options.minutes, cells, options.records)
 
 
 def board_table(runs):
-    """Lines of a Markdown table of {(row, column): Run}."""
+    """Yield the lines of a Markdown table of {(row, column): Run}."""
     rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
     unfitted = sum(not fitted(run) for run in runs.values())
     yield ('Each cell: max length / longest training length (median of five seeds, least to most); '
@@ -281,7 +281,7 @@ def board_table(runs):
 
 
 def board_cell(run):
-    """A cell of the board as text."""
+    """The text of a cell of the board."""
     if run is None or not run.scores:
         return 'diverged' if run else ''
     longest = max(run.trained)
@@ -296,7 +296,7 @@ def board_cell(run):
     return text if fitted(run) else f'*{text}*'
 
 
-# the headline figure: a panel for each of these columns of the board; colors by Okabe and Ito
+# README's headline figure: {column of the board: metric} of its panels; colors by Okabe and Ito
 PANELS = {'parity': 'exact', 'polynomial': 'last', 'reverse': 'exact', 'flip-flop': 'exact',
           'recall': 'exact', 'text': 'loss'}
 TITLES = {'exact': 'answers correct', 'last': 'last states correct', 'loss': 'perplexity ratio'}
@@ -305,27 +305,27 @@ COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox
 
 
 def floor(column, lengths, metric):
-    """Scores at these lengths of the most frequent token, given as every answer; of recall, of the
-    latest value not yet recalled: the two keys' pairs are nested or apart with chance 2/3, and if
-    they cross, the values are the same with chance 1/8."""
+    """Yield, at these lengths, the score of a model whose every answer is the most frequent token.
+    In recall it answers with the latest value not yet recalled. This is correct unless the two
+    keys' pairs cross (probability 1/3) and have different values (7/8)."""
     if column == 'recall':
         yield from [2 / 3 + 1 / 3 / 8] * len(lengths)
         return
     task = train.tasks.make(COLUMNS[column].split()[3].removeprefix('--task='))
     for length in lengths:
         targets = task.sample(2000, length, torch.Generator().manual_seed(0))[1]   # (2000, T)
-        asked = (targets != -100) & (targets != task.end)      # states, without the end token
+        asked = (targets != -100) & (targets != task.end)      # answers without the end token
         right = (targets == targets[asked].mode().values) | ~asked
         if metric == 'last':
             last = (torch.arange(targets.shape[1]) * asked).argmax(dim=1, keepdim=True)
             right = right.gather(1, last)
-        ends = metric == 'last' or task.end is None        # it never gives the end token
+        ends = metric == 'last' or task.end is None        # else exact is 0: it never ends
         yield ends * right.all(dim=1).double().mean().item()
 
 
 def draw(runs, path):
-    """The headline figure: every curve the mean of five seeds, its band from worst to best."""
-    train.need(importlib.util.find_spec('matplotlib'), 'the figure needs: pip install matplotlib')
+    """Draw the headline figure: mean scores by length; a band from the worst to the best seed."""
+    train.need(importlib.util.find_spec('matplotlib'), '--figure requires: pip install matplotlib')
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(2, 3, figsize=(9, 5.6), layout='constrained')
     for axis, (column, metric) in zip(axes.flat, PANELS.items()):
@@ -334,30 +334,30 @@ def draw(runs, path):
         axis.set(xlim=(0, 4), ylim=(-0.03, 1.12))
         lengths, longest = map(parse_list, COLUMNS[column].split()[2:0:-1])
         x, means, bands = np.array(lengths) / max(longest), {}, {}
-        at = 3 if column in ('flip-flop', 'text') else 1.5         # where a label has room
+        at = 3 if column in ('flip-flop', 'text') else 1.5         # x of the labels
         k = list(x).index(at)
         for row, color in COLORS.items():
             if (row, column) not in runs:
                 continue
             run = runs[row, column]
             y = np.array([[*run.by_length(seed, metric).values()] for seed in run.scores])
-            if run.corpus:                                 # over the first length, the trained one
+            if run.corpus:                                 # ratio to that at the training length
                 y = np.exp(y - y[:, :1])
                 axis.set(ylim=(0.8, 3))
-            style = '-' if fitted(run) else ':'            # unfitted: dotted
+            style = '-' if fitted(run) else ':'
             axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
             means[row], bands[row] = y.mean(axis=0)[k], (y.min(axis=0), y.max(axis=0))
-        labels = {}                                        # {height: the curves that stand out}
+        labels = {}                                        # {height: [row]} of curves well above
         for row, height in means.items():
             if height - np.median([*means.values()]) > 0.2:
                 labels.setdefault(round(5 * height), []).append(row)
                 axis.fill_between(x, *bands[row], color=COLORS[row], alpha=0.12)
-        for rows in labels.values():                       # one label if they coincide
+        for rows in labels.values():                       # curves of equal height share a label
             axis.annotate(', '.join(rows), (x[k], means[rows[0]]), (1, 2), fontsize=8,
                           textcoords='offset points', ha='right' if at == 3 else 'left')
         if column != 'text':
             axis.plot(x, [*floor(column, lengths, metric)], color='gray', linewidth=0.8)
-    figure.supxlabel('length over the longest training length', fontsize=9)
+    figure.supxlabel('length / longest training length', fontsize=9)
     looks = {row: dict(color=color, linewidth=3) for row, color in COLORS.items()}
     looks |= {'training lengths not fitted': dict(color='black', linestyle=':'),
               'floor': dict(color='gray', linewidth=0.8)}
@@ -367,7 +367,7 @@ def draw(runs, path):
 
 
 def refreshed(text):
-    """The page's text with its block <!-- board --> .. <!-- end of board --> regenerated."""
+    """The text of results/README.md with <!-- board --> .. <!-- end of board --> regenerated."""
     runs = find_cells(Options.minutes, itertools.product(ROWS, COLUMNS), 'results/board.jsonl')
     begin, end = '<!-- board -->', '<!-- end of board -->'
     before, after = text.partition(begin)[0], text.partition(end)[2]
@@ -375,7 +375,7 @@ def refreshed(text):
 
 
 def main(argv):
-    """The program."""
+    """List the sets of records, print one, train and print the board, or refresh the page."""
     if '--help' in argv:
         return train.print_help(__doc__, Options)
     flags, words = train.parse(Options, argv)
