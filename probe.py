@@ -536,7 +536,7 @@ def linear(model, task, cfg, n=32):
         rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()  # for each y
         label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in grey
         lines.setdefault(f'{target} (tokens)', {})[label] = rmse
-    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Figure 5); grey: trained lengths'
+    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Figure 5); grey: in training'
     return rows, summary, curves(title, lines, 'position, or distance to EoI',
                                  'root mean squared error (tokens)')
 

@@ -1,12 +1,12 @@
-"""The core's contracts: read a test to learn what a piece of nanoPE promises.
+"""The contracts of the code: read a test to learn what a part of nanoPE promises.
 
-    python -m pytest test_all.py            on a CPU in some minutes (pip install pytest)
-    python -m pytest test_all.py -k rope    what concerns one encoding
+    python -m pytest test_all.py            a few minutes on a CPU (pip install pytest)
+    python -m pytest test_all.py -k rope    only the tests whose name contains rope
 
-Each encoding is compared with its equation, written as a loop over plain numbers in float64. What
-must hold for all of them (causality, gradients, precision, ...) runs over VARIANTS, which reads
-pe.ENCODINGS, so an encoding that you register is tested, too. Tasks are compared with oracles, and
-kernels with their plain references, in Triton's interpreter where there is no GPU.
+Each encoding is compared with its equation, written as a loop over plain numbers in float64. Tests
+of what all encodings must satisfy (causality, gradients, precision, ...) run over VARIANTS. This
+includes pe.ENCODINGS, so an encoding that you register is tested, too. Tasks are compared with
+oracles, and kernels with their plain references, in Triton's interpreter if there is no GPU.
 """
 import collections
 import concurrent.futures
@@ -31,7 +31,7 @@ import warnings
 from functools import partial
 from unittest import mock
 
-# For torch and for the programs that tests run: on tensors this small, threads mostly wait.
+# Also for the programs that tests run: with more threads, tensors this small take longer.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import numpy as np
 import pytest
@@ -49,10 +49,10 @@ from results import tables
 HERE = os.path.dirname(os.path.abspath(__file__))
 TRAIN_LEN = 12
 
-# Every encoding as it is, sums, ...
+# Every encoding with its default options, sums of encodings, ...
 SUMS = 'pope+vipe', 'vipe+vrope', 'pope+t5+fox'
 VARIANTS = {name: dict(pe=name) for name in (*pe.ENCODINGS, *SUMS)}
-# ... every switch that changes what one computes, and what wraps an encoding
+# ... options that change what an encoding computes, and wrappers of an encoding
 VARIANTS |= {
     'pope plain': dict(pe='pope', pope_delta='none', pope_softplus=False),
     'pope half': dict(pe='pope', pope_delta='uniform', pope_frequencies='half'),
@@ -75,7 +75,7 @@ variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
 # ---- helpers -------------------------------------------------------------------------------------
 
 def noisy(module, by=1.0):
-    """The module, with noise on every parameter, so that none is at its starting value."""
+    """Add noise to every parameter, so that none is at its initial value; return the module."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn_like(p) * by)
@@ -83,7 +83,7 @@ def noisy(module, by=1.0):
 
 
 def make(dtype=torch.float64, seed=0, **kw):
-    """A small model in evaluation, its encoding's parameters moved off their starting values."""
+    """A small model in evaluation mode, with noise on its encoding's parameters."""
     torch.manual_seed(seed)
     small = dict(d_model=32, n_head=4, vocab_size=11, train_len=TRAIN_LEN, max_len=64)
     model = Transformer(ModelConfig(**(small | kw))).to(dtype)
@@ -93,7 +93,7 @@ def make(dtype=torch.float64, seed=0, **kw):
 
 
 def encoding(name, heads=2, head_dim=8, **kw):
-    """The encoding alone, in float64, at its starting values."""
+    """The encoding alone, in float64, with its initial parameters."""
     torch.manual_seed(0)
     cfg = pe.PEConfig(pe=name, d_model=heads * head_dim, n_head=heads, **kw)
     return pe.build(cfg)[0].double().eval()
@@ -113,15 +113,15 @@ def content(q, k):
 
 
 def rotated(q, k, angle):
-    """RoPE's logit Re sum_c conj(q_c) k_c e^(i angle_c) / sqrt(d), pairs of features as complex."""
+    """RoPE's logit Re sum_c conj(q_c) k_c e^(i angle_c) / sqrt(d); feature pairs are complex."""
     q_c, k_c = (torch.view_as_complex(z.reshape(-1, 2).contiguous()) for z in (q, k))
     return (q_c.conj() * k_c * torch.exp(1j * angle)).real.sum() / math.sqrt(len(q))
 
 
 @torch.no_grad()
 def check_logits(enc, score, state=None, x=None, T=10):
-    """Asserts that the encoding's logits for qkv() are score(q_t, k_s, t, s, h, b), of vectors of
-    width head_dim, and -inf where s > t."""
+    """Assert that the encoding's logits for qkv() are score(q_t, k_s, t, s, h, b) of the vectors
+    q_t, k_s [head_dim] in head h of sequence b, and -inf where s > t."""
     q, k, _, pos = qkv(enc.cfg.heads, T, enc.cfg.head_dim)
     B, H, T, _ = q.shape
     logits = torch.full((B, H, T, T), -math.inf, dtype=torch.float64)
@@ -132,39 +132,39 @@ def check_logits(enc, score, state=None, x=None, T=10):
 
 
 def close(a, b, tol=1e-10):
-    """Asserts that a and b (tensors, lists or numbers) agree to tol, relative and absolute."""
+    """Assert that a and b (tensors, lists or numbers) agree to tol, relative and absolute."""
     a = torch.as_tensor(a, dtype=torch.float64)
     b = torch.as_tensor(b, dtype=torch.float64)
-    # where they differ: of logits at -inf the difference is no number
+    # [a != b], because -inf minus -inf is nan
     assert torch.allclose(a, b, rtol=tol, atol=tol), (
         f'largest error {(a - b)[a != b].abs().max():.1e}')
 
 
 def gpu(test):
-    """Marks a test that needs a GPU."""
+    """Mark a test that requires a GPU."""
     with warnings.catch_warnings(action='ignore'):
-        needs = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+        needs = pytest.mark.skipif(not torch.cuda.is_available(), reason='requires a GPU')
         return pytest.mark.gpu(needs(test))
 
 
-# train.py's keys for a run of seconds
+# options of train.py for a run of a few seconds
 TINY = dict(d_model=16, n_layer=1, batch_size=8, max_steps=12, eval_interval=4, log_interval=2,
             train_lengths='1-3', eval_lengths='1-5', n_eval=8, n_test=16, warmup_steps=2,
             device='cpu')
 
 
 def flags(**kw):
-    """TINY and the keys given, as command-line arguments."""
+    """TINY, updated by the given options, as command-line arguments."""
     return [f'--{key}={value}' for key, value in {**TINY, **kw}.items()]
 
 
 def python(*argv, **kw):
-    """Run a program of the repository: its returncode, stdout and stderr."""
+    """Run a program of the repository; return its returncode, stdout and stderr."""
     return subprocess.run([sys.executable, *argv], cwd=HERE, capture_output=True, text=True, **kw)
 
 
 def pythons(*argvs):
-    """python() of each, two at a time."""
+    """A list of python(*argv) for each argv, two at a time."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda argv: python(*argv), argvs))
 
@@ -175,9 +175,9 @@ THETA = 10.0 ** -torch.arange(4).double()   # RoPE's theta_c = 10000^(-2c/d) at 
 
 
 def test_ape_and_tables_add_vectors():
-    """Even features of sinusoids are sin(t theta), odd ones cos(t theta), with one theta for each
-    pair; shifted_ape, in training, shifts every sequence by a uniform m of its own. Tables of
-    vectors repeat their last row."""
+    """ape: even features are sin(t theta), odd ones cos(t theta), one theta for each pair. In
+    training shifted_ape shifts each sequence by its own uniform m. Past its end, a table of vectors
+    repeats its last row."""
     ape, shifted_ape = (encoding(name, heads=1, max_shift=50) for name in ('ape', 'shifted_ape'))
     pos, x = torch.arange(9), torch.randn(3000, 9, 8).double()
     p = ape.embed(x, pos) - x
@@ -203,8 +203,8 @@ def test_ape_and_tables_add_vectors():
 
 @pytest.mark.parametrize('p, rotates', [(1.0, [1, 1, 1, 1]), (0.3, [1, 1, 0, 0])])
 def test_rope(p, rotates):
-    """Pair c is rotated by t 10000^(-2c/d): the logit depends on s - t alone. With rope_fraction
-    p, only the fastest ceil(p D/2) pairs are rotated."""
+    """Pair c is rotated by t 10000^(-2c/d), so the logit depends on positions only through s - t.
+    With rope_fraction p, only the fastest ceil(p D/2) pairs are rotated."""
     theta = THETA * torch.tensor(rotates)
     check_logits(encoding('rope', rope_fraction=p),
                  lambda q, k, t, s, *_: rotated(q, k, (s - t) * theta))
@@ -213,8 +213,8 @@ def test_rope(p, rotates):
 @pytest.mark.parametrize('T, train_len, d, base', [
     (10, 12, 8, 1e4), (1280, 128, 16, 1e4), (3000, 1000, 64, 1e4), (200, 100, 8, 4)])
 def test_yarn(T, train_len, d, base):
-    """RoPE with logits times (0.1 ln s + 1)^2, s = T / train_len, and slow frequencies divided by
-    s, fast ones not; a ramp between those of 1 and of 32 turns over train_len."""
+    """RoPE with logits times (0.1 ln s + 1)^2, s = max(1, T / train_len). Frequencies with under 1
+    turn over train_len are divided by s, those with over 32 are not, and between is a ramp."""
     def feature(turns):
         return d * math.log(train_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
@@ -222,7 +222,7 @@ def test_yarn(T, train_len, d, base):
     low, high = max(math.floor(feature(32)), 0), min(math.ceil(feature(1)), d - 1)
     w = ((c - low) / (high - low)).clamp(0, 1)
     theta = base ** (-2 * c / d) * (1 - w + w / ratio)
-    if d == 16:  # published: transformers 5.23, _compute_yarn_parameters
+    if d == 16:  # from transformers 5.23, _compute_yarn_parameters
         close(theta, [1, 0.221359, 0.04, 0.003162, 0.001, 0.000316, 0.0001, 0.000032], 1e-6)
     enc = encoding('yarn', head_dim=d, train_len=train_len, rope_base=base)
     temperature = (0.1 * math.log(ratio) + 1) ** 2
@@ -233,7 +233,7 @@ def test_yarn(T, train_len, d, base):
 @pytest.mark.parametrize('delta, positive, number', [
     ('zero', True, 'all'), ('uniform', False, 'all'), ('none', True, 'half')])
 def test_pope(delta, positive, number):
-    """Magnitudes softplus(q), softplus(k); phases (s - t) theta_c + delta_c."""
+    """The logit has magnitudes softplus(q), softplus(k) and phases (s - t) theta_c + delta_c."""
     enc = encoding('pope', pope_delta=delta, pope_softplus=positive, pope_frequencies=number)
     if delta != 'none':
         low, high = (-2 * math.pi, 0) if delta == 'uniform' else (0, 0)
@@ -251,9 +251,9 @@ def test_pope(delta, positive, number):
 
 
 def test_alibi_and_t5_add_a_bias():
-    """ALiBi's slopes are powers of two, and for 12 heads those of BLOOM's and MPT's code. Half of
-    T5's buckets hold one distance each, the others are log-spaced up to max_distance. Without
-    causality the biases are symmetric."""
+    """ALiBi's slopes are powers of two, and for 12 heads those in the code of BLOOM and MPT. Half
+    of T5's buckets contain one distance each; the others are log-spaced up to max_distance. Without
+    a causal mask the biases are symmetric."""
     slopes, more = (encoding('alibi', heads=heads).slope('cpu').tolist() for heads in (8, 12))
     assert slopes == [2.0 ** -h for h in range(1, 9)]
     close(more, slopes + [2.0 ** -0.5, 2.0 ** -1.5, 2.0 ** -2.5, 2.0 ** -3.5], 1e-6)
@@ -281,11 +281,11 @@ def test_alibi_and_t5_add_a_bias():
 
 
 def test_fire_and_fox_add_a_bias():
-    """FIRE: MLP(psi(t - s) / psi(max(t, L))), psi(x) = log(c x + 1). FoX: every token between s
-    and t multiplies what t attends to by its gate f."""
+    """FIRE's bias is MLP(psi(t - s) / psi(max(t, L))), psi(x) = log(c x + 1). FoX adds the logs of
+    the gates f of tokens s + 1 to t."""
     fire = noisy(encoding('fire', train_len=12))
     with torch.no_grad():
-        fire.c.fill_(-0.3)  # |c| counts
+        fire.c.fill_(-0.3)  # |c| is used
         fire.L.fill_(-1.2)  # in units of 12 / 4: |L| = 3.6
     W_1, b_1, W_2, b_2 = fire.mlp.parameters()
 
@@ -306,7 +306,7 @@ def test_fire_and_fox_add_a_bias():
 
 
 def test_stickbreaking_replaces_the_softmax():
-    """A key takes sigmoid(z) of the stick that the keys between it and the query have left."""
+    """A key takes the fraction sigmoid(z) of what the keys between it and the query have left."""
     q, k, v, pos = qkv()
     share = torch.sigmoid(q @ k.mT / math.sqrt(8))
     alpha = torch.zeros_like(share)
@@ -322,7 +322,7 @@ def test_stickbreaking_replaces_the_softmax():
     dict(), dict(vipe_s='one'), dict(vipe_s='global', eval_len=48), dict(vipe_u=False),
     dict(vipe_logn=False), dict(vipe_value=False)], ids=str)
 def test_vipe(kw, total_len):
-    """Logits of ViPE eq. 7; eq. 8's average of [v_i ; p_(n-i)], the code p linear in n - i."""
+    """Logits are ViPE's eq. 7; outputs are eq. 8, averages of [v_i ; p_(n-i)] with p linear."""
     enc = noisy(encoding('vipe', train_len=6, vipe_d_p=3, **kw), 0.3)
     s = {'one': 1, 'global': 48 / 6}.get(kw.get('vipe_s'), (total_len or 10) / 6)
 
@@ -341,13 +341,13 @@ def test_vipe(kw, total_len):
         code = distance / s * enc.W_p[:, None] + enc.b_p[:, None]  # (H, n, i, d_p)
         expected = torch.cat([expected, torch.einsum('bhni,hnip->bhnp', alpha, code)], dim=-1)
     close(enc.attend(q, k, v, pos, state), expected)
-    if kw.get('vipe_s') == 'global':  # 1 on trained lengths
+    if kw.get('vipe_s') == 'global':  # s is 1 up to train_len
         assert [enc.state(None, torch.arange(T)) for T in (1, 6, 7, 48)] == [1, 1, 8, 8]
 
 
 def test_vrope_and_pope_beside_vipe():
-    """VRoPE: each value arrives rotated by its distance, y_t = sum_s alpha_ts R_(s-t) v_s, and in
-    'vipe+vrope' ViPE's code does not. In 'pope+vipe' ViPE's factor 1 + <u, k> reads the raw k."""
+    """VRoPE rotates values by their distance, y_t = sum_s alpha_ts R_(s-t) v_s. In 'vipe+vrope' it
+    does not rotate ViPE's code. In 'pope+vipe' ViPE's factor 1 + <u, k> is of the raw k."""
     q, k, v, pos = qkv()
     enc = encoding('vrope')
     alpha = enc.logits(q, k, pos).softmax(-1)
@@ -363,7 +363,7 @@ def test_vrope_and_pope_beside_vipe():
     polar = pope.logits(q, k, pos)
     check_logits(enc, lambda q, k, t, s, h, b:
                  math.log(t + 1) * (1 + vipe.u[h] @ k) * polar[b, h, t, s])
-    other = encoding('vipe+pope', train_len=20)            # the order of names changes nothing
+    other = encoding('vipe+pope', train_len=20)            # the order of names does not matter
     other.parts[0], other.parts[1] = vipe, pope
     close(other.logits(q, k, pos), enc.logits(q, k, pos))
 
@@ -372,14 +372,14 @@ def test_vrope_and_pope_beside_vipe():
 
 @pytest.mark.parametrize('copy', [False, True])
 def test_cursor_histogram_is_the_sum_over_all_paths(copy):
-    """Algorithm 1 without sharpening is a random walk: a token resets it to 0 or does not, moves
-    it by +1, -1 or 0, then lets it jump to the position of a past token or (None) does not."""
+    """Algorithm 1 without sharpening is a random walk: each token may reset the cursor to 0, moves
+    it by +1, -1 or 0, and may then make it jump to the position of a token so far."""
     T = 6
     reset, step = torch.rand(1, 2, T).double(), torch.randn(1, 2, T, 3).double().softmax(dim=-1)
     jump = torch.randn(1, 2, T, T + 1).double()
     jump[..., :-1].masked_fill_(torch.ones(T, T).triu(1) > 0, -math.inf)    # none to later tokens
     jump = jump.softmax(dim=-1) if copy else None
-    table = torch.eye(2 * T + 5).double()   # with which a scan returns histograms over -T-2..T+2
+    table = torch.eye(2 * T + 5).double()   # makes the scan return histograms over -T-2..T+2
     h = pe.cursor_scan(reset, step, None, table, jump)
     for c in range(2):
         law = {0: 1.0}                      # {offset: probability}
@@ -397,12 +397,12 @@ def test_cursor_histogram_is_the_sum_over_all_paths(copy):
 
 
 def test_sharpening_multiplies_exponents():
-    """PRISM appendix A.2.1: n sharpenings by gamma are one by gamma^n. A large gamma leaves the
-    top bin, not NaN; EPS, 1e-8, fills the empty bins."""
+    """PRISM appendix A.2.1: n sharpenings by gamma equal one by gamma^n. A large gamma leaves only
+    the top bin, not NaN. Empty bins contain 1e-8."""
     first, keep = torch.tensor([0.5, 0.2, 0.3]).double(), torch.tensor([0.0, 0.0, 1.0]).double()
 
     def scan(step, gamma, dtype=torch.float64):
-        """Histograms over -4..4 after each of 4 steps, the first as given, the others to stay."""
+        """Histograms over -4..4 after each of 4 steps: the first as given, then three of `keep`."""
         steps = torch.stack([step, keep, keep, keep])[None, None].to(dtype)
         gamma, table = torch.tensor([gamma], dtype=dtype), torch.eye(9, dtype=dtype)
         return pe.cursor_scan(torch.zeros_like(steps[..., 0]), steps, gamma, table)[0, 0]
@@ -412,19 +412,19 @@ def test_sharpening_multiplies_exponents():
         close(h[[5, 3, 4]], p / p.sum(), 1e-5)  # eps = 1e-8 adds to every bin
     for dtype in (torch.float32, torch.float64):
         close(scan(first, 1e4, dtype)[-1], torch.eye(9)[5], 1e-6)
-    h = scan(keep, 0.125)[0]  # eps^(1/8) = 0.1 where nothing is
+    h = scan(keep, 0.125)[0]  # empty neighbours get eps^(1/8) = 0.1
     close(h[3:6], torch.tensor([0.1, 1.0, 0.1]) / 1.2, 1e-6)
 
 
 def prism(layer=0, **kw):
-    """The encoding of a layer of a small model with 3 cursors a head, which are 4 wide."""
+    """The encoding of a layer of a small model with 3 cursors per head, of width d_pe = 4."""
     return make(pe='prism', prism_cursors=3, prism_d_pe=4, **kw).blocks[layer].attn.pe
 
 
 def test_prism_scores_are_eq_9():
     """mu q.k / sqrt(d) + (1 - mu) 4 sum_c |alpha_c| g_t.g_s / sqrt(C d_pe), for each layer. By
-    Algorithm 3 the absolute position is the last branch; the norm 'scale' is one factor, instead of
-    4; 'unit' makes a token's encoding sqrt(d_pe) long. Without superposition g is the sinusoid of
+    Algorithm 3 the absolute position is the last branch. prism_norm='scale' replaces 4 by a
+    constant; 'unit' makes each encoding sqrt(d_pe) long. Without superposition g is the sinusoid of
     the mean offset, which without resets is the sum of p_incr - p_decr."""
     q, k, _, pos = qkv(4)
     x = torch.randn(2, 10, 32).double()
@@ -452,14 +452,14 @@ def test_prism_scores_are_eq_9():
 
 def test_prism_copies_by_hand():
     """Every fifth query cursor can jump to a token. With prism_copy='fixed' its key cursor counts
-    tokens from -1, so that a jump to k meets the key of token k + 1."""
+    tokens from -1, so that a jump to k matches the key of token k + 1."""
     cursors = prism(prism_copy='fixed', n_layer=1).cursors
     x, table = torch.randn(2, 9, 32).double(), torch.eye(19).double()
     reset, step, copy = cursors.actions(x)
     assert torch.equal(copy[..., :-1] > 0, torch.ones(2, 3, 9, 9).tril() > 0)
     close(copy.sum(dim=-1), torch.ones(2, 3, 9))
     h = cursors.scan(x, table)
-    for c in range(24):  # each cursor alone
+    for c in range(24):  # scans each cursor alone
         gamma = 1 + F.softplus(cursors.g[c:c + 1])
         jump = copy[:, [c // 5]] if c in (0, 5, 10) else None
         close(h[:, [c]], pe.cursor_scan(reset[:, [c]], step[:, [c]], gamma, table, jump))
@@ -467,9 +467,9 @@ def test_prism_copies_by_hand():
 
 
 def test_prism_gates():
-    """The GRU is PyTorch's and reads norm(x) / 2. At initialization resets and jumps are rare,
-    steps nearly uniform, W_h has orthonormal columns and gamma is 2. W_h stays orthogonal, is
-    drawn to it by a penalty, or has a learned norm."""
+    """The GRU equals PyTorch's and reads norm(x) / 2. At initialization resets and jumps are rare,
+    steps are nearly uniform, W_h has orthonormal columns and gamma is 2. prism_recurrent keeps W_h
+    orthogonal, penalizes its distance from orthogonality, or makes its norm a parameter."""
     gates, x = prism().cursors.gates, torch.randn(3, 9, 32).double()
     gru = torch.nn.GRU(32, 100, batch_first=True).double()
     gru.load_state_dict(dict(weight_ih_l0=gates.W_x.weight, bias_ih_l0=gates.W_x.bias,
@@ -501,14 +501,14 @@ def test_prism_gates():
     close(excess, 1e-3 * (W.T @ W - torch.eye(100)).square().sum(), 1e-8)
 
 
-# ---- what holds for every encoding: the contract that one of your own has to meet ----------------
+# ---- the contract of every encoding, which yours must satisfy, too -------------------------------
 
 @variants
 @torch.no_grad()
 def test_attend_is_softmax_of_logits_times_value(kw):
-    """The fast path of layer 2 equals the one that probes look into. Queries of the last positions,
-    as in decoding with a cache, give their rows of the whole sequence; the state is made of the
-    tokens so far and the final length, or is that of the whole sequence."""
+    """attend(), the fast path, equals mix(weigh(logits)), which probes use; here in layer 2. The
+    last queries alone, as in decoding with a cache, give their rows of the output. The state may be
+    that of the tokens so far, if the final length is given, or of the whole sequence."""
     first, enc = (block.attn.pe for block in make(**kw).blocks)
 
     def state(x, pos, total_len=None):
@@ -534,8 +534,8 @@ def test_attend_is_softmax_of_logits_times_value(kw):
 @variants
 @torch.no_grad()
 def test_causal_prefix_consistent_and_right_at_other_positions(kw):
-    """A token changes no earlier output, and a prefix alone gives the same outputs. A batch whose
-    rows are at positions of their own, fractions too, equals its rows alone."""
+    """Changing a token does not change earlier outputs, and a prefix alone gives the same outputs.
+    Rows of a batch with different positions, also fractions, give the same as alone."""
     model = make(**kw)
     tokens = torch.randint(11, (3, 20))
     changed = tokens.clone()
@@ -552,7 +552,7 @@ def test_causal_prefix_consistent_and_right_at_other_positions(kw):
     logits = model(tokens, pos=pos)[0]
     for i in range(3):
         close(model(tokens[i:i + 1], pos=pos[i])[0], logits[i:i + 1])
-    close(model(tokens)[0], logits[:1].expand(3, -1, -1))  # 0..T-1 are the usual positions
+    close(model(tokens)[0], logits[:1].expand(3, -1, -1))  # 0..T-1 are the default positions
     same = torch.allclose(logits[0], logits[1])
     assert same == model.blocks[0].attn.pe.shift_invariant, f'unchanged by a shift of 7: {same}'
     if same:
@@ -562,7 +562,7 @@ def test_causal_prefix_consistent_and_right_at_other_positions(kw):
 @variants
 @torch.no_grad()
 def test_an_encoder_sees_all_but_the_answer(kw):
-    """causal=False: a late word reaches early tokens; the last token, the class, reaches none."""
+    """causal=False: a late word changes early outputs; the last token, the class, changes none."""
     if any(pe.ENCODINGS[name].needs_causal for name in kw['pe'].split('+')):
         with pytest.raises(ValueError, match='requires a causal mask'):
             make(causal=False, **kw)
@@ -575,15 +575,15 @@ def test_an_encoder_sees_all_but_the_answer(kw):
     assert not torch.isclose(model(late)[0][:, 0], seen[:, 0], rtol=0, atol=1e-12).all()
     assert torch.equal(model(last)[0][:, :11], seen[:, :11])
     model.blocks[0].attn.tap_logits.register_forward_hook(lambda *_: None)
-    close(model(tokens)[0], seen)  # by stored logits: the same
+    close(model(tokens)[0], seen)  # the same if logits are stored
 
 
 @variants
 def test_gradient_reaches_every_parameter(kw):
-    """And a small step against it lowers the loss."""
+    """Every parameter has a gradient, and a small step against it lowers the loss."""
     model, tokens, losses = make(**kw).train(), torch.randint(11, (3, TRAIN_LEN)), []
     for _ in range(2):
-        torch.manual_seed(0)    # of shifted_ape's shift
+        torch.manual_seed(0)    # for shifted_ape's shift
         losses.append(model(tokens, tokens)[1])
         model.zero_grad()
         losses[-1].backward()
@@ -596,8 +596,8 @@ def test_gradient_reaches_every_parameter(kw):
 @variants
 @torch.no_grad()
 def test_saved_models_give_the_same_logits_and_rounded_ones_stay_near(kw, tmp_path):
-    """A model is built without memory and loaded, and run at 70 tokens, where tables have 64 rows.
-    Logits in float32 are within 1e-5; in bfloat16, autocast or in all weights, within 15 %."""
+    """A model built on the meta device loads weights and gives the same logits, also at 70 tokens
+    with tables of 64 rows. float32 is within 1e-5 of float64; bfloat16, autocast within 15 %."""
     model, tokens = make(**kw), torch.randint(11, (2, 70))
     torch.save(model.state_dict(), tmp_path / 'm.pt')
     with torch.device('meta'):
@@ -620,7 +620,7 @@ def test_saved_models_give_the_same_logits_and_rounded_ones_stay_near(kw, tmp_pa
 
 @pytest.mark.parametrize('name', ['vipe', 'rope+vipe'])
 def test_some_attention_stays_in_float32(name):
-    """Under autocast; in bfloat16 ViPE adds up mean distances t / 2, which bfloat16 cannot."""
+    """Autocast changes no output. In bfloat16 ViPE's mean distances t / 2 are summed in float32."""
     q, k, v, x = (z.float() for z in (*qkv()[:3], torch.randn(2, 10, 16)))
     enc, pos = encoding(name, train_len=1024).float(), torch.arange(10)
     with torch.autocast('cpu', torch.bfloat16):
@@ -641,14 +641,13 @@ def test_a_sum_takes_apart_in_reverse_what_it_put_together():
 
 
 def test_which_heads_and_layers_have_which_encoding():
-    """rope_heads=1: the first head is ViPE's, the others are NoPE's, with a code of zeros at the
-    end. T5's table serves all layers, PoPE's delta is each layer's own,
-    in a sum, too. A second PRISM layer reads the residual stream before its layer; later layers
-    use its cursors."""
+    """rope_heads=1: the first head has ViPE, the others are NoPE, with zeros in place of ViPE's
+    code. All layers share T5's table; each layer has its own PoPE delta, also in a sum. A second
+    PRISM layer computes cursors from the residual stream before it."""
     q, k, v, pos = qkv(4)
     y, vipe, nope = (encoding(name, heads=4, rope_heads=some).attend(q, k, v, pos)
                      for name, some in (('vipe', 1), ('vipe', None), ('nope', None)))
-    close(y[:, :1, :, :8], vipe[:, :1, :, :8])      # except the code, whose W_p are drawn
+    close(y[:, :1, :, :8], vipe[:, :1, :, :8])      # without the code, because W_p is random
     close(y[:, 1:], F.pad(nope[:, 1:], (0, 8)))
 
     for name, of_t5, of_pope in (('t5', 1, 0), ('pope', 0, 3), ('t5+pope', 1, 3)):
@@ -666,7 +665,7 @@ def test_which_heads_and_layers_have_which_encoding():
 
 
 def test_what_does_not_fit_together_says_what_to_do():
-    """Options, encodings of which some add up, and what is given to attend() and embed()."""
+    """Errors about options, about sums of encodings, and about inputs of attend() and embed()."""
     for names in itertools.combinations_with_replacement(pe.ENCODINGS, 2):
         with contextlib.suppress(pe.UserError):
             model = make(pe='+'.join(names), n_layer=1)
@@ -674,7 +673,7 @@ def test_what_does_not_fit_together_says_what_to_do():
     for kw, says in (
             (dict(d_model=30, n_head=4), 'divisible'), (dict(dropout=1.5), 'dropout'),
             (dict(n_head=3, d_model=30, attention='mla'), 'even'),
-            (dict(pe='rop'), "mean 'rope'.*shifted_ape"),  # lists what there is
+            (dict(pe='rop'), "mean 'rope'.*shifted_ape"),  # lists all names
             (dict(pe='rope', d_model=20, n_head=4), 'even'),
             (dict(rope_fraction=2.0), 'at most 1'), (dict(rope_heads=9), 'rope_heads'),
             (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
@@ -712,7 +711,7 @@ def test_what_does_not_fit_together_says_what_to_do():
 
 
 def readme_code(marker):
-    """README's block of Python that contains a word."""
+    """The one block of Python in README.md that contains `marker`."""
     with open(os.path.join(HERE, 'README.md'), encoding='utf-8') as f:
         blocks = re.findall(r'```python\n(.*?)```', f.read(), re.DOTALL)
     block, = (block for block in blocks if marker in block)
@@ -722,7 +721,7 @@ def readme_code(marker):
 # ---- model.py ------------------------------------------------------------------------------------
 
 def test_mla_logits_are_eq_3():
-    """The Toeplitz study, eq. 3: heads of 4 NoPE and 4 RoPE features, keys from a vector of 6."""
+    """The Toeplitz study, eq. 3: a head has 4 NoPE and 4 RoPE features; d_compress is 6."""
     attn = make(pe='rope', attention='mla', n_head=8, d_compress=6).blocks[0].attn  # 4 heads of 8
     assert attn.compress.weight.shape == (6, 32) and attn.kv.weight.shape == (64, 6)
     x, seen = torch.randn(2, 10, 32, dtype=torch.float64), []
@@ -742,7 +741,7 @@ def test_mla_logits_are_eq_3():
     ('blocks.1.attn.tap_logits', (2, 4, 9, 9)), ('blocks.1.attn.tap_head_out', (2, 4, 9, 8)),
     ('blocks.1.tap_resid', (2, 9, 32)), ('tap_resid', (2, 9, 32))])
 def test_taps_read_and_replace(tap, shape):
-    """A hook on a tap sees the activation; what it returns takes the activation's place."""
+    """A hook on a tap receives the activation; what it returns replaces the activation."""
     model, seen = make(pe='rope'), []
     tokens = torch.randint(11, (2, 9))
     before, tap = model(tokens)[0], model.get_submodule(tap)
@@ -757,7 +756,7 @@ def test_taps_read_and_replace(tap, shape):
     dict(norm='rmsnorm'), dict(tie=True), dict(dropout=0.3), dict(d_ff=20, n_layer=3, n_head=1)],
     ids=str)
 def test_model_switches(kw):
-    """Tied weights are one tensor; dropout is for training only; targets of -100 have no loss."""
+    """Tied weights are one tensor; dropout acts in training only; targets of -100 have no loss."""
     model = make(pe='rope', **kw)
     tokens = torch.randint(11, (2, 9))
     assert (model.head.weight is model.embedding.weight) == bool(kw.get('tie'))
@@ -791,13 +790,13 @@ def test_generate_pads_rows_after_their_end_and_never_draws_padding():
 
 
 def test_starting_weights_and_optimizer_groups():
-    """The variance of weights is 1 / fan_in, over 2 n_layer where they write to the residual
-    stream. Groups hold every parameter once; only matrices decay, and none of the embedding's, the
-    norms' or the encoding's parameters."""
+    """The variance of matrices is 1 / fan_in, divided by 2 n_layer where they write to the residual
+    stream. Every parameter is in one optimizer group. Only matrices have weight decay, except those
+    of the embedding and of encodings."""
     model = Transformer(ModelConfig(d_model=128, vocab_size=300, n_layer=3, embedding_std=0.2))
     for name, p in model.named_parameters():
         if p.dim() == 1:
-            assert (p == (1 if name.endswith('weight') else 0)).all(), name  # of norms; biases
+            assert (p == (1 if name.endswith('weight') else 0)).all(), name  # norms, biases
             continue
         writes = name.endswith(('attn.proj.weight', 'mlp.2.weight'))
         std = 0.2 if name == 'embedding.weight' else (p.shape[1] * (6 if writes else 1)) ** -0.5
@@ -824,10 +823,10 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-# Oracles: from a prompt as text they return its length and the correct answer.
+# An oracle returns the length and the correct answer of a prompt, given as text.
 
 def words(states, pattern='BoS (.*) EoI', end=' EoS'):
-    """Of a prompt in words: states(x) of the numbers or words x in it."""
+    """An oracle for prompts of words: the answer is states(x) of the list x of numbers or words."""
     def oracle(prompt):
         x = re.fullmatch(pattern, prompt)[1].split()
         s = [*states([int(word) if word.isdigit() else word for word in x])]
@@ -836,7 +835,7 @@ def words(states, pattern='BoS (.*) EoI', end=' EoS'):
 
 
 def characters(answer, pattern=r'(\d+)=', end='.'):
-    """Of a prompt in characters: answer() of the strings in it, of which two have the length."""
+    """An oracle for prompts of characters: answer() of the strings that `pattern` captures."""
     def oracle(prompt):
         strings = re.fullmatch(pattern, prompt).groups()
         return max(map(len, strings[:2])), answer(*strings) + end
@@ -844,7 +843,7 @@ def characters(answer, pattern=r'(\d+)=', end='.'):
 
 
 def distance_class(triggers, span, x):
-    """The distances between trigger0 and 1, and 2 and 3, in 32nds of the largest sum."""
+    """The distance between trigger0 and 1, plus that of 2 and 3, in 32nds of the maximum."""
     place = [x.index(f'trigger{i}') for i in range(triggers)]
     distances = [abs(i - j) for i, j in zip(place[::2], place[1::2])]
     assert max(distances) < span and sum('trigger' in word for word in x) == triggers
@@ -852,7 +851,7 @@ def distance_class(triggers, span, x):
 
 
 def stack(x):
-    """The stack from its top down after bits (pushed) and actions: 2 pops, 3 and 4 push 0 and 1."""
+    """The final stack from its top down: 0 and 1 are pushed, 2 pops, 3 and 4 push 0 and 1."""
     left = ''
     for symbol in x:
         left = left[:-1] if symbol == '2' else left + '01.01'[int(symbol)]
@@ -864,7 +863,7 @@ def reversed_sum(a, b):
 
 
 def addition_cot(a, b):
-    """Digits of a, b, carry and sum for each column, lowest first; the sum."""
+    """The digits of a, b, carry and sum in each column, lowest first; then the sum."""
     steps, carry = [], 0
     for x, y in itertools.zip_longest(a, b, fillvalue='0'):
         carry, digit = divmod(int(x) + int(y) + carry, 10)
@@ -879,8 +878,8 @@ def multiplication_cot(a, b):
 
 
 def scan(prompt):
-    """What a SCAN command means (Lake & Baroni 2018, Figure 7); if it ends with =, in steps."""
-    halves = []     # [(clause, its actions)] of each, as often as they are repeated
+    """The actions of a SCAN command (Lake & Baroni 2018, Figure 7); if it ends with =, in steps."""
+    halves = []     # for each half, [(clause, its actions)] as often as it is repeated
     for half in re.split(' and | after ', re.sub('BoS | EoI| =', '', prompt)):
         clause, verb, how, side, times = re.fullmatch(
             r'((\w+)(?: (opposite|around))?(?: (left|right))?)(?: (twice|thrice))?', half).groups()
@@ -896,7 +895,7 @@ def scan(prompt):
     return len(actions.split()), in_steps if '=' in prompt else f'{actions} EoS'
 
 
-VIPE, TEXT = (1, 5, 48), (1, 2, 7, 23)      # lengths to try
+VIPE, TEXT = (1, 5, 48), (1, 2, 7, 23)      # lengths to test
 CLASSES = dict(pattern=r'(.*) \?', end='')
 SUM, REVERSED_SUM = (rf'({x})\+({x})=' for x in (r'0|[1-9]\d*', r'0|\d*[1-9]'))  # no leading zeros
 ORACLES = {
@@ -929,16 +928,16 @@ ORACLES = {
 }
 
 
-# Oracles of tasks that supervise some tokens only: {t: targets[t]} of all words.
+# Oracles of tasks that supervise only some tokens: all words -> {t: targets[t]}.
 
 def flip_flop(words):
-    """r reads the bit after the last w."""
+    """The target at r is the bit after the last w."""
     return {t: words[t + 1 - words[t::-1].index('w')] for t, word in enumerate(words)
             if word == 'r'}
 
 
 def mqar(words):
-    """Each key comes twice, with the same value."""
+    """Each key occurs twice, with the same value; the target is at the second."""
     assert all(words.count(word) == 2 for word in words if 'key' in word)
     return {t: words[words.index(word) + 1] for t, word in enumerate(words)
             if 'key' in word and words.index(word) < t}
@@ -951,8 +950,8 @@ PARTIAL = {'flip_flop': (flip_flop, (2, 40)), 'mqar': (mqar, (8, 20)),
 @pytest.mark.parametrize('name, length', [
     (name, n) for name, (_, lengths) in (ORACLES | PARTIAL).items() for n in lengths])
 def test_every_task(name, length):
-    """tokens, targets [n, T]: padding is last; targets are next tokens, or -100, at least one a
-    row. What is supervised is correct, by an oracle, and the seed decides all of it."""
+    """tokens, targets [n, T]: padding is at the end; targets are next tokens or -100. The
+    supervised tokens are correct by an oracle, and the same seed gives the same problems."""
     task = tasks.make(name)
     tokens, targets = task.sample(400, length, generator(length))
     assert tokens.dtype == targets.dtype == torch.int64
@@ -987,15 +986,15 @@ def test_every_task(name, length):
     ('trigger_count:most=16', 40, lambda text: text.count('trigger'), range(17)),
     ('trigger_count', 128, lambda text: text.count('trigger'), range(32)),
     ('indirect_indexing:letters=12:shift=2', 6, lambda text: text[0], 'ABCDEFGHIJKL'),
-    # i is 0, 1 or 2, and i + shift, too
+    # the index i and i + shift are both 0, 1 or 2
     ('indirect_indexing:letters=3:shift=1', 3, lambda text: int(text[6:8]),
      [-1] * 5 + [0] * 8 + [1] * 5),
     ('mode', 9, lambda text: text.split()[-2], 'abcdefghij'),
     ('count', 9, lambda text: int(text.split()[1]), range(120)),
-    ('flip_flop', 9, lambda text: text[8], 'wr' + 8 * 'i'),     # 80 % are to be ignored
+    ('flip_flop', 9, lambda text: text[8], 'wr' + 8 * 'i'),     # 80 % are i (ignore)
     ('flip_flop:ignore=0', 9, lambda text: text[8], 'wr')])
 def test_values_are_uniform(name, length, value, values):
-    """Positions, sizes, distances and last states take all values, within six deviations."""
+    """Positions, sizes and distances take all values as often as expected, to 6 deviations."""
     task, n = tasks.make(name), 6000
     tokens, _ = task.sample(n, length, generator(0))
     found, expected = (collections.Counter(x) for x in (
@@ -1007,7 +1006,7 @@ def test_values_are_uniform(name, length, value, values):
 
 
 def test_docstrings_show_an_example():
-    """What they show is true; all define `length`, or their base."""
+    """The examples are correct; every task's docstring, or its base's, defines `length`."""
     assert doctest.testmod(tasks).failed == 0
     for name, task in tasks.TASKS.items():
         docs = ' '.join(base.__doc__ for base in type(task).__mro__[:-1])
@@ -1015,8 +1014,8 @@ def test_docstrings_show_an_example():
 
 
 def test_scan_is_the_published_data_set():
-    """Its size, and the number of characters in the published tasks.txt; split by length, up to 22
-    actions for training, more for the test; or 80 % and 20 % at random."""
+    """It has the size of the published data set, and of tasks.txt in characters. Split by length,
+    commands of up to 22 actions are for training; split at random, 80 %."""
     for split, sizes in (('length', [16990, 3920]), ('simple', [16728, 4182])):
         parts = [tasks.scan_pairs(split, part) for part in ('train', 'test')]
         pairs = dict(parts[0] + parts[1])
@@ -1060,8 +1059,8 @@ FILES = {
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """The current folder, with FILES; and stubs of the packages that readers require: miditok, for
-    which every file is the same five notes, and tiktoken, which here encodes bytes."""
+    """Write FILES to the current folder, and replace packages that readers require by stubs: for
+    miditok every file is the same five notes; tiktoken encodes bytes."""
     for name, content in FILES.items():
         if name.endswith('.json'):
             content = json.dumps(content)
@@ -1100,7 +1099,7 @@ def planted(tmp_path, monkeypatch):
 def test_mistakes_are_reported_in_a_line(argv, says, planted, monkeypatch):
     for package in ('tiktoken', 'miditok'):
         monkeypatch.setitem(sys.modules, package, None)     # as if it were not installed
-    tasks.make.cache_clear()                                # tasks may know the stubs
+    tasks.make.cache_clear()                                # cached tasks may use the stubs
     with pytest.raises(pe.UserError, match=says) as error:
         tasks.main(argv.split())
     assert '\n' not in str(error.value)
@@ -1119,13 +1118,13 @@ def test_documents_are_decoded_as_written(name, data, texts, size, planted):
     for (_, document), text in zip(task.read(), texts):
         row, _ = task.lay_out([document], len(document) + 2)    # with padding
         assert task.decode(row[0]) == text == task.decode(task.encode(text))
-    if name == 'openwebtext':       # tokens without byte pairs are not written
+    if name == 'openwebtext':       # tokens that tiktoken lacks are not decoded
         assert task.decode(torch.tensor([1 + ord('a'), 50258, 50303, tasks.PAD])) == 'a'
 
 
 def test_cfq(planted):
-    """Questions and queries in words. All training problems are trained on; held-out ones are of
-    other parts where a length has none."""
+    """Questions and queries are split into words. pool() has all training problems; if a part has
+    no problem of a length, held-out ones come from other parts."""
     task = tasks.make('cfq', 'cfq')
     sets = [task.pool(1, 15, generator(0)), *(task.held_out(split, 9, [n], generator)[n]
                                               for split in ('eval', 'test') for n in (15, 19))]
@@ -1135,15 +1134,15 @@ def test_cfq(planted):
     question = "BoS Did M3 ' s writer , a film editor , write M1 EoI "
     query = 'SELECT count ( * ) WHERE { ?x0 a film.editor . ?x0 people.x m_03 } EoS'
     assert texts[0][0] == question + query
-    assert task.decode(sets[0][1][0].clamp(min=0)) == query     # the first one's targets
+    assert task.decode(sets[0][1][0].clamp(min=0)) == query     # targets of problem 0
     existing = [task.existing(range(99), part) for part in (None, 'train', 'val')]
     assert existing == [[15, 19], [15, 19], [15]]
     assert task.count([15, 19, 20]) == 5
 
 
 def test_documents_are_dealt_to_parts(planted):
-    """At random; a single one is cut. What a file or folder is named is that part, unless hidden;
-    validation and test replace one another. Large files stay on disk."""
+    """At random; a single one is cut. Files and folders named after a part are that part, unless
+    hidden. A missing validation or test part equals the other. Large files are memory-mapped."""
     def parts(data):
         found = tasks.make('text', data).parts
         return [[bytes(document) for document in found[part]] for part in tasks.PARTS]
@@ -1164,9 +1163,9 @@ def test_documents_are_dealt_to_parts(planted):
 
 
 def test_contexts(planted):
-    """They are uniform and within a document; a short document is a context of its own, as often as
-    its tokens are of all tokens. Those of chorales begin with the first voice. MIDI is transposed
-    in training by -3 to 3 semitones, and by an octave at the piano's ends."""
+    """Contexts are uniform within a document. A short document is one context, with the probability
+    of its fraction of all tokens. In chorales contexts begin with the first voice. In training MIDI
+    is transposed by -3 to 3 semitones; notes that leave the piano return by an octave."""
     tokens, targets = tasks.make('text', 'two').sample(6000, 5, generator(0))
     assert torch.equal(targets[:, :-1], tokens[:, 1:].masked_fill(tokens[:, 1:] == 0, -100))
     short = tokens[:, 0] > 100
@@ -1180,7 +1179,7 @@ def test_contexts(planted):
         assert jsb.decode(row).startswith('74 70 65 ')
     assert jsb.existing([4, 5, 6], 'train') == [5, 6]
     for tokens, targets in jsb.held_out('test', 99, [5, 16, 60], generator).values():
-        assert (targets != -100).sum() == 4 * (1 + 12) - 2      # all but two chorales' first tokens
+        assert (targets != -100).sum() == 4 * (1 + 12) - 2      # not the first of each chorale
         assert (tokens[:, 0] == tokens[0, 0]).all()
     for row in midi.sample(200, 7, generator(0))[0]:
         first, *rest = [int(word[6:]) for word in midi.decode(row).split()[1:-1]]
@@ -1194,8 +1193,8 @@ def test_contexts(planted):
 
 @pytest.mark.parametrize('sizes', [[1000], [7, 350, 2, 99, 100, 101, 199], [40] * 30])
 def test_windows_predict_every_token_once(sizes, tmp_path):
-    """Whatever the length of the context, and the same tokens for all; documents are cut apart, and
-    the rest of a document is not dropped."""
+    """For every context length, the same tokens are predicted, all except the first of a document.
+    No context crosses documents, and the rest of a document is not dropped."""
     documents = np.split(np.arange(sum(sizes), dtype=np.uint16), np.cumsum(sizes)[:-1])
     (tmp_path / 'test').mkdir()
     for i, document in enumerate(documents):
@@ -1206,7 +1205,7 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
     for length, (tokens, targets) in task.held_out('test', 10 ** 6, lengths, generator).items():
         row, t = (targets != -100).nonzero(as_tuple=True)
         assert sorted((targets[row, t] - 1).tolist()) == after_first, length
-        assert torch.equal(tokens[row, t] + 1, targets[row, t])     # from the token before it
+        assert torch.equal(tokens[row, t] + 1, targets[row, t])     # predicted from the one before
         assert tokens.shape[1] == length and (targets != -100).any(dim=1).all()
     cfg = types.SimpleNamespace(n_test=3, the_task=task, eval_lengths=lengths)
     kept, *others = ({*targets[targets != -100].tolist()}
@@ -1216,9 +1215,9 @@ def test_windows_predict_every_token_once(sizes, tmp_path):
 
 
 def test_a_corpus_is_learned_and_written(tmp_path, capsys):
-    """A random walk: next is the same letter or its successor, so that the best perplexity is 2 at
-    every length. Greedy decoding makes the choices that evaluation scores, also with an encoding
-    that depends on the final length."""
+    """In a random walk the next letter is the same or its successor, so that the best perplexity is
+    2 at every length. Greedy decoding agrees with the argmax under teacher forcing, also for an
+    encoding that depends on the final length."""
     walk = np.random.default_rng(0).integers(2, size=50000).cumsum() % 6
     (tmp_path / 'text').write_text(''.join('abcdef'[x] for x in walk))
     train.main(flags(task='text', data=tmp_path / 'text', out_dir=tmp_path / 'sweep', lr=1e-2,
@@ -1246,14 +1245,14 @@ FULL, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 
 @pytest.fixture
 def nan_memory():
-    """New tensors hold NaN, so that an element that a kernel does not write shows."""
+    """New tensors contain NaN, so that elements that a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def laid_out(x, layout):
-    """x [B, H, T, D] as a slice of one projection, with its features far apart, or contiguous."""
+    """x [B, H, T, D] as a slice of a larger projection, with strided features, or contiguous."""
     if layout == 'slice':
         rows = torch.cat([x, x], dim=1).transpose(1, 2).contiguous()        # (B, T, 2H, D)
         return rows.transpose(1, 2)[:, x.shape[1]:]
@@ -1261,7 +1260,7 @@ def laid_out(x, layout):
 
 
 ATTENTIONS = [
-    (1, 3, 131, 20, 'slice', (FULL, BF16, HALF)),       # ragged: T and D are no powers of two
+    (1, 3, 131, 20, 'slice', (FULL, BF16, HALF)),       # ragged: T and D are not powers of two
     (1, 2, 100, 80, 'apart', (FULL, BF16)),             # PoPE's q and k have 160 features, v has 80
     (2, 1, 65, 128, 'whole', (FULL, HALF)),
     (1, 2, 64, 32, 'slice', (FULL, BF16)),              # whole blocks
@@ -1274,8 +1273,8 @@ ATTENTIONS += [(1, 2, 8192, 64, 'whole', (FULL, BF16))] * CUDA
 @pytest.mark.parametrize('name', ['attention', 'pope_attention', 'vipe_attention'])
 @pytest.mark.parametrize('B, H, T, D, layout, dtypes', ATTENTIONS)
 def test_attention_kernels(nan_memory, name, B, H, T, D, layout, dtypes):
-    """Outputs (ViPE's distance, too) and gradients for every shape, layout and precision are as
-    near the float64 reference as allowed."""
+    """For every shape, layout and precision, outputs (also ViPE's mean distance) and gradients are
+    as near the float64 reference as kernels.compare() allows."""
     function, reference = getattr(kernels, name), getattr(kernels, f'{name}_reference')
     function = partial(function, mean_distance=True) if name == 'attention' else function
     torch.manual_seed(T)
@@ -1289,14 +1288,14 @@ def test_attention_kernels(nan_memory, name, B, H, T, D, layout, dtypes):
 SCANS = [(*shape, *switches)
          for shape in ((2, 2, 12, 12, 8), (1, 1, 50, 50, 3), (3, 1, 1, 1, 4), (1, 2, 16, 100, 34))
          for switches in ((True, False), (True, True), (False, True))]
-SCANS += [(1, 1, 130, 512, 5, True, True)]  # 128 bins for 63 tokens, 256 for 64, then 512
+SCANS += [(1, 1, 130, 512, 5, True, True)]  # 128 bins for 63 tokens, 256 from 64 on, then 512
 SCANS += [(2, 3, 2048, 2048, 84, True, copy) for copy in (False, True) if CUDA]
 
 
 @kernel_test
 @pytest.mark.parametrize('B, C, T, P, d_pe, sharpen, copy', SCANS)
 def test_cursor_scan_by_the_kernel(nan_memory, B, C, T, P, d_pe, sharpen, copy):
-    """The encodings, and the gradients of gates, gamma, table and jumps."""
+    """Compares the encodings, and the gradients of gates, gamma, table and jumps."""
     torch.manual_seed(T)
     inputs = kernels.sample_inputs('cursor_scan', B, C, T, d_pe, device=DEVICE, P=P)
 
@@ -1310,7 +1309,7 @@ def test_cursor_scan_by_the_kernel(nan_memory, B, C, T, P, d_pe, sharpen, copy):
 
 @kernel_test
 def test_cursor_scan_at_its_limits():
-    """Exponents near 1 and of 10,000 are exact; a table that a cursor can leave is refused."""
+    """gamma near 1 and of 10,000 is precise; a table that a cursor can leave is refused."""
     torch.manual_seed(0)
     reset, step, gamma, table, jumps = (x.detach() for x in kernels.sample_inputs(
         'cursor_scan', 2, 2, 9, 4, device=DEVICE))
@@ -1336,7 +1335,7 @@ def test_kernels_repeat_bit_for_bit(name):
 
 @kernel_test
 def test_far_positions_keep_their_digits():
-    """A float32 product of position 5,000 and its frequency would be wrong by 3e-4."""
+    """Angles are precise to 1e-6; a float32 product of position and frequency would be to 3e-4."""
     x = torch.rand(1, 1, 5000, 8, device=DEVICE)
     exact = kernels.polar_reference(x.double(), None, 1e4, True)
     close(kernels.polar(x, None, 1e4, True).double(), exact, 1e-6)
@@ -1344,7 +1343,7 @@ def test_far_positions_keep_their_digits():
 
 @kernel_test
 def test_kernels_as_operators():
-    """Schema, fake tensors and gradients, as torch.compile requires them; no second gradient."""
+    """Schema, fake tensors and gradients, as torch.compile requires; second gradients raise."""
     torch.manual_seed(0)
     check = partial(torch.library.opcheck, test_utils=(
         'test_schema', 'test_autograd_registration', 'test_faketensor'))
@@ -1369,7 +1368,7 @@ def test_kernels_as_operators():
 
 @needs_triton
 def test_positions_are_a_multiple_of_16_numbers_apart():
-    """Of what the kernels write, and of what they read: others are copied. Blocks divide, too."""
+    """Kernels write rows of such a stride, and copy inputs of others. Block sizes divide, too."""
     x = torch.randn(1, 3, 65, 20)
     assert kernels.new_rows(x, 40).stride() == (65 * 128, 40, 128, 1)
     rows = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -1380,7 +1379,7 @@ def test_positions_are_a_multiple_of_16_numbers_apart():
 
 
 def test_auto_takes_the_reference_where_shared_memory_is_small(monkeypatch):
-    """And warns once."""
+    """kernel='auto' then also warns, once."""
     auto, sizes = encoding('pope', heads=1, head_dim=64), dict(small=64 * 1024, large=99 * 1024)
     monkeypatch.setattr(kernels, 'triton', object())
     monkeypatch.setattr(kernels, 'shared_memory', sizes.get)
@@ -1404,10 +1403,10 @@ def test_only_encodings_without_a_bias_take_kernels():
 @kernel_test
 @pytest.mark.parametrize('name', [*sorted(BY_KERNELS), 'pope+t5+fox', 'prism copy'])
 def test_encodings_by_kernels(name):
-    """kernel=triton has the loss and the gradients of kernel=reference. Factors and distances stay
-    in float32 under autocast; sums compile in one graph."""
+    """kernel=triton gives the loss and gradients of kernel=reference, and under autocast logits
+    near them. Sums compile in one graph."""
     kw, T = VARIANTS[name] | dict(n_layer=1, rope_base=100.0), 17
-    if name == 'prism copy':  # its cursors have a kernel, at whose steps the interpreter is slow
+    if name == 'prism copy':  # the kernel of its cursors is slow in the interpreter
         kw, T = kw | dict(n_head=2, prism_cursors=1), 6
     tokens = torch.randint(1, 11, (2, T + 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     batch = tokens[:, :-1], tokens[:, 1:], 30
@@ -1426,7 +1425,7 @@ def test_encodings_by_kernels(name):
 
 @kernel_test
 def test_kernels_refuse_other_positions():
-    """Fractions take the reference; integers that do not count up by 1 give NaN."""
+    """Fractional positions take the reference; integers that are not consecutive give NaN."""
     q, k, v, pos = (x.to(DEVICE) for x in qkv())
     q, k, v = q.float(), k.float(), v.float()
     enc, plain = (encoding('pope', kernel=x).float().to(DEVICE) for x in ('triton', 'reference'))
@@ -1437,7 +1436,7 @@ def test_kernels_refuse_other_positions():
 
 
 def test_without_triton_everything_but_the_kernels_works(monkeypatch):
-    """import pe imports neither Triton nor kernels, and leaves the environment as it was."""
+    """import pe imports neither Triton nor kernels, and does not change os.environ."""
     code = ("import os; before = dict(os.environ); import sys, torch, pe; "
             "assert os.environ == before and not {'triton', 'kernels'} & set(sys.modules); "
             "sys.modules['triton'] = None; import kernels; "
@@ -1480,15 +1479,15 @@ for call in sys.argv[3:] + ['cursor_scan/64/float32']:
 
 
 @needs_triton
-@pytest.mark.parametrize('arch, shared, calls', [  # bytes a block on A100, RTX 4090, H100
+@pytest.mark.parametrize('arch, shared, calls', [  # bytes per block of H100, RTX 4090, A100
     (90, 232448, ['pope_attention/128/float16', 'vipe_attention/64/bfloat16',
                   'vipe_attention/128/float32']),
     (89, 101376, ['pope_attention/64/bfloat16', 'pope_attention/128/bfloat16',
                   'vipe_attention/128/bfloat16']),
     (80, 166912, ['pope_attention/128/bfloat16', 'vipe_attention/64/float16'])])
 def test_kernels_compile(arch, shared, calls):
-    """Without a GPU, by Triton's compiler alone: shared memory suffices. On sm_90 products in half
-    precision are asynchronous (wgmma, no mma.sync); those in float32 are exact (neither)."""
+    """Triton compiles them without a GPU, and shared memory suffices. On sm_90 products in half
+    precision are asynchronous (wgmma, not mma.sync); float32 products use no tensor cores."""
     run = python('-c', COMPILE, str(arch), str(shared), *calls,
                  env=os.environ | dict(TRITON_INTERPRET='0'))
     assert run.returncode == 0, run.stderr
@@ -1509,12 +1508,12 @@ CPU = torch.device('cpu')
 
 
 def read_config(*argv):
-    """The configuration that train.py makes of a command line."""
+    """The configuration that train.py makes from a command line."""
     return train.make_config(train.read_options(list(argv)))
 
 
 def small(eval_len=None, **kw):
-    """The configuration of a run of seconds, with the given keys; eval_len follows from others."""
+    """TINY's configuration with the given options. eval_len is ignored: it follows from others."""
     return read_config(*flags(**kw))
 
 
@@ -1536,14 +1535,14 @@ def read_json(path):
 
 
 def log_lines(folder):
-    """The points of a run's log, without the one value that a clock gives."""
+    """The entries of a run's log, without steps_per_s, which varies."""
     points = map(json.loads, (folder / 'log.jsonl').read_text().splitlines())
     return [{key: x for key, x in point.items() if key != 'steps_per_s'} for point in points]
 
 
 @contextlib.contextmanager
 def sigterm_in_step(step):
-    """A SIGTERM reaches this process in training step number `step`, counted from 1."""
+    """Send SIGTERM to this process in training step number `step`, counted from 1."""
     learning_rate, sent = train.learning_rate, []
 
     def learning_rate_and_signal(cfg, number):
@@ -1557,7 +1556,7 @@ def sigterm_in_step(step):
 
 
 def draw(batches, n, step=0):
-    """The rows of n batches of a step, as tuples without padding."""
+    """The problems of n batches drawn at a step, as tuples without padding."""
     return [tuple(row[row != 0].tolist()) for _ in range(n)
             for tokens in batches.next(step)[::2] for row in tokens]
 
@@ -1574,7 +1573,7 @@ def test_a_run_and_its_files(tmp_path, capsys):
     model, cfg = train.load(run, seed=4)
     assert cfg.task == 'parity' and not model.training
     assert same(model.state_dict(), weights(run, 4))
-    seen = log_lines(run)[-1]['eval'], scores['4']         # in training, and at the end
+    seen = log_lines(run)[-1]['eval'], scores['4']         # validation and test scores
     for split, found in zip(('eval', 'test'), seen):
         again = train.evaluate(model, cfg.the_task, train.held_out(cfg, split, 'cpu'))
         assert found == {str(n): score for n, score in again.items()}
@@ -1584,19 +1583,19 @@ def test_a_run_and_its_files(tmp_path, capsys):
 
 
 def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
-    """The same command shows its table again and records it once; another configuration is refused;
-    with --overwrite the old files stay until the first checkpoint of the new run."""
+    """The same command prints the table again and records the run once. Another configuration is
+    refused. With --overwrite the old files stay until the first checkpoint of the new run."""
     run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
     argv = flags(out_dir=run)
     train.main(argv)
     for _ in range(2):
-        train.main([*argv, f'--results={results}', '--t5_buckets=16'])    # which RoPE lacks
+        train.main([*argv, f'--results={results}', '--t5_buckets=16'])    # not RoPE's
         assert 'finished earlier; --overwrite' in capsys.readouterr().out
-    with mock.patch.dict(pe.ENCODINGS, rope=pe.YaRN):     # as if the class had been edited
+    with mock.patch.dict(pe.ENCODINGS, rope=pe.YaRN):     # as if the class were edited
         train.main(argv)
     assert 'before its encoding was changed' in capsys.readouterr().out
     assert read_json(results)['scores']['0']               # a single line
-    train.main([*argv, '--n_test=20'])                     # only the test is made again
+    train.main([*argv, '--n_test=20'])                     # only the test is repeated
     assert read_json(run / 'lengths.json')['0']['1']['n'] == 20
     train.main(argv)
     kept = {path: path.read_bytes() for path in run.iterdir()}
@@ -1642,7 +1641,7 @@ def test_stopped_at_any_step_and_continued_is_bitwise_the_same(kw, tmp_path):
             assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
         assert read_checkpoint(folder)['step'] == stop_at
         with open(folder / 'log.jsonl', 'a') as log:
-            log.write('half a li')                         # as if killed while saving once more
+            log.write('half a li')                         # as if killed while it saves again
         train.main(flags(out_dir=folder, **kw))
         for seed in small(**kw).seeds:
             assert same(weights(whole, seed), weights(folder, seed))
@@ -1659,7 +1658,7 @@ def test_killed_at_random_and_continued_is_bitwise_the_same(tmp_path):
         run = subprocess.Popen([sys.executable, 'train.py', *flags(out_dir=killed, **kw)], cwd=HERE,
                                stdout=subprocess.DEVNULL)
         while not path.exists() or path.stat().st_mtime_ns == before:
-            assert run.poll() is None                      # until it has saved once more
+            assert run.poll() is None                      # wait until it saves again
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.2))
         run.kill()
@@ -1679,7 +1678,7 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def test_checkpoints_that_do_not_fit(tmp_path):
-    """Those of an older version are read if only options are missing."""
+    """They are refused, but those of an older version are read if only options are missing."""
     command = flags(out_dir=tmp_path)
     train.main(command)
     path, whole = tmp_path / 'ckpt.pt', read_checkpoint(tmp_path)
@@ -1693,7 +1692,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     refuses('trained with train_len=3, not', config=whole['config'] | dict(train_len=3))
     refuses('damaged, or not', config=whole['config'] | dict(train_lengths='abc'))
     entry = whole['seeds'][0]
-    batches, again = entry['batches'], '--eval_lengths=1-6'        # so that it continues
+    batches, again = entry['batches'], '--eval_lengths=1-6'        # without it, a run is finished
     for says, changes in (
             ('another kind of device', dict(batches=batches | dict(start=torch.zeros(16)))),
             ('have changed: its data', dict(batches=batches | dict(sum=1))),
@@ -1712,7 +1711,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
 
 
 def test_a_step_is_adamw_on_the_clipped_gradient():
-    """At the scheduled learning rate, which for PRISM's alpha is higher."""
+    """The learning rate follows the schedule; PRISM's alpha has its own peak."""
     cfg = small(pe='prism', grad_clip=0.1, beta1=0.8, beta2=0.95, weight_decay=0.3, warmup_steps=5)
     trainer, batches = train.Trainer(cfg, 7, CPU), train.Batches(cfg, 7, cfg.the_task, CPU)
     torch.manual_seed(7)
@@ -1722,12 +1721,12 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
     for step in range(4):
         optimizer.zero_grad()
         x, y, wide_x, wide_y = batches.next(step)
-        pad = (0, wide_x.shape[1] - x.shape[1])            # to one batch of one width
+        pad = (0, wide_x.shape[1] - x.shape[1])            # makes the two halves one batch
         loss = model(torch.cat([F.pad(x, pad), wide_x]),
                      torch.cat([F.pad(y, pad, value=-100), wide_y]))[1]
         close(trainer.step(step), loss.detach(), 1e-5)
         trainer.losses += [1.0, 3.0]
-        assert trainer.mean_loss() == 2                    # and begins again
+        assert trainer.mean_loss() == 2                    # and clears the losses
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         for group, peak in zip(optimizer.param_groups, peaks):
@@ -1739,7 +1738,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
 
 def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsys):
     """Seed 1 has NaN weights after step 6, seed 2 a NaN loss in step 7. Both keep the model of the
-    checkpoint before; the same command says so again."""
+    last checkpoint before; the same command reports it again."""
     a, b, results = tmp_path / 'a', tmp_path / 'b', tmp_path / 'r.jsonl'
     train.main(flags(out_dir=a))
     update, calls = train.Trainer.update, collections.Counter()
@@ -1768,7 +1767,7 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
 
 
 def test_two_processes_train_as_one(tmp_path):
-    """Each has half of every batch. A signal to one stops both; one continues, then two again."""
+    """Each has half of every batch. A signal to one stops both. One resumes, then two again."""
     (tmp_path / 'program.py').write_text("""
 import os, sys
 sys.path.insert(0, os.getcwd())
@@ -1794,7 +1793,7 @@ with test_all.sigterm_in_step(4 if os.environ['RANK'] == sys.argv.pop(1) else No
 
 
 def test_phases_stay_in_their_bounds():
-    """Those that an update takes beyond 0 and -2 pi are put back, not only in what is computed."""
+    """After an update PoPE's parameters delta themselves are clamped to [-2 pi, 0]."""
     trainer = train.Trainer(small(pe='pope', lr=0.5, warmup_steps=0), 0, CPU)
     for step in range(9):
         trainer.step(step)
@@ -1803,7 +1802,7 @@ def test_phases_stay_in_their_bounds():
 
 
 def test_micro_batches_give_the_same_gradient():
-    """Micro-batches count by what is supervised in them, not by their rows."""
+    """Micro-batches are weighted by their number of supervised tokens, not of rows."""
     losses = []
     for accumulate in (1, 3, 8):
         trainer = train.Trainer(small(dtype='float64', accumulate=accumulate), 0, CPU)
@@ -1814,13 +1813,13 @@ def test_micro_batches_give_the_same_gradient():
 
 @variants
 def test_no_step_waits_for_the_device(kw, monkeypatch):
-    """A CUDA graph can capture a step: on meta tensors, which have no values, the host cannot read
-    one. All of it but AdamW, which is torch's."""
+    """A CUDA graph can capture a step if the host reads no value of a tensor, as on meta tensors,
+    which have none. AdamW is PyTorch's and replaced by a mock."""
     trainer = train.Trainer(small(n_head=4, n_layer=2, **kw), 0, CPU)
     batch = [x.to('meta') for x in trainer.batches.next(0)]
     params = list(trainer.model.to('meta').parameters())
     trainer.optimizer = mock.Mock(param_groups=[dict(params=params, clamp=(-1, 1))])
-    # autocast knows no meta device
+    # autocast does not support the meta device
     monkeypatch.setattr(torch, 'is_autocast_enabled', lambda device: False)
     monkeypatch.setattr(torch, 'autocast', lambda *args, **kw: contextlib.nullcontext())
     assert trainer.update(*batch).is_meta and all(p.grad.is_meta for p in params)
@@ -1829,7 +1828,7 @@ def test_no_step_waits_for_the_device(kw, monkeypatch):
 @gpu
 @variants
 def test_gpu_graph_trains_as_eager_steps(kw):
-    """Through an epoch's end and a change of lengths, each of which a graph must notice."""
+    """The losses agree across an epoch's end and a change of lengths, which a graph must handle."""
     losses = {}
     for graph in (False, True):
         cfg = small(n_head=4, n_layer=2, d_model=32, train_lengths=[1, 2, 4], n_train=8,
@@ -1855,7 +1854,7 @@ def test_gpu_run_stops_and_continues(numbers, tmp_path):
 # sweeps and evaluation
 
 def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
-    """A point that diverges does not end it, and is not trained again."""
+    """A point that diverges does not stop the sweep, and is not trained again."""
     results = tmp_path / 'r.jsonl'
     argv = flags(pe='nope,rope', lr='1e-3,1e30', out_dir=tmp_path / 'sweep', results=results)
     with pytest.raises(train.UserError, match=r'2 diverged: nope 1e\+30.*; rope 1e\+30'):
@@ -1880,11 +1879,11 @@ def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
 
 
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
-    """Its scores, at other lengths or of another encoding, go to eval.json."""
+    """Scores at other lengths or with another encoding are written to eval.json."""
     train.main(flags(out_dir=tmp_path, pe='rope'))
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
     again = ['--eval_only', f'--out_dir={tmp_path}']
-    train.main([*again, '--eval_lengths=2,9', '--pe=yarn'])         # for the same weights
+    train.main([*again, '--eval_lengths=2,9', '--pe=yarn'])         # with the same weights
     assert 'parity with yarn' in capsys.readouterr().out
     assert list(read_json(tmp_path / 'eval.json')['0']) == list('29')
     assert kept == {path: path.read_bytes() for path in kept}
@@ -1896,7 +1895,7 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
 
 def test_evaluate_counts():
     class Fixed(torch.nn.Module):
-        """A model that gives the answers that it was told."""
+        """A model that predicts the tokens in self.answers."""
         def forward(self, tokens):
             return F.one_hot(self.answers, 8).float(), None
     task = tasks.make('copy')
@@ -1927,7 +1926,7 @@ def test_batches_mix_lengths_within_the_schedule_and_repeat_fixed_data():
     assert len({*draw(online, 200)}) == 2 + 4 + 8
     staged = train.Batches(small(length_schedule='[(0, 1), (5, 3)]'), 0, task, CPU)
     cfg = small(n_train=8, batch_size=4, length_schedule='[(0, 2), (5, 3)]')
-    fixed = train.Batches(cfg, 0, task, CPU)               # a problem stays in a later stage
+    fixed = train.Batches(cfg, 0, task, CPU)               # a later stage keeps its problems
     assert {*draw(fixed, 4, 0)} == {row for row in draw(fixed, 6, 5) if len(row) < 9}
     shapes = [[x.shape for x in staged.next(step)[::2]] for step in (0, 4, 5)]
     assert shapes == [[(8, 5)], [(8, 5)], [(4, 7), (4, 9)]]
@@ -1942,14 +1941,14 @@ def test_a_token_beyond_the_vocabulary_names_its_task(monkeypatch):
 
 @pytest.mark.parametrize('n_train', [0, 1500])
 def test_held_out_problems_are_never_trained_on(n_train):
-    """Problems of length 40, where chance repeats are impossible: none is in two parts."""
+    """Of problems of length 40, too many to repeat by chance, none is in two parts."""
     cfg = small(train_lengths='40', eval_lengths='40', n_eval=200, n_test=200, n_train=n_train)
     trained = {*draw(train.Batches(cfg, 0, cfg.the_task, CPU), 200)}
     validation, test = ({tuple(row) for _, (tokens, _) in train.held_out(cfg, split, CPU)
                          for row in tokens.tolist()} for split in ('eval', 'test'))
     assert len(trained) > 1000
     assert not (trained & validation or trained & test or validation & test)
-    with pytest.raises(train.UserError, match='seeds'):          # no seed reaches another generator
+    with pytest.raises(train.UserError, match='seeds'):          # seeds are below 2 ** 28
         small(seeds=2 ** 40)
 
 
@@ -2019,7 +2018,7 @@ def test_files_and_flags_chain(tmp_path):
                       '--n_head=2')
     assert (cfg.task, cfg.lr, cfg.max_steps, cfg.n_head) == ('copy', 0.25, 1000, 2)
     assert cfg.eval_lengths == [1, 2, 3, 7] and cfg.out_dir == 'out/copy_learned'
-    assert torch.rand(1) == expected                       # reading options draws no number
+    assert torch.rand(1) == expected                       # torch's random state is unchanged
     assert (cfg.vocab_size, cfg.train_len, cfg.eval_len) == (6, 35, 17)
     sweep = train.read_options(['--task=copy,reverse', '--n_head=1,2'])
     assert sweep['out_dir'] == 'out/rope_n_head' and sweep['n_head'] == [1, 2]
@@ -2052,21 +2051,21 @@ def test_help_names_every_option(capsys):
 
 @pytest.mark.parametrize('name', sorted(os.listdir(os.path.join(HERE, 'configs'))))
 def test_configs_are_valid(name):
-    """Each gives a model of the right shape; where the task's data are missing, for other data."""
+    """A model can be built from each config; tasks that read files are replaced by another."""
     values = train.read_options([os.path.join(HERE, 'configs', name)])
     task, pe_name = values['task'], values['pe']
     if tasks.TASKS[task].needs:
         values['task'] = 'scan' if task == 'cfq' else 'stdlib'
     cfg = train.make_config(values)
-    with torch.device('meta'):                             # without numbers
+    with torch.device('meta'):                             # allocates no memory
         Transformer(cfg)
     assert name in (f'{task}_{pe_name}.py', 'addition_prism.py') or name.startswith('paper_')
 
 
-# ---- probe.py: each probe finds a planted truth, or agrees with a loop ---------------------------
+# ---- probe.py: each probe finds what was planted, or agrees with a loop --------------------------
 
 def nano(task='copy', dtype=torch.float64, longest=8, **kw):
-    """(model, task, cfg) with random weights, as of a run trained to `longest`."""
+    """(model, task, cfg) with random weights, as from a run with training lengths 1..longest."""
     torch.manual_seed(0)
     small = dict(d_model=16, n_layer=2, dtype='float64', train_lengths=range(1, longest + 1),
                  eval_lengths=range(1, longest + 5))
@@ -2087,7 +2086,7 @@ def rotated_products(zq, zk, theta, pos):
 
 @variants
 def test_a_trace_is_what_the_model_computes(kw):
-    """Weights, values and outputs of every layer fit together, for every encoding."""
+    """For every layer and encoding, mix() of the traced weights and values is the traced output."""
     model = make(**kw).requires_grad_(False)
     tokens = torch.randint(1, 11, (2, 12), generator=torch.Generator().manual_seed(0))
     for layer, block in zip(probe.trace(model, tokens), model.blocks):
@@ -2101,8 +2100,8 @@ def test_a_trace_is_what_the_model_computes(kw):
     dict(pe='pope'), dict(pe='ape+rope', n_head=8), dict(pe='nope', n_head=2, n_layer=1),
     dict(pe='prism', n_head=2)], ids=str)
 def test_every_probe_on_every_kind_of_run(kw):
-    """It returns numbers that JSON can store and a figure that draws, or says why it cannot. After
-    it the model has no hook and computes bitwise the same."""
+    """A probe returns numbers that JSON can store and a figure that can be drawn, or raises a
+    UserError of one line. Afterwards the model has no hooks and bitwise the same outputs."""
     model, task, cfg = nano('parity', dtype=torch.float32, longest=4, **kw)
     tokens, figures = task.sample(2, 5, torch.Generator())[0], []
     before = model.requires_grad_(True)(tokens)[0]
@@ -2129,15 +2128,15 @@ def test_every_probe_on_every_kind_of_run(kw):
 
 
 def test_the_program(tmp_path, monkeypatch, capsys):
-    """It writes rows, a summary and a picture; the run's own files stay as they were. It lists
-    the probes, and a mistake is one line. gradients repeats the run, up to the saved model."""
+    """It writes rows, a summary and a figure, and does not change the run's own files. It lists
+    the probes and raises UserError for mistakes. gradients repeats the run to the saved model."""
     run, found = tmp_path / 'run', tmp_path / 'run/probe_cursor.json'
     train.main(flags(task='string_copy', pe='prism', n_head=2, out_dir=run, seeds='0,3'))
     before = {path: path.read_bytes() for path in run.iterdir()}
     probe.main(['cursor', str(run), '--seed=3', '--length=5'])
     assert json.loads(found.read_text())['summary']['length'] == 5
     assert {path: path.read_bytes() for path in before} == before
-    probe.main(['norms', str(run), '--n=1', f'--out_dir={tmp_path}'])      # beside a control
+    probe.main(['norms', str(run), '--n=1', f'--out_dir={tmp_path}'])      # has a control
     assert 'used, untrained' in json.loads((tmp_path / 'probe_norms.json').read_text())['summary']
     model, cfg = train.load(run, 3)
     rows = probe.gradients(model, cfg.the_task, cfg)[0][-3:]
@@ -2148,7 +2147,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     probe.main(['cursor', str(run), '--length=4'])
     assert json.loads(found.read_text())['summary']['length'] == 4
-    assert not (run / 'probe_cursor.png').exists()  # no picture of older numbers stays
+    assert not (run / 'probe_cursor.png').exists()  # the old figure is deleted
     for line, says in (
             ('perturb RUN --gammas=0.5,2', r'fractions in \(0, 1\]'), ('cursor', 'give one run'),
             ('axes RUN --n=0', '--n must be an integer ≥ 1, got 0'), ('cursr RUN', "'cursor'?"),
@@ -2185,7 +2184,7 @@ def test_a_probe_says_what_it_requires(name, kw, given, says):
 
 
 def test_problems_are_those_of_the_scores_and_constants_have_no_correlation():
-    """Also where rounding leaves the mean of a constant off: nan. Rows of many heads are means."""
+    """A correlation is nan even if a constant's mean is rounded. Rows of many heads are means."""
     _, task, cfg = nano('addition_cot')
     found = probe.problems(task, [3], cfg.n_test)[3][0]
     assert torch.equal(found, dict(train.held_out(cfg, 'test', 'cpu'))[3][0])
@@ -2199,12 +2198,12 @@ def test_problems_are_those_of_the_scores_and_constants_have_no_correlation():
 
 
 def test_alignment_finds_the_iteration_head():
-    """Layer 2 attends to x_t at every length, also where the output is wrong."""
+    """Layer 2 attends to x_t at every length, even if the output is wrong."""
     model, cfg = probe.iteration_head('copy')
     rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=120, n=2)
     assert summary == dict(n=2, head='2.1')
     assert all(row['2.1'] == row['exact'] == row['states'] == 1 - row['early'] == 1 for row in rows)
-    longest = max(cfg.train_lengths)  # in longer problems the key that far back is another
+    longest = max(cfg.train_lengths)  # in longer problems, another key is at this distance
     assert all(row['as trained'] == (row['length'] <= longest) for row in rows)
     model.head.weight[cfg.the_task.end, len(cfg.the_task.vocab)] = 1e4  # EoS always
     assert probe.alignment(model, cfg.the_task, cfg, length=9, n=2)[0][-1]['early'] == 1
@@ -2221,7 +2220,7 @@ def test_alignment_finds_the_iteration_head():
 
 
 def test_attention_is_the_mean_over_queries():
-    """In a task where the correct key runs backwards: BoS, 6 inputs, EoI at 7, 6 states, EoS."""
+    """For reverse, whose correct keys go backwards: BoS, 6 inputs, EoI at 7, 6 states, EoS."""
     model, task, cfg = nano('reverse', pe='rope', n_head=2)
     layers = probe.trace(model, probe.problems(task, [6], 64)[6][0])
     for row in probe.attention(model, task, cfg, length=6, n=64)[0][:4]:
@@ -2233,8 +2232,8 @@ def test_attention_is_the_mean_over_queries():
 
 
 def test_linear():
-    """Scores are those by hand, with ties. Layer 1 of the iteration head writes the distance to
-    EoI, exact at 3 times the length."""
+    """agreement() gives scores computed by hand, with ties. From layer 1 of the iteration head, the
+    distance to EoI is decoded exactly, also at 3 times the training length."""
     found = probe.agreement(torch.tensor([1, 2, 2, 4, 5]), torch.tensor([1.0, 3, 2, 2, 7]))
     assert found == pytest.approx(dict(
         rmse=math.sqrt(9 / 5), mae=1.0, r2=1 - 9 / 10.8, pearson=12 / math.sqrt(10.8 * 22),
@@ -2248,8 +2247,8 @@ def test_linear():
 
 
 def test_squeeze():
-    """After the trained 13 tokens positions are fractions that end where training did; a key 13
-    or more tokens back is hidden."""
+    """In problems of over 13 tokens, the longest in training, squeezed positions are fractions up
+    to 12, and hidden keys are 13 or more tokens back."""
     model, task, cfg = nano('parity', pe='rope', longest=5, n_layer=1)
     tokens, targets = probe.problems(task, [9], 20)[9]  # 21 tokens
     windows = [model(tokens[:, max(0, t - 12):t + 1])[0][:, -1] for t in range(21)]
@@ -2262,7 +2261,7 @@ def test_squeeze():
 
 
 def test_loss_by_position():
-    """The mean over problems at each position that is supervised."""
+    """The loss is a mean over problems at each supervised position."""
     model, task, cfg = nano('copy', pe='rope', longest=3)
     rows, summary, _ = probe.loss(model, task, cfg, n=5)
     tokens, targets = probe.problems(task, [7], 5)[7]
@@ -2280,12 +2279,12 @@ def test_loss_by_position():
 
 
 def test_norms_of_planted_frequencies():
-    """Three of four pairs of features have the same norm, the second has none; head 2 has twice
+    """Of four feature pairs, three have the same norm and the second has norm 0. Head 2 has twice
     the norms of head 1."""
     (model, task, cfg), pairs = nano(pe='rope', n_head=2, n_layer=1), torch.tensor([1.0, 0, 1, 1])
     scale = torch.cat([pairs, 2 * pairs]).repeat_interleave(2)  # (H D,)
     W = model.blocks[0].attn.qkv.weight
-    W[:] = W[:1]  # every feature of a query and of a key is the same number
+    W[:] = W[:1]  # all features of a query are equal, and of a key
     W[:32] *= scale.repeat(2)[:, None]
     rows, summary, _ = probe.norms(model, task, cfg, n=2)
     close([summary['used'], summary['fast']], [3 / 4, 1 / 3], 1e-3)
@@ -2311,7 +2310,7 @@ def test_tuning_of_rope_are_medians_and_of_alibi_lines():
 
 
 def test_ablate_finds_the_head_that_carries_the_answer():
-    """Head 3 of layer 2 where scores say so; in the iteration head, head 1 of each layer."""
+    """It is head 3 of layer 2 by the given scores; in the iteration head, head 1 of each layer."""
     model, _, cfg = nano(pe='nope', n_head=4)
     taps, drops = [block.attn.tap_head_out for block in model.blocks], [[1, 1, 1, 1], [0, 0, 7, -3]]
 
@@ -2330,8 +2329,8 @@ def test_ablate_finds_the_head_that_carries_the_answer():
 
 
 def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
-    """Before layer 1 it leaves the same weights without an encoding; random vectors have the same
-    norms. Of a text it reports the loss, and its rise without a head."""
+    """Subtracting p before layer 1 gives the loss of the same weights with pe=nope. Random vectors
+    have the norms of p. For a text, base is the loss and a drop is its rise without a head."""
     (tmp_path / 'text').write_text(''.join(random.Random(0).choices('abcdef', k=9999)))
     shape = dict(data=str(tmp_path / 'text'), train_lengths=[12], eval_lengths=[12], n_head=2)
     model, task, cfg = nano('text', pe='random', **shape)
@@ -2354,8 +2353,8 @@ def test_ablate_subtracts_the_vectors_that_were_added(tmp_path):
     dict(pe='ape+rope', norm='rmsnorm'), dict(pe='learned+t5'), dict(pe='rope', rope_heads=1),
     dict(pe='rope', attention='mla'), dict(pe='pope'), dict(pe='ape+vipe')], ids=str)
 def test_toeplitz_splits_the_logits(kw):
-    """Toeplitz parts are means along diagonals. Eq. 1's terms are the logits, and their fractions
-    add up to 1, for encodings that are linear in q and k; the others have no terms."""
+    """Toeplitz parts are means along diagonals. For encodings that are linear in q and k, eq. 1's
+    terms add up to the logits, and their fractions to 1; other encodings have no terms."""
     model, task, cfg = nano(d_model=32, n_head=4, **kw)
     rows, _, _ = probe.toeplitz(model, task, cfg, length=8, n=4)
     tokens = probe.batch(task, [8], 8, 4)[1]
@@ -2374,14 +2373,14 @@ def test_toeplitz_splits_the_logits(kw):
             close(row['toeplitz'], np.mean(shares), 6e-5)
             close(sum(row[name] for name in terms), bool(terms), 1e-3)
     if 'qp kp' in terms:
-        model.embedding.weight.zero_()  # before layer 1 the stream is p alone
+        model.embedding.weight.zero_()  # before layer 1 the stream is then p
         terms = probe.eq_1(probe.trace(model, tokens)[0], model.blocks[0].norm_1, p)
         assert all(terms[name].abs().max() < 1e-12 for name in terms.keys() - {'qp kp', 'B'})
 
 
 def test_gradients_jacobians_and_edges():
-    """Summed over layers, H(d) at all edges is the gradient by T5's table. J is autograd's Jacobian
-    of a block at the last target. With two triggers the edge is from the query to the later."""
+    """H(d) over all edges, summed over layers, is the gradient of T5's table. J is a block's
+    Jacobian at the last target. With two triggers, edges lead from the query to the later one."""
     model, task, cfg = nano('copy', pe='t5', n_head=2)
     model.requires_grad_(True)
     tokens, targets = task.sample(3, 5, torch.Generator())
@@ -2392,7 +2391,7 @@ def test_gradients_jacobians_and_edges():
     for i, (block, layer) in enumerate(zip(model.blocks, probe.trace(model, tokens))):
         whole = torch.autograd.functional.jacobian(
             lambda x, block=block, layer=layer: block(x, layer.pos, layer.state), layer.stream[:1])
-        close(J[i, 0], whole[0, -2, :, 0, -2])  # the last token, EoS, is predicted and not read
+        close(J[i, 0], whole[0, -2, :, 0, -2])  # the last token, EoS, has no target
         values, heads = torch.linalg.svdvals(J[i]), H[i].norm(dim=-1)
         close([rows[i][key] for key in ('least', 'most', 'head', 'first', 'margin')],
               [values.min(), values.max(), heads.argmax() + 1, heads.max(),
@@ -2407,8 +2406,8 @@ def test_gradients_jacobians_and_edges():
 
 
 def test_cursors_of_two_layers_with_a_copy_branch():
-    """Those of layer 1 step up and never jump, as their biases say. Means are over the prompt, and
-    over the answer from "=" on."""
+    """Cursors of layer 1 always increment and never jump, as their biases are set. Means are over
+    the prompt, and over the answer from "=" on."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, prism_copy='fixed', n_layer=2,
                             prism_layers=[1, 2], dtype=torch.float32, longest=3)
     for block in model.blocks:
@@ -2436,10 +2435,10 @@ def test_cursors_of_two_layers_with_a_copy_branch():
 
 @pytest.mark.parametrize('kw', [dict(prism_sharpen=False), dict(prism_copy='trained')], ids=str)
 def test_kernel_compares_eq_6_with_eq_4(kw):
-    """Half the sum of absolute differences over the displacements, in a loop."""
+    """eq6 is half the sum of absolute differences over all displacements, here in a loop."""
     model, task, cfg = nano('string_copy', pe='prism', n_head=2, longest=3, **kw)
     rows, summary, _ = probe.kernel(model, task, cfg)
-    assert summary['rises'] == 4  # of 32 features
+    assert summary['rises'] == 4  # for d_pe = 32
     T, start, f = 8, 3, partial(pe.sinusoids, width=32, base=10000, like=torch.ones(1).double())
     tokens = probe.batch(task, cfg.train_lengths, 3, 1)[1]  # abc=abc. and its "="
     for c, row in zip(probe.cursors_of(model, tokens), rows):
@@ -2459,8 +2458,8 @@ def test_kernel_compares_eq_6_with_eq_4(kw):
 
 
 def test_three_axes_solve_equation_7_and_two_axes_equation_12():
-    """Residuals at each distance, query and key add up to ridge times a_d, b_i and c_j, where eq.
-    6 has derivatives of 0. Those of two axes have mean 0 in each row and column."""
+    """Where the derivatives of eq. 6 are 0, residuals at each distance, query and key add up to
+    ridge times a_d, b_i and c_j. For two axes they have mean 0 in each row and column."""
     W, (i, j) = at_random(2, 9, 9), torch.tril_indices(9, 9)
     a, b, c, fit = probe.three_axes(W, ridge=1e-3)
     rest = (W - fit).tril()
@@ -2476,7 +2475,7 @@ def test_three_axes_solve_equation_7_and_two_axes_equation_12():
     close([*(x - fit).mean(dim=0), *(x - fit).mean(dim=1)], [0] * 18)
     model, task, cfg = nano(pe='alibi', n_head=2)
     for block in model.blocks:
-        block.attn.qkv.weight[:16] = 0  # no queries: the logits are a sum
+        block.attn.qkv.weight[:16] = 0  # queries of 0: only the bias is left
     assert probe.disentangle(model, task, cfg, n=1)[1]['mean_r'] == 1
 
 
@@ -2484,8 +2483,8 @@ def test_three_axes_solve_equation_7_and_two_axes_equation_12():
     dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', attention='mla'),
     dict(pe='alibi', rope_heads=1), dict(pe='yarn'), dict(pe='pope+alibi')], ids=str)
 def test_logits_at_other_distances(kw):
-    """The encoding's own logits at the true positions; at fake ones those of a sequence there. Of
-    rope and pope they are Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d)."""
+    """logits_at() gives the model's logits at true positions, and fake_logits() at true distances.
+    For rope and pope they are Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d)."""
     enc, pos = make(**kw).blocks[0].attn.pe, torch.arange(10)
     q, k = at_random(2, 1, enc.cfg.heads, 10, enc.cfg.head_dim)
     layer = types.SimpleNamespace(enc=enc, q=q, k=k, state=None, logits=enc.logits(q, k, pos))
@@ -2498,8 +2497,8 @@ def test_logits_at_other_distances(kw):
 
 
 def test_slow_dominating_pairs_and_eq_15():
-    """tuples finds the planted pair 8, whose key is constant; pair 1 dominates, too, and is fast.
-    In eq. 15 f has the mean key, g what keys add to it without a rotation."""
+    """tuples finds the planted pair 8, whose key is constant. Pair 1 also dominates, but is fast.
+    In eq. 15 f uses the mean key and g, without a rotation, the deviations from it."""
     model, task, cfg = nano(pe='rope', n_head=1, n_layer=1)
     q = torch.polar(torch.tensor([20.0] + [1] * 6 + [20]), torch.tensor([0.0] * 7 + [2]))
     model.embedding.weight.zero_()[:, 0] = 1  # the same for all tokens
@@ -2520,7 +2519,7 @@ def test_slow_dominating_pairs_and_eq_15():
     W, own, f = (rotated_products(q, k, theta, pos)
                  for q, k in ((zq, zk), (zq * pairs, zk), (zq * pairs, kbar)))
     g = rotated_products(zq * pairs, torch.polar((zk - kbar).abs(), zk.angle()), 0 * theta, pos)
-    found = probe.analytic_fit(torch.cat([W, W]), zq, zk, theta, pairs)  # it acts on head 1
+    found = probe.analytic_fit(torch.cat([W, W]), zq, zk, theta, pairs)  # for head 1 of 2
     lower = np.tril_indices(50)
     close(found[:, 0], [np.corrcoef(x[0][lower], y[0][lower])[0, 1]
                         for x, y in ((own, f + g), (W, own), (W, f + g))])
@@ -2528,7 +2527,7 @@ def test_slow_dominating_pairs_and_eq_15():
 
 
 def test_random_phases_are_a_control():
-    """A pair that does not rotate is a sum whatever its phases; fast pairs are not."""
+    """A pair's logits fit a sum for all phases if it does not rotate; with fast rotation not."""
     one, many = torch.ones(2, 12, 1) + 0j, torch.ones(2, 12, 8) + 0j
     close(probe.random_phases(one, one, torch.zeros(1), [11]), torch.ones(2).double(), 1e-6)
     assert (probe.random_phases(many, many, torch.linspace(1, 3, 8), [11, 6]) < 0.7).all()
@@ -2537,7 +2536,7 @@ def test_random_phases_are_a_control():
 
 @pytest.mark.parametrize('kind', probe.KINDS)
 def test_perturbed_and_original_have_the_same_targets(kind):
-    """Both are of the targets that have not moved; each sequence and layer has its own draw."""
+    """Both scores are on targets that did not move; each sequence and layer has its own draw."""
     model, task, cfg = nano('copy', pe='rope', longest=6)
     tokens, targets = probe.batch(task, [6], 0, 5)[1:]
     before = probe.perturbed(model, tokens, targets)
@@ -2547,7 +2546,7 @@ def test_perturbed_and_original_have_the_same_targets(kind):
     assert len({call.args[3].initial_seed() for call in draw.mock_calls}) == 5 * 2
     assert probe.perturb_scores(still, before, targets)['output'] == 0
     after = probe.perturbed(model, tokens, targets, kind, 1.0, 4)
-    for seed, x in enumerate((before, after)):  # random weights are nearly never right
+    for seed, x in enumerate((before, after)):  # random weights are hardly ever correct
         x[1] = at_random(*targets.shape, seed=seed) > -1
     row, moved = probe.perturb_scores(after, before, targets), after[-1]
     assert moved.any() == (kind == 'text')
@@ -2560,8 +2559,8 @@ def test_perturbed_and_original_have_the_same_targets(kind):
 
 
 def test_stretch():
-    """A window over everything is attention; with the first tokens kept it is what the sequence of
-    these tokens gives. Distances are over the typical one of normal points, in a loop."""
+    """A window over all tokens gives attention's outputs; with the first tokens kept, those of the
+    sequence of the tokens in it. nearest() agrees with a loop."""
     model, tokens = make(pe='pope+t5'), torch.arange(1, 11)[None]
     layer, other = (probe.trace(model, x)[0] for x in (tokens, tokens[:, [0, 1, 4, 5, 6, 7]]))
     for of, *given in ((layer, 9, 0, 10), (other, 7, 2, 6, 2)):
@@ -2575,9 +2574,9 @@ def test_stretch():
 
 
 def test_a_llama_as_one_of_ours(tmp_path):
-    """q, k and logits of a trace give the attention and the output that transformers computes, with
-    shared keys. --hf and --text replace a run, in every probe that accepts a Llama. Texts
-    longer than a sliding window, which is not ours, are refused."""
+    """A trace has the attention and the output that transformers computes, with keys shared between
+    heads. --hf and --text replace a run in every probe that accepts a Llama. Texts longer than a
+    sliding window are refused."""
     transformers, tokenizers = map(pytest.importorskip, ('transformers', 'tokenizers'))
     torch.manual_seed(0)
     shape = dict(
@@ -2594,7 +2593,7 @@ def test_a_llama_as_one_of_ours(tmp_path):
                                                              unk_token='w66'))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.post_processor = tokenizers.processors.TemplateProcessing(
-        single='w1 $A w2', special_tokens=[('w1', 1), ('w2', 2)])  # begin and end of a text
+        single='w1 $A w2', special_tokens=[('w1', 1), ('w2', 2)])  # begin and end a text
     folder, text = tmp_path / 'net', tmp_path / 'text'
     for path, saved in ((folder, net), (tmp_path / 'windowed', windowed)):
         saved.save_pretrained(path)
@@ -2622,14 +2621,14 @@ def test_a_llama_as_one_of_ours(tmp_path):
         probe.load_llama(str(path), str(text), 9)
 
 
-# ---- results/tables.py: records, tables, the board, marked blocks of README files, commands ------
+# ---- results/tables.py: records, tables, the board in results/README.md, commands ----------------
 
 def write_lines(path, *lines):
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
 
 
 def record(exact, seeds='0', **options):
-    """A record whose seeds (those that did not fail) have these exact scores at 1, 2 and 4."""
+    """A record in which the seeds that did not diverge have these exact scores at 1, 2 and 4."""
     config = {'pe': 'rope', 'task': 'parity', 'train_lengths': '1-2', 'n_test': 100,
               'seeds': seeds, 'out_dir': 'out/planted/x', **options}
     scores = {seed: {'exact': values, 'token': [1, 1, 1]} for seed, values in exact.items()}
@@ -2657,7 +2656,7 @@ def test_a_run_is_read_back_from_its_record(tmp_path):
 def test_a_listing_shows_planted_numbers_and_failed_seeds(tmp_path):
     corpus, rare = record({0: [0, 0, 0]}, task='stdlib'), record({0: [0.5, 1, 0.9]}, task='copy')
     corpus['scores'][0]['loss'] = [3.0, 2.0, 2.04]
-    rare['n'] = {'1': 2, '4': 300}                         # too few of length 1 to count in reach
+    rare['n'] = {'1': 2, '4': 300}                         # reach ignores length 1: under 50
     write_lines(tmp_path / 'x.jsonl',
                 record({0: [1, 0.95, 0.5]}, warmup_steps=7),
                 record({1: [1, 0.75, 0]}, seeds='1-2', warmup_steps=7),
@@ -2665,14 +2664,14 @@ def test_a_listing_shows_planted_numbers_and_failed_seeds(tmp_path):
                 corpus, rare, {'probe': 'alignment', 'rows': {}})
     _, rope, nope, text, copy = tables.listing(tables.read_runs(tmp_path / 'x.jsonl')['planted'])
     assert rope == 'parity | rope | 97.5, 87.5 | 50.0, 0.0 | 2, 1 | 1 diverged'
-    assert nope == 'parity | nope |  |  |  | 2 diverged'   # the warm-up follows from it
+    assert nope == 'parity | nope |  |  |  | 2 diverged'   # pe implies warmup_steps
     assert text == 'stdlib | rope | 12.18 | 7.69 | 0'
     assert copy == 'copy | rope | 99.0 | 90.0 | 2'
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A board of one column in a folder of its own."""
+    """A board of one column in a temporary folder, which is returned."""
     os.symlink(tables.ROOT / 'train.py', tmp_path / 'train.py')
     (tmp_path / 'results').mkdir()
     (tmp_path / 'results/board.jsonl').touch()
@@ -2713,7 +2712,7 @@ def test_the_page_shows_the_board_of_its_records():
 
 
 def test_a_cell_of_the_board(tmp_path):
-    """The median of seeds, least to most; unfitted in italics; a figure of it can be drawn."""
+    """A cell: median of seeds (least to most), in italics if unfitted. Floors fit sampled tasks."""
     write_lines(tmp_path / 'x.jsonl', record({0: [1, 1, 1]}), record({1: [1, 0.5, 0]}, seeds='1-2'))
     run, = tables.read_runs(tmp_path / 'x.jsonl')['planted']
     assert tables.board_cell(run) == '*0.5 (0 to 2); 100 %*'
@@ -2723,9 +2722,9 @@ def test_a_cell_of_the_board(tmp_path):
     assert [*tables.floor('polynomial', [2], 'last')] == pytest.approx([0.36], abs=0.05)
     rows = train.tasks.make('mqar:keys=2:words=8').sample(2000, 9, generator(0))[0].tolist()
     pairs = [[x for x in zip(row[::2], row[1::2]) if x[0] <= 8] for row in rows]     # keys: 1 to 8
-    right = [a != c or a[1] == b[1] for a, b, c, _ in pairs]               # a c: a b a b, crossed
+    right = [a != c or a[1] == b[1] for a, b, c, _ in pairs]               # a == c: they cross
     assert [np.mean(right)] == pytest.approx([*tables.floor('recall', [9], 'exact')], abs=0.03)
-    assert tables.find_cells(0.5, [('rope', 'text')], 'out/none.jsonl') == {}      # not in results/
+    assert tables.find_cells(0.5, [('rope', 'text')], 'out/none.jsonl') == {}      # no such file
 
 
 def test_commands_name_options_and_configs_that_exist():
@@ -2737,7 +2736,7 @@ def test_commands_name_options_and_configs_that_exist():
             assert all((tables.ROOT / word).exists() for word in words if word[:8] == 'configs/')
 
 
-# ---- the programs --------------------------------------------------------------------------------
+# ---- all programs, and the code in README.md -----------------------------------------------------
 
 def test_every_program_has_help_and_lists_what_it_has():
     programs = 'kernels.py', 'pe.py', 'probe.py', 'tasks.py', 'train.py'
@@ -2749,7 +2748,7 @@ def test_every_program_has_help_and_lists_what_it_has():
 
 
 def test_readme_code_runs(tmp_path, capsys):
-    """PoPE in another model, and a trained model in a notebook."""
+    """The block with PoPE in another model, and the one that loads a trained model."""
     names = {}
     exec(readme_code('enc.attend'), names)
     assert names['y'].shape == (8, 4, 100, 16) and names['y'].isfinite().all()
