@@ -215,7 +215,7 @@ def head_rows(columns):
 # ---- pictures ------------------------------------------------------------------------------------
 
 def figure(title, *panels):
-    """Return draw(plt), which calls each panel(ax) for a panel of a figure, three in a row."""
+    """Return draw(plt): a figure in which each panel(ax) draws a panel, at most three in a row."""
     def draw(plt):
         across = 2 if len(panels) == 4 else min(3, len(panels))
         down = -(-len(panels) // across)  # rounded up
@@ -417,7 +417,7 @@ def squeeze(model, task, cfg, length=0, n=256):
 
     --length: the longest (0: of eval_lengths). Columns: fractions of correct problems (exact) and
     tokens. squeezed: if T tokens exceed the longest training sequence, T_0, token t is at position
-    t (T_0 - 1) / (T - 1), as in position interpolation (Chen et al. 2023): no distance is longer.
+    t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023): distances are below T_0.
     hidden: keys T_0 or more tokens back are masked. Control: squeezing has no effect on NoPE.
     """
     longest, rows = length or max(cfg.eval_lengths), []
@@ -548,7 +548,7 @@ def loss(model, task, cfg, length=0, n=32):
     """Where does distant context help, and where does a model fail? Loss by position.
 
     After PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss in
-    nats per token over each of 16 parts of the context, from its first to its last position.
+    nats per token over each of 16 parts of the context, at positions `first` to `last`.
     """
     length, name = length or max(cfg.eval_lengths), name_of(cfg)
     tokens, targets = problems(task, [length], n)[length]  # (n, T)
@@ -699,8 +699,9 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     `drop 1`, ...: fall of exact match without head 1, ..., in points (of correct tokens if no
     problem is exact; for a corpus: rise of the loss, nats). `effective`: how many heads share the
     drop; 1 with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8)
-    subtracts the encoding's vectors p from the stream x before one layer at a time. Scores
-    `without p`; `random`, `sd`: with four random vectors of that norm; `norm`: mean |p| / mean |x|.
+    subtracts the encoding's vectors p from the stream x before each layer in turn. `without p`:
+    score; `random`, `sd`: its mean and deviation for four random p of the same norm; `norm`: mean
+    |p| / mean |x|.
     """
     check_name('what', what, ('heads', 'positions'))
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)  # (n, T)
@@ -920,8 +921,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     `growth`: margin over that of the layer above (Theorem 6.1: above 1); `effective`: how many
     heads share |H|; `least`, `most`: of the singular values of jacobians(). Summary: fractions of
     rows, `A1`: with all singular values in (0, 2); `grows`: with growth > 1 (of those that have
-    growth). H below the top layer is our addition.
-    """
+    growth). H below the top layer is our addition."""
     need(name_of(cfg) != BY_HAND, 'by_hand models were never trained: gradients requires a run')
     need(cfg.heads > 1, 'gradients compares the heads of a layer: train with more, as --n_head=4')
     steps = min(200, cfg.max_steps) if steps < 0 else steps
@@ -1233,8 +1233,8 @@ def slow_dominating(zq, zk, theta, length):
 
 
 def analytic_fit(W, zq, zk, theta, pairs):
-    """[3, H]: r over i >= j between the logits of `pairs` [H, n] alone and f + g of eq. 15, between
-    all logits W [H, T, T] and those of the pairs, and between W and f + g; nan in heads without.
+    """[3, H]: r over i >= j between the logits of `pairs` [H, n] and f + g of eq. 15, between all
+    logits W [H, T, T] and those of the pairs, and between W and f + g; nan for heads without pairs.
 
     f = Re sum_r conj(q_r) kbar_r e^(-1j (i-j) theta_r), with the angle of the mean key kbar, so
     that f does not depend on k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
@@ -1253,8 +1253,8 @@ def analytic_fit(W, zq, zk, theta, pairs):
 
 
 def random_phases(zq, zk, theta, queries):
-    """A control [H]: r of eq. 12's fit for zq, zk [H, T, n] with their norms but random phases. A
-    high r here means that norms and frequencies explain the fit, not learned phases."""
+    """A control [H]: r of eq. 12's fit for zq, zk [H, T, n] with their norms but random phases. If
+    it equals the model's r, norms and frequencies explain the fit, and learned phases do not."""
     source, T = torch.Generator().manual_seed(0), zq.shape[1]
     q, k = (x.abs() * torch.exp(2j * np.pi * torch.rand(x.shape, generator=source).double())
             for x in (zq[:, queries], zk))  # (H, queries, n), (H, T, n)
