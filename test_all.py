@@ -2697,8 +2697,11 @@ def test_the_board_trains_what_is_missing(tiny, monkeypatch, capsys):
         tables.main(['board', '--task=tyni'])
 
 
-def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch):
-    trained = []
+def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch, tmp_path):
+    trained, point = [], dict(eval={1: dict(exact=0.5, token=1)})
+    for seeds, merit in ((1, ()), (2, (0, 0.5, 1))):       # a rate loses if a seed diverges
+        write_lines(tmp_path / 'log.jsonl', dict(loss=1), *[point] * seeds)
+        assert tables.validation(tmp_path) == merit
     monkeypatch.setattr(tables, 'run_train', lambda folder, *flags: trained.append(flags))
     monkeypatch.setattr(tables, 'validation', lambda folder: (0, folder.endswith('lr=0.002'), 0.5))
     assert tables.best_rate(0.5, 'nope', 'text') == '2e-3' and '--max_steps=800' in trained[0]

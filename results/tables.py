@@ -212,11 +212,11 @@ def run_train(folder, *flags):
 
 
 def validation(folder):
-    """(-loss of a corpus, exact, token): means over seeds that finished; () if none did."""
+    """(-loss of a corpus, exact, token): means over both tuning seeds; () if one diverged."""
     points = map(json.loads, Path(ROOT, folder, 'log.jsonl').read_text().splitlines())
-    evals = [x for point in points if 'eval' in point for x in point['eval'].values()]
-    metrics = [(-x.get('loss', 0), x['exact'], x['token']) for x in evals]
-    return tuple(map(statistics.mean, zip(*metrics)))
+    evals = [point['eval'].values() for point in points if 'eval' in point]        # by seed
+    metrics = [(-x.get('loss', 0), x['exact'], x['token']) for x in itertools.chain(*evals)]
+    return tuple(map(statistics.mean, zip(*metrics))) if len(evals) == 2 else ()
 
 
 def best_rate(minutes, row, column):
