@@ -1,17 +1,19 @@
-"""Every positional encoding, one small class each. This file needs torch alone: copy it to use it.
+"""All positional encodings, one small class each. This file needs only torch: copy it to use it.
 
-Nearly every encoding changes only the inputs, bias or output of causal attention:
+Nearly every encoding changes only the inputs, the bias or the output of causal attention. For a
+query at position t, a key at position s and attention heads of width d:
 
     logits_ts = <q'_t, k'_s> / sqrt(d) + bias_ts,   s <= t                hooks: qk, bias
     y_t       = out_t(sum_s softmax_s(logits_ts) value_s(v_s))            hooks: value, out
 
-Another hook, weigh, replaces the softmax and gives up fused attention. embed() acts on the token
-embeddings before layer 1. A class overrides the one or two hooks that it needs; its options are
-annotated class attributes, such as T5's. To add an encoding, write the class and register it in
-ENCODINGS: it can then be trained, tested and probed like the others.
+The hook weigh replaces the softmax, which rules out fused attention. The hook embed changes the
+token embeddings before layer 1. A class overrides only the hooks that it needs; its options are
+annotated class attributes, such as t5_buckets of T5. To add an encoding, write its class and
+register it in ENCODINGS: it can then be trained, tested and probed like the others.
 
-In a model of your own: encodings = build(PEConfig(...)), one for each layer; state =
-encodings[0].state(x, pos) once per sequence; in each layer enc.attend(q, k, v, pos, state, x).
+In your own model, encodings = build(PEConfig(...)) returns one encoding per layer. Call state =
+encodings[0].state(x, pos) once per sequence, x = encodings[0].embed(x, pos) before layer 1, and
+enc.attend(q, k, v, pos, state, x) in each layer, where x is the input of that layer's attention.
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
 """
@@ -29,7 +31,7 @@ import torch.nn.functional as F
 
 
 class UserError(ValueError):
-    """An error that the caller can fix, as the message says; train.py prints it on one line."""
+    """An error whose message says how to fix it; train.py prints it on one line."""
 
 
 def need(condition, says):
@@ -40,18 +42,18 @@ def need(condition, says):
 
 @dataclass
 class SharedConfig:
-    """What all encodings read; PEConfig (below ENCODINGS) adds the options of each class. Derived:
-    heads and head_dim, the number and width of attention heads; layer, from 0."""
+    """The options of all encodings; PEConfig (below ENCODINGS) adds those of each class. Derived:
+    heads and head_dim, number and width of the attention heads; layer, the layer's index from 0."""
     pe: str = 'rope'               # an encoding, or several joined by +: `python pe.py` lists them
     d_model: int = 64              # width of the residual stream
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
     n_layer: int = 2               # blocks
-    train_len: int = 128           # longest total length in training (train.py sets it)
-    eval_len: int = 0              # longest total length in evaluation (train.py sets it)
+    train_len: int = 128           # tokens in the longest training sequence (train.py sets it)
+    eval_len: int = 0              # the same in evaluation (train.py sets it)
     rope_base: float = 10000.0     # base of the frequencies, as in theta_c = base^(-2c/d)
     rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
     attention: Literal['mha', 'mla'] = 'mha'   # mha | mla: latent attention, with RoPE or NoPE
-    causal: bool = True            # False: only the last token, the answer, is masked
+    causal: bool = True            # False: bidirectional; only the last token (answer) is masked
     # kernels.py, for pope, vipe and prism: auto (if faster, on CUDA) | triton | reference
     kernel: Literal['auto', 'triton', 'reference'] = 'auto'
 
@@ -60,7 +62,7 @@ class SharedConfig:
             value, choices = getattr(self, f.name), get_args(f.type)
             need(get_origin(f.type) is not Literal or value in choices,
                  f'{f.name} must be one of {", ".join(map(str, choices))}, got {value!r}')
-        # widths, bases and counts, unless 0 or None is the default
+        # widths, bases and counts must be positive, unless their default is 0 or None
         check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
         need(self.d_model % self.n_head == 0,
              f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
@@ -68,7 +70,7 @@ class SharedConfig:
              f'n_head must be even for mla, which pairs heads, got {self.n_head}')
         self.heads = self.n_head // 2 if self.attention == 'mla' else self.n_head
         self.head_dim = self.d_model // self.heads
-        self.layer = 0                 # counts up in build()
+        self.layer = 0                 # build() sets it for each layer
         need(self.rope_heads is None or 1 <= self.rope_heads <= self.heads,
              f'rope_heads must be from 1 to {self.heads}, the number of heads, got '
              f"{self.rope_heads}; for none use pe='nope'")
@@ -88,25 +90,25 @@ HALF = torch.bfloat16, torch.float16
 
 
 class InputMissing(UserError):
-    """An encoding reads the input of its attention layer, but the caller did not pass it."""
+    """The encoding needs the input x of its attention layer, but the caller did not pass it."""
 
 
 @dataclass
 class At:
-    """What the hooks of attention may read. Positions have an axis for the heads, so that they
-    broadcast: t of the queries, [1, Tq] or [B, 1, Tq]; s of the keys, [1, T] or [B, 1, T]."""
-    q: torch.Tensor         # [B, H, Tq, D], as the layer projected it
-    k: torch.Tensor         # [B, H, T, D], likewise
-    t: torch.Tensor
-    s: torch.Tensor
-    state: object           # what state() returned
-    content: torch.Tensor   # x, or None where the caller has none
-    causal: bool = True     # a mask hides later keys
-    kernel: bool = False    # goes to kernels.attention
+    """What the hooks of attention can read. An axis of size 1 in the positions t and s is for the
+    heads, so that positions broadcast against q and k."""
+    q: torch.Tensor         # [B, H, Tq, D], before any encoding
+    k: torch.Tensor         # [B, H, T, D], before any encoding
+    t: torch.Tensor         # positions of the queries, [1, Tq] or [B, 1, Tq]
+    s: torch.Tensor         # positions of the keys, [1, T] or [B, 1, T]
+    state: object           # the return value of state()
+    content: torch.Tensor   # x [B, T, C], or None if the caller did not pass it
+    causal: bool = True     # True: keys after the query are masked
+    kernel: bool = False    # True: kernels.attention computes this call
 
     @property
     def distance(self):
-        """t - s [1, Tq, T] or [B, 1, Tq, T], 0 where the mask hides s; |t - s| if not causal."""
+        """t - s [1, Tq, T] or [B, 1, Tq, T], 0 at masked keys s > t; |t - s| if not causal."""
         d = self.t[..., :, None] - self.s[..., None, :]
         return d.clamp(min=0) if self.causal else d.abs()
 
@@ -114,25 +116,24 @@ class At:
     def x(self):
         """[B, T, C]: the normalized input of the attention layer."""
         if self.content is None:
-            raise InputMissing('this encoding requires the attention input; pass x to attend(q, k, '
-                               'v, pos, state, x)')
+            raise InputMissing('this encoding requires the attention input: pass x to attend()')
         return self.content
 
 
 class Encoding(nn.Module):
-    """No encoding at all, and the base of every other: override the hooks that you need.
+    """Base class, which encodes nothing. A subclass overrides the hooks, embed() to out().
     x [B, T, C]; q [B, H, Tq, D]; k, v [B, H, T, D]; pos [T], or [B, T] if rows differ."""
     shared = False            # True: one instance serves all layers; False: each layer has its own
     shift_invariant = False   # True: adding a constant to pos changes no logit and no output
-    needs_causal = False      # True: raises without a mask
+    needs_causal = False      # True: raises unless the mask is causal
     needs_pairs = False       # True: rotates feature pairs; requires an even head_dim
     fp32 = False              # True: attention must not run in half precision
-    order = 0                 # of qk in a sum: 0 rotates, 1 appends features, 2 scales
+    order = 0                 # rank of qk() in a sum: 0 rotates, 1 appends features, 2 scales
     mean_distance = False     # True: attend_by_kernel appends sum_s alpha_ts (t - s) to y
     triton_pays = False       # True: kernels.attention is faster than PyTorch's
-    capturable = True         # False: a CUDA graph cannot capture a step
+    capturable = True         # False: a CUDA graph cannot capture a training step
     reads_content = False     # True: state() computes positions from the content
-    own = {}                  # {parameter: settings of its own optimizer group, or clamp=(a, b)}
+    own = {}                  # {parameter: its optimizer settings, such as lr, or clamp=(a, b)}
 
     def __init__(self, cfg):
         super().__init__()
@@ -142,44 +143,44 @@ class Encoding(nn.Module):
              f'{type(self).__name__} requires an even d_model / n_head, got {cfg.head_dim}')
         self.cfg = cfg
         for key, (_, default) in options_of(type(self)).items():
-            setattr(self, key, getattr(cfg, key, default))  # default: of a class registered later
+            setattr(self, key, getattr(cfg, key, default))  # default: for classes added later
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        self.dense = changed(self, 'weigh')  # logits are stored
-        # kernels.attention takes no bias, and q and k at most twice as wide as v
+        self.dense = changed(self, 'weigh')  # True: attend() stores all logits
+        # kernels.attention accepts no bias, and q and k at most twice as wide as v
         self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
     def embed(self, x, pos):                    # -> [B, T, C], before layer 1
         return x
-    def state(self, x, pos, total_len=None):    # -> anything, once per sequence; total_len: its
-        return None                             # final length, if known
-    def restate(self, x, pos, state):           # -> the state from this layer on; x: its input
+    def state(self, x, pos, total_len=None):    # -> anything, once per sequence; total_len: the
+        return None                             # sequence's final length, if known
+    def restate(self, x, pos, state):           # -> state from this layer on; x: the layer's input
         return state
     def penalty(self):                          # -> added to the training loss
         return 0.0
     def qk(self, q, k, at):                     # -> q' [B, H, Tq, any], k' [B, H, T, any]
         return q, k
     def bias(self, at):                         # -> None, or [H, Tq, T] or [B, H, Tq, T], added to
-        return None                             # the logits (of T rows, the last Tq)
-    def weigh(self, logits):                    # -> the attention weights; masked keys: -inf
+        return None                             # the logits (if it has T rows, its last Tq)
+    def weigh(self, logits):                    # -inf at masked keys -> attention weights
         return logits.softmax(dim=-1)
-    def value(self, v, at):                     # -> [B, H, T, any], before the average
+    def value(self, v, at):                     # -> values to average [B, H, T, any]
         return v
-    def out(self, y, at):                       # -> [B, H, Tq, out_dim], after it
+    def out(self, y, at):                       # y: averages -> [B, H, Tq, out_dim]
         return y
 
     def at(self, q, k, pos, state=None, x=None, q_len=None):
         """Return the At of the last q_len queries; compute the state if it is None."""
         if state is None:
             state = self.state(None, pos)
-        if self.shift_invariant:                # angles of large positions would lose digits
+        if self.shift_invariant:                # large angles would lose precision
             pos = pos - pos[..., :1]
         s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
-        q_len = q.shape[2] if q_len is None else q_len      # mix() has no q
+        q_len = q.shape[2] if q_len is None else q_len      # mix() passes no q
         return At(q, k, s[..., s.shape[-1] - q_len:], s, state, x, self.cfg.causal)
 
     def logits(self, q, k, pos, state=None, x=None):
-        """Attention logits [B, H, Tq, T], -inf if masked, for probes."""
+        """Return the attention logits [B, H, Tq, T], -inf at masked keys."""
         check_shapes(self.cfg, q, k, k, pos, x)
         at = self.at(q, k, pos, state, x)
         q, k = self.qk(q, k, at)
@@ -188,37 +189,37 @@ class Encoding(nn.Module):
         return (logits if bias is None else logits + bias) + self.mask(logits)
 
     def bias_rows(self, at, q, k):
-        """The last Tq rows of bias(), or None."""
+        """Return the last Tq rows of bias(), or None. Raise UserError if its shape is wrong."""
         bias, (B, H, Tq, _), T = self.bias(at), q.shape, k.shape[2]
         if bias is not None:
             fits = zip(bias.shape[::-1], ((1, T), (1, Tq, T), (1, H), (1, B)))
             need(2 <= bias.dim() <= 4 and all(n in sizes for n, sizes in fits),
-                 f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T], here '
+                 f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T] = '
                  f'{[B, H, Tq, T]}, got {list(bias.shape)}')
             return bias[..., -Tq:, :]
 
     def mask(self, like):
-        """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at masked keys."""
+        """Return the mask [Tq, T] in the dtype of `like` [.., Tq, T]: 0, or -inf at masked keys."""
         if self.cfg.causal:
             return causal(like)
         visible = torch.zeros(like.shape[-2:], dtype=like.dtype, device=like.device)
         return F.pad(visible[:, 1:], (0, 1), value=-math.inf)       # all but the last key
 
     def mix(self, weights, v, pos, state=None, x=None):
-        """Attention's output [B, H, Tq, out_dim] from its weights [B, H, Tq, T], for probes."""
+        """Return attention's output [B, H, Tq, out_dim] for the weights [B, H, Tq, T]."""
         if self.fp32 and v.dtype in HALF:
             return self.mix(weights.float(), v.float(), pos, state, x).to(v.dtype)
         at = self.at(None, None, pos, state, x, q_len=weights.shape[-2])
         return self.out(weights @ self.value(v, at), at)
 
     def attend(self, q, k, v, pos, state=None, x=None):
-        """mix(weigh(logits), v): [B, H, Tq, out_dim]; stores the logits where `dense`.
+        """Return mix(weigh(logits), v) [B, H, Tq, out_dim]; only if `dense`, the logits are stored.
 
-        q: of all positions, or of the last Tq of them, as in decoding with a cache of k and v.
-        pos: of k and v; state: what state() returned; None if it depends on the length alone;
-        x: the normalized input of the attention layer, for encodings whose hooks read it. Raises
-        UserError if shapes do not fit. The kernels return NaN for integer positions that are not
-        consecutive; kernel='reference' accepts any."""
+        q: queries at all T positions, or at the last Tq when decoding with a cache of k and v. pos:
+        positions of k and v. state: from state(), or None if it depends on the length alone. x: the
+        normalized input of the attention layer, for encodings whose hooks read it. Raise UserError
+        if shapes do not fit. The kernels return NaN for integer positions that are not consecutive;
+        kernel='reference' accepts any."""
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
         if self.takes_kernel(q, k, pos):
@@ -228,7 +229,7 @@ class Encoding(nn.Module):
         autocast = torch.is_autocast_enabled(q.device.type)
         if self.fp32 and (autocast or q.dtype in HALF):
             with torch.autocast(q.device.type, enabled=False):
-                x = x.float() if autocast and x is not None else x      # else the weights' dtype
+                x = x.float() if autocast and x is not None else x      # else in the weights' dtype
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x).to(q.dtype)
         if self.dense:
             weights = self.weigh(self.logits(q, k, pos, state, x))
@@ -245,7 +246,7 @@ class Encoding(nn.Module):
         return self.out(fused_attention(q, k, v, mask, self.scale), at)
 
     def takes_kernel(self, q, k, pos):
-        """Whether this call uses kernels.attention: cfg.kernel; auto: where it is faster."""
+        """Whether kernels.attention computes this call; if kernel='auto', only if faster."""
         regular = (self.cfg.causal and q.shape[2] == k.shape[2] and pos.dim() == 1
                    and not pos.is_floating_point())
         if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
@@ -255,8 +256,8 @@ class Encoding(nn.Module):
             large and kernels(required=False) is not None and kernels().fits(q.device))
 
     def attend_by_kernel(self, q, k, v, at):
-        """attend() by kernels.attention, in memory that grows with T."""
-        q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # NaN: visible, without a GPU sync
+        """attend() by kernels.attention, in memory linear in T."""
+        q = q.masked_fill((at.s.diff() != 1).any(), math.nan)  # NaN: an error would sync the GPU
         v = self.value(v, at)
         q, k = self.qk(q, k, at)
         y, e = kernels().attention(q, k, v, self.mean_distance)
@@ -266,36 +267,36 @@ class Encoding(nn.Module):
 
 
 def kernels(required=True):
-    """The module kernels.py, imported here only, where a kernel is launched. With required=False,
-    return None if kernels.py or Triton is missing."""
+    """Return the module kernels.py, which is imported only here, when it is needed. With
+    required=False, return None if kernels.py or Triton is missing."""
     try:
         import kernels
     except ModuleNotFoundError:
-        need(not required, "kernel='triton' requires kernels.py beside pe.py")
+        need(not required, "kernel='triton' requires kernels.py beside pe.py: copy it there")
         return None
     return kernels if required or kernels.triton else None
 
 
 def options_of(cls):
-    """{option: (type, default)} of an encoding's class: annotated attributes, inherited too."""
+    """Return {option: (type, default)}: the annotated attributes of a class and its bases."""
     bases = [base for base in cls.__mro__[::-1] if issubclass(base, Encoding)]
     return {key: (kind, getattr(cls, key)) for base in bases
             for key, kind in base.__annotations__.items()}
 
 
 def changed(encoding, hook):
-    """Whether an encoding, or its class, overrides this hook."""
+    """Whether an encoding, given as an instance or a class, overrides this hook."""
     cls = encoding if isinstance(encoding, type) else type(encoding)
     return getattr(cls, hook) is not getattr(Encoding, hook)
 
 
 def check_shapes(cfg, q, k, v, pos, x=None):
-    """Raise UserError if these do not fit together, or do not fit the encoding built for cfg."""
+    """Raise UserError if the shapes do not fit together, or do not fit cfg."""
     B, H, T, _ = k.shape
     got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
     need(all((z.shape[1], z.shape[3]) == (cfg.heads, cfg.head_dim) for z in (q, k, v)),
          f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, {got}; repeat grouped '
-         'keys and values, k.repeat_interleave(groups, dim=1)')
+         'keys and values: k.repeat_interleave(queries_per_key, dim=1)')
     need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T,
          f'k and v must have length T; q covers all T positions or the last few; {got}')
     if x is not None:
@@ -315,41 +316,41 @@ def check_positions(pos, B, T):
 
 
 def causal(like, itself=True):
-    """[Tq, T], of the size and dtype of `like` [.., Tq, T]: -inf at keys after the query (and at it
-    unless `itself`), else 0; queries are the last Tq."""
+    """Return the causal mask [Tq, T] for the last Tq queries, in the dtype of `like` [.., Tq, T]:
+    -inf at keys after the query (and at the query's own key unless `itself`), else 0."""
     Tq, T = like.shape[-2:]
     hidden = torch.full((Tq, T), -math.inf, dtype=like.dtype, device=like.device)
     return hidden.triu(T - Tq + int(itself))
 
 
 def frequencies(n, base, like):
-    """theta_c = base^(-c/n), c = 0..n-1 [n]; never in half precision, where angles are noise."""
+    """Return theta_c = base^(-c/n), c = 0..n-1; never in half precision, where angles are noise."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
 
 
 def sinusoids(pos, width, base, like):
-    """f(z) [.., width] of z in pos [..]: f(z)[2c], f(z)[2c+1] = sin, cos(z base^(-2c/width))."""
+    """f(z) [.., width] for z in pos [..]: f(z)[2c], f(z)[2c+1] = sin, cos(z base^(-2c/width))."""
     angle = pos[..., None] * frequencies(width // 2, base, like)
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
 def rotate(x, angle):
-    """Rotate the pairs (x_2c, x_2c+1) of x [.., T, D] by angle [.., T, D/2]: x_c e^(i angle_c), in
-    the dtype of x."""
+    """Rotate the feature pairs z_c = x_2c + i x_(2c+1) of x [.., T, D] by angle [.., T, D/2], to
+    z_c e^(i angle_c). Return them as x: same shape, same dtype."""
     pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))
-    turned = pairs * torch.polar(torch.ones_like(angle), angle)  # (B, H, T, D/2)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    rotated = pairs * torch.polar(torch.ones_like(angle), angle)  # (B, H, T, D/2)
+    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
 
 
 def fused_attention(q, k, v, mask, scale):
-    """Causal attention, as wide as v, by PyTorch's fused kernels. A mask [.., 1 or H, Tq, T] is
-    added to the logits and replaces the causal mask."""
-    if mask is not None:                        # contiguous rows: the fused kernels require it
+    """Return causal attention, as wide as v, by PyTorch's fused kernels. If a mask
+    [.., 1 or H, Tq, T] is given, it is added to the logits and replaces the causal mask."""
+    if mask is not None:                        # the fused kernels require contiguous rows
         mask = mask.to(q.dtype).contiguous().expand(*q.shape[:2], -1, -1)   # (B, H, Tq, T)
     width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
     if q.is_cuda and q.shape[-1] != width:
-        wide += -wide % 8                       # the fused CUDA kernels require it
+        wide += -wide % 8                       # the CUDA kernels require a multiple of 8
     q, k, v = (z if z.shape[-1] == wide else F.pad(z, (0, wide - z.shape[-1]))
                for z in (q, k, v))              # zeros change no product and no other feature of y
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
@@ -359,13 +360,13 @@ def fused_attention(q, k, v, mask, scale):
 # ---- added to the embeddings ---------------------------------------------------------------------
 
 class NoPE(Encoding):
-    """No encoding: logit_ts = <q_t, k_s> / sqrt(d), order by causality only (Haviv et al. 2022)."""
+    """NoPE (Haviv et al. 2022): logit_ts = <q_t, k_s> / sqrt(d); the mask alone gives order."""
     shift_invariant = True
 
 
 class APE(Encoding):
-    """Sinusoids (Vaswani et al. 2017): x_t += p_t,
-    p_t[2c] = sin(t theta_c), p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C). No parameters."""
+    """Sinusoids (Vaswani et al. 2017): x_t += p_t, p_t[2c] = sin(t theta_c),
+    p_t[2c+1] = cos(t theta_c), theta_c = base^(-2c/C), C = d_model. No parameters."""
     shared = True
 
     def __init__(self, cfg):
@@ -379,8 +380,8 @@ class APE(Encoding):
 
 class ShiftedAPE(APE):
     """Randomly shifted sinusoids (Kiyono et al. 2021; PRISM's baseline): x_t += p_(t+m),
-    m ~ U{0..max_shift} per sequence in training, 0 in evaluation."""
-    max_shift: int = 512           # largest random offset in training
+    m uniform on 0..max_shift for each sequence in training, 0 in evaluation."""
+    max_shift: int = 512           # largest random shift m in training
 
     def embed(self, x, pos):
         if self.training:
@@ -391,9 +392,9 @@ class ShiftedAPE(APE):
 
 class Learned(Encoding):
     """A learned vector per position (GPT-2; "Base" in ViPE): x_t += P[min(t, max_len - 1)],
-    P [max_len, C] learned, from N(0, 0.02^2)."""
+    P [max_len, C] learned, initialized from N(0, 0.02^2)."""
     shared = True
-    max_len: int = 1024            # rows of the table; later positions: last row
+    max_len: int = 1024            # rows of the table; later positions use the last row
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -406,8 +407,8 @@ class Learned(Encoding):
 
 
 class Random(Learned):
-    """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)],
-    P fixed, entries N(0, 1/2) to match the sinusoids' norm (our choices)."""
+    """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)].
+    Our choices: P is fixed, with entries from N(0, 1/2), so that norms match those of sinusoids."""
     def __init__(self, cfg):
         Encoding.__init__(self, cfg)                # without the learned table
         self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
@@ -417,7 +418,7 @@ class Random(Learned):
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2021; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
-    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; D must be even."""
+    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; d must be even."""
     shift_invariant = needs_pairs = True
     rope_fraction: float = 1.0     # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024)
 
@@ -433,7 +434,7 @@ class RoPE(Encoding):
 
 class LatentRoPE(RoPE):
     """RoPE on the second half of every query and key, NoPE on the first, as in latent attention
-    (the Toeplitz study, eq. 3). build() takes it for pe='rope' with attention='mla'."""
+    (the Toeplitz study, eq. 3). build() uses it for pe='rope' with attention='mla'."""
     def qk(self, q, k, at):
         (q, q_p), (k, k_p) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
         q_p, k_p = super().qk(q_p, k_p, at)                           # (B, H, T, D/2)
@@ -444,22 +445,21 @@ class YaRN(RoPE):
     """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
     and logits times (0.1 ln s + 1)^2.
 
-    s = max(1, T / train_len). The ramp w_c is linear in c: 0 above 32 rotations over train_len, 1
-    below one, as in the authors' code. Not prefix-consistent: give `total_len`.
-    """
+    s = max(1, T / train_len), T the final length (pass `total_len`). As in the authors' code, w_c
+    is linear in c: 0 at the pair of 32 rotations over train_len, 1 at the pair of one rotation."""
     def state(self, x, pos, total_len=None):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
     def qk(self, q, k, at):
         s, d, base = at.state, q.shape[-1], self.cfg.rope_base
-        fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * turns)) / 2 / math.log(base)
-                      for turns in (32, 1))  # c of these turns
+        fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * n)) / 2 / math.log(base)
+                      for n in (32, 1))  # the c of a pair that makes n rotations over train_len
         low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         theta = frequencies(d // 2, base, q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
         theta = (1 - w) * theta + w * theta / s                     # (D/2,)
-        temperature = 0.1 * math.log(s) + 1         # of q and of k: squared in the logits
+        temperature = 0.1 * math.log(s) + 1         # scales q and k, so the logits by its square
         return (rotate(q, at.t[..., None] * theta) * temperature,
                 rotate(k, at.s[..., None] * theta) * temperature)
 
@@ -468,8 +468,8 @@ class PoPE(Encoding):
     """Polar coordinates (PoPE eq. 3-6), mu = softplus, theta_c = base^(-c/d):
     logit_ts = sum_c mu(q_t)_c mu(k_s)_c cos((s - t) theta_c + delta_c) / sqrt(d).
 
-    d frequencies where RoPE has d/2. delta [H, D] is learned and clamped to [-2 pi, 0] after every
-    optimizer step. In Cartesian form (eq. 7-10), by polar(), q' and k' are 2D wide."""
+    There are d frequencies; RoPE has d/2. delta [H, d] is learned and clamped to [-2 pi, 0] after
+    every optimizer step. polar() returns q' and k' in Cartesian form (eq. 7-10), 2d wide."""
     shift_invariant = triton_pays = True
     own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by Trainer.update in train.py
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
@@ -483,14 +483,14 @@ class PoPE(Encoding):
         if self.pope_frequencies == 'half':
             need(cfg.head_dim % 2 == 0, 'half requires an even d_model / n_head, '
                  f'got {cfg.head_dim}')
-            self.fusable = False                  # kernels.polar has d frequencies
+            self.fusable = False                  # kernels.polar supports d frequencies only
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if self.pope_delta == 'uniform':
             delta.uniform_(*self.own['delta']['clamp'])
         self.delta = None if self.pope_delta == 'none' else nn.Parameter(delta)
 
     def theta(self, like):                      # (D,)
-        n = 2 if self.pope_frequencies == 'half' else 1     # features of one frequency
+        n = 2 if self.pope_frequencies == 'half' else 1     # features per frequency
         theta = frequencies(self.cfg.head_dim // n, self.cfg.rope_base, like)
         return theta.repeat_interleave(n) if n > 1 else theta       # base^(-n floor(c/n)/d)
 
@@ -507,11 +507,11 @@ class PoPE(Encoding):
 
 
 def polar(x, phase, positive=True):
-    """PoPE eq. 7-10: mu(x) [cos, sin](phase), [B, H, T, 2D] in the dtype of x [B, H, T, D]; mu =
-    softplus if `positive`, else the identity."""
+    """Return [mu(x) cos(phase), mu(x) sin(phase)] (PoPE eq. 7-10), [B, H, T, 2D] in the dtype of x
+    [B, H, T, D]; mu = softplus if `positive`, else the identity."""
     mu = F.softplus(x) if positive else x
     cos_sin = torch.cat([phase.cos(), phase.sin()], dim=-1)             # (1 or H, T, 2D)
-    return (torch.cat([mu, mu], dim=-1) * cos_sin).to(x.dtype)          # one pass, not two
+    return (torch.cat([mu, mu], dim=-1) * cos_sin).to(x.dtype)          # one product, not two
 
 
 # ---- logits and weights: an additive bias, or another softmax ------------------------------------
@@ -520,39 +520,39 @@ class ALiBi(Encoding):
     """Linear bias (Press et al. 2022): logit_ts = <q_t, k_s> / sqrt(d) - m_h |t - s|,
     slopes m_h = 2^(-8h/H), h = 1..H.
 
-    Where H is no power of two: the slopes of the power of two below it, then the first, third, ..
-    of the next power. A single head has the slope 1/256: nearly NoPE."""
+    If H is not a power of two, and n is the next lower one: the slopes for n heads, then the first,
+    third, ... for 2n heads. A single head has slope 1/256, so it is nearly NoPE."""
     shift_invariant = True
 
     def slope(self, device):                        # (H,)
         n = 2 ** int(math.log2(self.cfg.heads))
         h = torch.arange(1, self.cfg.heads + 1, device=device)
-        return 2 ** -torch.where(h <= n, 8 * h / n, 4 * (2 * (h - n) - 1) / n)  # of n, of 2n heads
+        return 2 ** -torch.where(h <= n, 8 * h / n, 4 * (2 * (h - n) - 1) / n)  # n heads, 2n heads
 
     def bias(self, at):
         return -self.slope(at.s.device)[:, None, None] * at.distance
 
 
 class T5(Encoding):
-    """T5's relative bias (Raffel et al. 2020), b [buckets, H] learned, shared by all layers:
+    """T5's relative bias (Raffel et al. 2020), with learned b [buckets, H] that all layers share:
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(m) = m for m < e, else the smaller of n - 1 and e +
-    floor((n - e) log(m/e) / log(t5_max_distance/e)). T5 itself has no 1/sqrt(d)."""
+    floor((n - e) log(m/e) / log(t5_max_distance/e)). The original T5 has no factor 1/sqrt(d)."""
     shared = shift_invariant = True
     t5_buckets: int = 32           # number of distance buckets
-    t5_max_distance: int = 128     # distances from here on share the last bucket
+    t5_max_distance: int = 128     # all distances from here on are in the last bucket
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        need(self.t5_buckets >= 2 and self.t5_max_distance > self.t5_buckets // 2,
-             't5 requires t5_buckets >= 2 and t5_max_distance > t5_buckets / 2')
+        n, far = self.t5_buckets, self.t5_max_distance
+        need(2 <= n < 2 * far, f't5 requires 2 <= t5_buckets < 2 t5_max_distance, got {n}, {far}')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
     def bucket(self, d):                            # distances [..] -> [..]
         n, e = self.t5_buckets, self.t5_buckets // 2
-        log = torch.log(d.clamp(min=1) / e) / math.log(self.t5_max_distance / e)    # 0..1: e..max
-        far = (e + (log * (n - e)).long()).clamp(max=n - 1)
+        ratio = torch.log(d.clamp(min=1) / e) / math.log(self.t5_max_distance / e)
+        far = (e + (ratio * (n - e)).long()).clamp(max=n - 1)
         return torch.where(d < e, d.long(), far)
 
     def bias(self, at):
@@ -561,8 +561,8 @@ class T5(Encoding):
 
 
 class FIRE(Encoding):
-    """Functional interpolation (Li et al. 2023), psi(x) = log(c x + 1):
-    logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L))), f an MLP; c, L learned."""
+    """Functional interpolation (Li et al. 2023), psi(x) = log(c x + 1), f an MLP, learned c and L:
+    logit_ts = <q_t, k_s> / sqrt(d) + f(psi(t - s) / psi(max(t, L)))."""
     needs_causal = True
 
     def __init__(self, cfg):
@@ -581,8 +581,8 @@ class FIRE(Encoding):
 
 
 class FoX(Encoding):
-    """Forgetting (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log f_j,
-    f_j = sigmoid(w_h x_j + b_h) for each head h."""
+    """Forgetting Transformer (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log
+    f_j, with a forget gate f_j = sigmoid(<w_h, x_j> + b_h) for each token j and head h."""
     shift_invariant = needs_causal = True
 
     def __init__(self, cfg):
@@ -591,14 +591,14 @@ class FoX(Encoding):
 
     def bias(self, at):
         f = F.logsigmoid(self.gate(at.x)).transpose(1, 2)                # (B, H, T)
-        c = f.to(torch.promote_types(f.dtype, torch.float32)).cumsum(dim=-1)   # not in bfloat16
+        c = f.to(torch.promote_types(f.dtype, torch.float32)).cumsum(dim=-1)   # never in bfloat16
         return c[..., :, None] - c[..., None, :]
 
 
 class StickBreaking(Encoding):
     """Stick-breaking attention (Tan et al. 2024): alpha_ts = sigmoid(z_ts) prod_{s<j<t} (1 -
-    sigmoid(z_tj)), z = QK^T / sqrt(d), s < t: the latest match takes its share of the stick first,
-    and no token attends to itself. The weights sum to at most 1: the first token's y is 0."""
+    sigmoid(z_tj)), s < t, z = QK^T / sqrt(d): going back from t, each key takes the fraction
+    sigmoid(z) of what is left of a stick of length 1. No token attends to itself, so y_0 = 0."""
     shift_invariant = needs_causal = True
 
     def weigh(self, logits):
@@ -611,11 +611,11 @@ class StickBreaking(Encoding):
 # ---- values --------------------------------------------------------------------------------------
 
 class VRoPE(Encoding):
-    """Rotated values (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s. No parameters."""
+    """Values rotated as in RoPE (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s."""
     shift_invariant = needs_pairs = True
 
     def rotated(self, v, pos):
-        d = self.cfg.head_dim  # other channels: unchanged
+        d = self.cfg.head_dim  # channels that another encoding appended stay unchanged
         angle = pos[..., None] * frequencies(d // 2, self.cfg.rope_base, v)  # (1, T, D/2)
         return torch.cat([rotate(v[..., :d].contiguous(), angle), v[..., d:]], dim=-1)
 
@@ -630,12 +630,12 @@ class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    n = t + 1 counts from 1; s = max(1, T / train_len), or as vipe_s says. The distance code is
-    linear in n - i, so its average needs one extra value channel: E_alpha[n - i] = n - sum_i
-    alpha_ni i. u, W_p, b_p are per head and layer; u and b_p start at 0. The output is head_dim +
-    d_p wide. Not prefix-consistent: give the model `total_len`. On a CPU, attend() calls qk() and
-    value(), then PyTorch's fused attention, then out()."""
-    fp32 = triton_pays = needs_causal = True    # log n, n - i assume n visible keys
+    Positions n, i count from 1; s = max(1, T / train_len), or as vipe_s says. The distance code
+    W_p (n - i) / s + b_p is linear in n - i, so its average needs one extra value channel, i:
+    E_alpha[n - i] = n - sum_i alpha_ni i. Each head and layer learns its own u, W_p and b_p; u and
+    b_p start at 0. z_n is head_dim + d_p wide. s depends on the final length: pass `total_len`.
+    Without kernels, attend() calls qk(), value(), PyTorch's fused attention and out()."""
+    fp32 = triton_pays = needs_causal = True    # log(n) and n - i assume n visible keys
     order = 2
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
@@ -670,7 +670,7 @@ class ViPE(Encoding):
         return (q * row).to(q.dtype), (k * col).to(k.dtype)
 
     def value(self, v, at):
-        if not self.vipe_value or at.kernel:  # kernels.attention gives E_alpha[n - i] by itself
+        if not self.vipe_value or at.kernel:  # kernels.attention itself returns E_alpha[n - i]
             return v
         i = at.s.to(v.dtype)[..., None].expand(*v.shape[:-1], 1)    # (B, H, T, 1)
         return torch.cat([v, i], dim=-1)                            # (B, H, T, D + 1)
@@ -684,23 +684,23 @@ class ViPE(Encoding):
 
 
 # ---- PRISM: content-dependent positions ----------------------------------------------------------
-# A cursor is a histogram over offsets from the start;
-# a query matches a key where the histograms of their cursors overlap
+# A cursor is a probability histogram over offsets -t..t, which the gates of each token move.
+# A query attends to keys whose cursors have a similar histogram.
 
 EPS = 1e-8  # added to histograms before they are sharpened
 
 
 def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
-    """One token of PRISM's Algorithm 1: histograms h [B, C, 2t+1] over the offsets -t..t ->
+    """Apply PRISM's Algorithm 1 to one token: histograms h [B, C, 2t+1] over the offsets -t..t ->
     [B, C, 2t+3] over -(t+1)..t+1, all that a cursor can reach, so no clamp at +-P is needed.
 
-    p_reset [B, C, 1]; p_step = (p_incr, p_decr, p_keep), [B, C, 1] each; p_copy [B, C, t+2]: entry
-    k <= t is the jump to offset k, the last is "no copy"; gamma [C, 1]. None: without copies,
-    without sharpening."""
+    p_reset [B, C, 1]; p_step = (p_incr, p_decr, p_keep), [B, C, 1] each. p_copy [B, C, t+2]: entry
+    k <= t is the probability of a jump to offset k, the last entry that of no jump. gamma [C, 1]:
+    exponents of the sharpening. p_copy=None: no jumps; gamma=None: no sharpening."""
     t = h.shape[-1] // 2
     p_incr, p_decr, p_keep = p_step
     total = h.sum(dim=-1, keepdim=True)                         # (1) aggregate mass (B, C, 1)
-    h = (1 - p_reset) * h + F.pad(p_reset * total, (t, t))      # (2) a reset leads to offset 0
+    h = (1 - p_reset) * h + F.pad(p_reset * total, (t, t))      # (2) a reset moves to offset 0
     wide = F.pad(h, (2, 2))                                     # (3) then one step (B, C, 2t+5)
     h = p_incr * wide[..., :-2] + p_decr * wide[..., 2:] + p_keep * wide[..., 1:-1]
     if p_copy is not None:                                      # (4) a jump replaces the step
@@ -711,21 +711,21 @@ def algorithm_1(h, p_reset, p_step, p_copy=None, gamma=None):
 
 
 def cursor_scan(reset, step, gamma, table, copy=None):
-    """PRISM's Algorithm 1 along a sequence, and Algorithm 2 on its histograms: the superpositions
-    e_t = sum_d h_t[d] f(d) [B, C, T, d_pe]. kernels.cursor_scan computes the same on a GPU.
+    """Apply PRISM's Algorithm 1 to each token, and return the superpositions (Algorithm 2) of the
+    histograms h_t: e_t = sum_d h_t[d] f(d) over offsets d, [B, C, T, d_pe].
 
-    reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: as in algorithm_1, for each
-    token; jumps to k > t are not made and their mass is lost. table [2P+1, d_pe] = f(-P..P),
-    P >= T. All in float32 or float64."""
+    reset [B, C, T], step [B, C, T, 3], gamma [C], copy [B, C, T, T+1]: the arguments of algorithm_1
+    for each token; jumps to k > t are left out, so their mass is lost. table [2P+1, d_pe] =
+    f(-P..P), P >= T. All float32 or float64. kernels.cursor_scan computes the same on a GPU."""
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (copy is None or copy.shape == (B, C, T, T + 1))
-    assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], of -{T}..{T} or more'
+    assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], with offsets -{T}..{T}'
     h = table.new_ones(B, C, 1)                                 # all mass starts at offset 0
     gamma = None if gamma is None else gamma[:, None]           # (C, 1)
     gates = zip(reset[..., None].unbind(dim=2), step[..., None].unbind(dim=2))
     encodings = []
     for t, (p_reset, p_step) in enumerate(gates):               # (B, C, 1), (B, C, 3, 1)
-        p_copy = None if copy is None else torch.cat(           # jumps to 0..t, and none
+        p_copy = None if copy is None else torch.cat(           # jumps to 0..t, and "no jump"
             [copy[:, :, t, :t + 1], copy[:, :, t, -1:]], dim=-1)
         h = algorithm_1(h, p_reset, p_step.unbind(dim=2), p_copy, gamma)    # (B, C, 2t+3)
         encodings.append(h @ table[P - t - 1:P + t + 2])        # Algorithm 2: (B, C, d_pe)
@@ -733,27 +733,27 @@ def cursor_scan(reset, step, gamma, table, copy=None):
 
 
 def algorithm_3(e, pos, cfg):
-    """PRISM's Algorithm 3 on e [2, layers, B, H, T, branches, d_pe]: with prism_absolute, append
-    the sinusoid of pos ([T] or [B, T]) as one more branch; rescale as prism_norm says."""
+    """Apply PRISM's Algorithm 3 to e [2, layers, B, H, T, branches, d_pe]: with prism_absolute,
+    append the sinusoid of pos ([T] or [B, T]) as one more branch; rescale as prism_norm says."""
     d_pe = e.shape[-1]
     if cfg.prism_absolute:
-        here = sinusoids((pos - pos[..., :1]).unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
-        e = torch.cat([e, here.expand(*e.shape[:5], 1, d_pe)], dim=-2)
-    if cfg.prism_norm == 'scale':   # by sqrt(d_pe) / norm of all branches, if all are one-hot:
+        p = sinusoids((pos - pos[..., :1]).unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
+        e = torch.cat([e, p.expand(*e.shape[:5], 1, d_pe)], dim=-2)
+    if cfg.prism_norm == 'scale':   # to norm sqrt(d_pe) if every branch is one sinusoid, with
         return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5             # |f|^2 = d_pe / 2
-    if cfg.prism_norm == 'unit':                                        # each token by its norm
+    if cfg.prism_norm == 'unit':                                        # to norm sqrt(d_pe) exactly
         return e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
     return e
 
 
 class Gates(nn.Module):
-    """The gates of n cursors: u_t = GRU(norm(x_t) / 2, u_(t-1)) reads the content, w_t = W u_t;
-    p_reset = sigmoid(w_t[0]), (p_incr, p_decr, p_keep) = softmax(w_t[1:4]) for each cursor."""
+    """The gates of n cursors: u_t = GRU(norm(x_t) / 2, u_(t-1)) with content x. For each cursor,
+    w_t = W u_t + b, p_reset = sigmoid(w_t[0]) and (p_incr, p_decr, p_keep) = softmax(w_t[1:4])."""
     def __init__(self, cfg, n):
         super().__init__()
         self.cfg, self.n, hidden = cfg, n, cfg.prism_hidden
-        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)           # r, z, n of the input
-        self.W_h = nn.Linear(hidden, 3 * hidden)                # and of the state
+        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)           # GRU gates r, z, n: input part
+        self.W_h = nn.Linear(hidden, 3 * hidden)                # recurrent part
         self.W = nn.Linear(hidden, 4 * n)                       # reset, incr, decr, keep
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
@@ -765,14 +765,14 @@ class Gates(nn.Module):
             self.s = nn.Parameter(torch.tensor(0.5))
 
     def W_recurrent(self):
-        """W_h, scaled to norm s sqrt(hidden) if prism_recurrent='norm' (footnote 8*)."""
+        """Return W_h, with norm s sqrt(hidden) if prism_recurrent='norm' (PRISM, footnote 8*)."""
         W = self.W_h.weight                                     # (3 hidden, hidden)
         if self.cfg.prism_recurrent == 'norm':
             return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
         return W
 
     def penalty(self):
-        """1e-3 |W_h^T W_h - 1|^2 (6.3) with prism_recurrent='penalty', else 0."""
+        """Return 1e-3 |W_h^T W_h - 1|^2 (PRISM 6.3) with prism_recurrent='penalty', else 0."""
         if self.cfg.prism_recurrent != 'penalty':
             return 0.0
         W = self.W_h.weight
@@ -783,7 +783,7 @@ class Gates(nn.Module):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
         x = 0.5 * F.layer_norm(x, x.shape[-1:])
         weights = [self.W_x.weight, self.W_recurrent(), self.W_x.bias, self.W_h.bias]
-        start = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # u before the first token
+        start = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # u_(-1)
         with torch.backends.cudnn.flags(enabled=False):         # cuDNN's GRU rounds to TF32
             u, _ = torch.gru(x, start, weights, has_biases=True, num_layers=1, dropout=0.0,
                              train=True, bidirectional=False, batch_first=True)
@@ -796,8 +796,8 @@ class Gates(nn.Module):
 
 
 class CopyBranch(nn.Module):
-    """PRISM 5.0.3: causal self-attention whose weights p_copy let n query cursors jump to the
-    position of a past token; one more entry is "no copy"."""
+    """Causal self-attention whose weights p_copy are the probabilities that each of n query cursors
+    jumps to the position of an earlier or the current token, or does not jump (PRISM 5.0.3)."""
     def __init__(self, cfg, n):
         super().__init__()
         width, self.head_dim = cfg.d_model + cfg.prism_hidden, cfg.head_dim
@@ -807,7 +807,7 @@ class CopyBranch(nn.Module):
         nn.init.constant_(self.W_stay.bias, 3.0)                # jumps are rare initially
 
     def forward(self, x):
-        """[B, T, width] -> p_copy [B, n, T, T + 1]."""
+        """x [B, T, width], from Gates -> p_copy [B, n, T, T + 1], whose last entry is "no jump"."""
         q, k = (W(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)     # (B, n, T, D)
                 for W in (self.W_q, self.W_k))
         logits = q @ k.transpose(-2, -1) * self.head_dim ** -0.5            # (B, n, T, T)
@@ -816,8 +816,8 @@ class CopyBranch(nn.Module):
 
 
 class Cursors(nn.Module):
-    """A PRISM layer: C query cursors and C key cursors, moved by Gates and superposed by
-    cursor_scan. With prism_copy, every fifth query cursor also has a CopyBranch."""
+    """A PRISM layer: C query and C key cursors, which Gates move and cursor_scan superposes.
+    With prism_copy, every fifth query cursor can also jump (CopyBranch)."""
     def __init__(self, cfg, layers):
         super().__init__()
         self.cfg, self.layers = cfg, layers
@@ -829,21 +829,21 @@ class Cursors(nn.Module):
             self.copy = CopyBranch(cfg, len(range(0, self.count, 5)))
 
     def actions(self, x):
-        """p_reset [B, 2C, T], p_step [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C' copying
-        cursors, or None."""
+        """Return p_reset [B, 2C, T], p_step [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C'
+        copying cursors, or None without prism_copy."""
         reset, step, read = self.gates(x)
         if self.cfg.prism_copy == 'none':
             return reset, step, None
         if self.cfg.prism_copy == 'fixed':
-            # the copying cursors' key cursors count tokens from -1: a decrement, then increments;
-            # so a jump to offset k matches the key of token k + 1
+            # the copying cursors' key cursors step to -1, 0, 1, ...: a decrement, then increments;
+            # so after a jump to offset k the query matches the key of token k + 1
             t, reset, step = torch.arange(x.shape[1], device=x.device), reset.clone(), step.clone()
             reset[:, self.count::5] = 0                                             # (B, C', T)
             step[:, self.count::5] = torch.stack([t > 0, t == 0, t < 0], dim=-1).to(step)
         return reset, step, self.copy(read)
 
     def scan(self, x, table):
-        """Superpositions [B, 2C, T, d_pe] of all cursors, from the rows f(-P..P) of table."""
+        """Return superpositions [B, 2C, T, d_pe] of all cursors; table [2P+1, d_pe] = f(-P..P)."""
         by_kernel = self.cfg.kernel == 'triton' or (
             self.cfg.kernel == 'auto' and x.is_cuda and x.dtype != torch.float64
             and kernels(required=False) is not None)
@@ -853,21 +853,21 @@ class Cursors(nn.Module):
         e = algorithms_1_2(reset, step, gamma, table)                   # (B, 2C, T, d_pe)
         if copy is None:
             return e
-        some = slice(0, self.count, 5)                                  # the copying cursors again
+        some = slice(0, self.count, 5)                      # the copying cursors, now with jumps
         gamma = None if gamma is None else gamma[some]                  # (C',)
         jumping = algorithms_1_2(reset[:, some], step[:, some], gamma, table, copy)
         return e.slice_scatter(jumping, 1, 0, self.count, 5)
 
     def forward(self, x, pos):
-        """Superpositions g_q, g_k for each layer served: [2, layers, B, H, T, branches d_pe]; a
-        branch is a cursor or the absolute position."""
+        """Return g_q, g_k [2, layers, B, H, T, branches d_pe] for each layer that uses these
+        cursors; a branch is the superposition of a cursor, or the absolute position."""
         cfg, d_pe, (B, T, _) = self.cfg, self.cfg.prism_d_pe, x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)             # (2T+1,)
         with torch.autocast(x.device.type, enabled=False):
             if cfg.prism_superpose:
                 e = self.scan(x, sinusoids(offsets, d_pe, cfg.rope_base, x))
-            else:                                                       # A.3: f of the mean offset
+            else:                                           # f of the mean offset (PRISM A.3)
                 e = sinusoids(self.scan(x, offsets[:, None])[..., 0], d_pe, cfg.rope_base, x)
         e = e.view(B, 2, self.layers, cfg.heads, cfg.prism_cursors, T, d_pe)
         e = e.permute(1, 2, 0, 3, 5, 4, 6)              # (2, layers, B, H, T, cursors, d_pe)
@@ -875,16 +875,16 @@ class Cursors(nn.Module):
 
 
 class PRISM(Encoding):
-    """PRISM (eq. 9), positions g learned from content: logit_ts = mu_h <q_t, k_s> / sqrt(d)
+    """PRISM (eq. 9), positions g computed from content: logit_ts = mu_h <q_t, k_s> / sqrt(d)
     + (1 - mu_h) 4 sum_c |alpha_hc| <g_tc, g_sc> / sqrt(C d_pe).
 
-    g_tc superposes the sinusoids of all offsets at which cursor c of head h may be (class Cursors).
-    A head has C = prism_cursors of them for queries and as many for keys. mu in [0, 1] is learned
-    for each head, alpha for each head and cursor. The factor 4 is for prism_norm='none' only."""
+    g_tc is the mean of the sinusoids of all offsets, weighted by the histogram of cursor c (class
+    Cursors). Each head h has C = prism_cursors query cursors, and as many key cursors for g_sc. mu
+    in [0, 1] and alpha are learned. The factor 4 (ours) applies only to prism_norm='none'."""
     shift_invariant = needs_causal = reads_content = True
     order = 1
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
-    prism_cursors: int = 2         # query cursors, and key cursors, of each head
+    prism_cursors: int = 2         # query cursors per head, and as many key cursors
     prism_d_pe: int = 32           # width of the sinusoids that a cursor superposes
     prism_hidden: int = 100        # hidden width of the GRU for the gates
     # W_h of the GRU: free | orthogonal | penalty (1e-3 |W'W - 1|^2) | norm (learned)
@@ -892,7 +892,7 @@ class PRISM(Encoding):
     prism_reset: bool = True       # cursors can return to offset 0; False: no resets
     prism_superpose: bool = True   # mean of sinusoids; False: sinusoid of the mean offset
     prism_sharpen: bool = True     # power-sharpening of the histograms, gamma > 1 learned
-    # copy gate of every fifth query cursor: none | its key cursor fixed | trained
+    # every fifth query cursor can jump: none | fixed (its key cursor counts tokens) | trained
     prism_copy: Literal['none', 'fixed', 'trained'] = 'none'
     prism_absolute: bool = False   # the absolute position as one more cursor (Algorithm 3)
     # none | scale (Algorithm 3: one constant) | unit (each token to norm sqrt(d_pe))
@@ -905,9 +905,9 @@ class PRISM(Encoding):
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
         need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must '
              f'contain 1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
-        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}        # 6.4
-        self.capturable = cfg.prism_recurrent != 'orthogonal'   # its W_h cannot be captured
-        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # since its PRISM layer
+        self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}    # PRISM 6.4
+        self.capturable = cfg.prism_recurrent != 'orthogonal'   # that parametrization is not
+        self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # 0 at a PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         branches = cfg.prism_cursors + cfg.prism_absolute               # of a head
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, branches))
@@ -916,8 +916,8 @@ class PRISM(Encoding):
             self.cursors = Cursors(cfg, end - cfg.layer)    # up to the next PRISM layer
 
     def state(self, x, pos, total_len=None):
-        need(x is not None, "prism requires state=enc.state(x, pos) of the first layer's encoding, "
-             'x [B, T, C] the embedded tokens')
+        need(x is not None, 'prism requires a state: pass state=encodings[0].state(x, pos), with x '
+             '[B, T, C] the token embeddings')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
@@ -955,14 +955,14 @@ PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIO
 # ---- combining encodings -------------------------------------------------------------------------
 
 class Sum(Encoding):
-    """'a+b': the hooks of a, then of b (out in reverse order); biases add; qk in rising order."""
+    """'a+b': hooks of a, then of b, but qk() by rising `order` and out() of b first; biases add."""
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
         for flag, over in dict(fp32=any, dense=any, triton_pays=any, mean_distance=any,
                                fusable=all, shift_invariant=all).items():
             setattr(self, flag, over(getattr(p, flag) for p in parts))
-        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)      # each adds its width
+        self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)      # each adds width
         kinds = [type(p) for p in parts]
         changing = [p for p in parts if changed(p, 'qk')]
         softmax = [p for p in parts if changed(p, 'weigh')]
@@ -974,12 +974,12 @@ class Sum(Encoding):
                  'polar coordinates leave no pairs of features to rotate'),
                 (softmax, 'each replaces the softmax'),
                 ([p for p in parts if p.mean_distance or p in softmax],
-                 'the mean distance requires weights of sum 1, once')):
+                 'the mean distance requires weights that sum to 1, and may be taken once')):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 
     def each(self, at):
-        """[(part, the At with that part's state)]."""
+        """Return [(part, at with that part's state)]."""
         return [(p, replace(at, state=s)) for p, s in zip(self.parts, at.state, strict=True)]
 
     def embed(self, x, pos):
@@ -1012,14 +1012,14 @@ class Sum(Encoding):
         return v
 
     def out(self, y, at):
-        for p, here in reversed(self.each(at)):         # the last to widen v comes first
+        for p, here in reversed(self.each(at)):         # the part that widened v last comes first
             y = p.out(y, here)
         return y
 
 
 class SomeHeads(Encoding):
-    """rope_heads = k: the encoding, built for k heads, acts on the first k; the others are NoPE,
-    padded with zeros to its width."""
+    """rope_heads=k: the first k heads have the encoding; the others have NoPE, with their outputs
+    padded with zeros to the same width."""
     def __init__(self, cfg, first, rest):
         super().__init__(cfg)
         self.parts = nn.ModuleList([first])
@@ -1049,23 +1049,23 @@ class SomeHeads(Encoding):
 
 
 def build(cfg):
-    """A list of the encodings in cfg.pe, one per layer. Raises UserError."""
+    """Return the encodings of cfg.pe, one per layer. Raise UserError if options do not fit."""
     names = cfg.pe.split('+')
     for name in names:
         near = difflib.get_close_matches(name, ENCODINGS, 1)
         hint = f', did you mean {near[0]!r}?' if near else '.'
         need(name in ENCODINGS,
-             f'unknown encoding {name!r}{hint} There are: {", ".join(ENCODINGS)}')
+             f'unknown encoding {name!r}{hint} The encodings are: {", ".join(ENCODINGS)}')
     need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
          f'attention=mla requires pe=rope or nope, got {cfg.pe}')
     need(not cfg.rope_heads or hooks_of(cfg.pe) != ['embed'], 'rope_heads requires an encoding of '
          f'attention; {cfg.pe} acts on the embedding, which all heads share')
-    heads = cfg.rope_heads or cfg.heads                     # the encoding's
+    heads = cfg.rope_heads or cfg.heads                     # number of heads with the encoding
     rest = copy.copy(cfg)
-    rest.heads = cfg.heads - heads                          # the others
+    rest.heads = cfg.heads - heads                          # number of heads with NoPE
     latent = cfg.attention == 'mla' and cfg.pe == 'rope'
     classes = [LatentRoPE] if latent else [ENCODINGS[name] for name in names]
-    shared = {}                                             # {class: the instance of all layers}
+    shared = {}                                             # {class: instance for all layers}
     layers = []
     for layer in range(cfg.n_layer):
         here = copy.copy(cfg)
@@ -1080,13 +1080,13 @@ def build(cfg):
 # ---- python pe.py --------------------------------------------------------------------------------
 
 def hooks_of(names):
-    """The hooks that an encoding, or a part of a sum, overrides."""
+    """Return the hooks that an encoding, or any part of a sum 'a+b', overrides."""
     return [hook for hook in 'embed state restate penalty qk bias weigh value out'.split()
             if any(changed(ENCODINGS[name], hook) for name in names.split('+'))]
 
 
 def print_encodings():
-    """Print each encoding: equation, options, parameters in a layer of 4 heads of 16, hooks."""
+    """Print each encoding: equation, options, parameters (for 4 heads of width 16), hooks."""
     for name, cls in ENCODINGS.items():
         enc = cls(PEConfig(pe=name, n_head=4))
         equation = ' '.join((cls.__doc__ or 'no docstring').split('\n\n')[0].split())

@@ -679,7 +679,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             (dict(pe='ape', rope_heads=1), 'acts on the embedding'),
             (dict(pe='vipe', vipe_s='both'), 'length'),
             (dict(pe='prism+prism'), 'PRISM and PRISM cannot be added: each appends features'),
-            (dict(pe='stickbreaking+vipe'), 'weights of sum 1'),
+            (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
             (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')):
         with pytest.raises(pe.UserError, match=says):
             Transformer(ModelConfig(**kw))
@@ -695,7 +695,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             (rope, (q, k, v, pos % 6), 'non-decreasing in a row; put packed'),
             (rope, (q, k, v, pos - 1), 'finite, at least 0'),
             (encoding('fox', heads=4), (q, k, v, pos), 'requires the attention input'),
-            (encoding('prism', heads=4), (q, k, v, pos), 'requires state=enc.state')):
+            (encoding('prism', heads=4), (q, k, v, pos), 'pass state=encodings')):
         with pytest.raises(pe.UserError, match=says):
             enc.attend(*given)
     for name in 'ape', 'learned':
