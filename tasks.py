@@ -4,11 +4,11 @@
     python tasks.py parity 5                                print examples of a task and length
     python tasks.py jsb 64 --data=Jsb16thSeparated.json     the same for a task that reads files
 
-A task has `vocab`, the token strings, padding first; `end`, the index of the end token or None;
-`sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`, which returns the text of a
-row of tokens. tokens [n, T] int64 are whole sequences, problem and answer, on the generator's
-device; targets[t] = tokens[t + 1] where the model has to predict it, and -100 elsewhere.
-To add a task, write a class and register an instance in TASKS.
+A task has `vocab`, the list of its token strings, padding first; `end`, the index of the token that
+ends an answer, or None; `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`,
+which returns the text of a row of tokens. tokens [n, T] int64 are whole sequences, problem and
+answer, on the generator's device. targets[:, t] are the next tokens, tokens[:, t + 1], or -100 at
+positions that the loss ignores. To add a task, write a class and register an instance in TASKS.
 """
 import argparse
 import contextlib
@@ -30,57 +30,57 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pe import UserError, need
 
-PAD, BOS, EOI, EOS = range(4)  # the same in every task that has them
+PAD, BOS, EOI, EOS = range(4)  # the same indices in every task that has these tokens
 PARTS = ('train', 'val', 'test')
 
 
 class Task:
     """Base of all tasks. A subclass defines problems(n, length, draw) -> (tokens, targets)."""
-    name = 'the task'      # as given to make()
-    separator = ' '        # between tokens in a text
-    end = None             # the index of the token that ends an answer, if there is one
+    name = 'the task'      # the name given to make(), with its options
+    separator = ' '        # the string between two tokens in a text
+    end = None             # the index of the token that ends an answer, or None
     min_length = 1
     max_length = math.inf
-    corpus = False         # next-token prediction, evaluated by its loss
-    fixed = False          # it has a training set of its own
-    needs = ''             # what --data must be, for a task that reads files
+    corpus = False         # True: all tokens but the first are predicted, scored by the loss
+    fixed = False          # True: the training set is fixed, not generated
+    needs = ''             # what --data must point to, for a task that reads files
     data = ''              # the path given by --data
-    own_vocab = False      # the vocabulary comes from the data
+    own_vocab = False      # True: the vocabulary is read from the data
 
     def sample(self, n, length, generator=None):
-        """n problems of a length, (tokens, targets) [n, T]. Raise UserError if there are none."""
+        """Return (tokens, targets) [n, T] of n problems. Raise UserError if the length has none."""
         known = f'{self.min_length} to {self.max_length}'.replace('to inf', 'and more')
         need(self.min_length <= length <= self.max_length, f'{self.name} has problems of lengths '
              f'{known}, not {length} (options train_lengths and eval_lengths)')
         return self.problems(n, length, Draw(generator))    # None: the default generator
 
     def pool(self, n, length, generator):
-        """An epoch's training problems of a length: n new ones, or all of a fixed training set."""
+        """Return the training problems of a length for one epoch: n new ones, or all fixed ones."""
         return self.sample(n, length, generator)
 
     def held_out(self, split, n, lengths, generator):
-        """{length: (tokens, targets)} of split eval or test: at most n problems of each length.
+        """Return {length: (tokens, targets)} of split eval or test, at most n problems per length.
         generator(length) returns the random generator for a length."""
         return {length: self.sample(n, length, generator(length)) for length in lengths}
 
     def existing(self, lengths, part):
-        """The lengths of which `part` has problems (any part if it is None)."""
+        """Return those of the lengths that `part` (None: any part) has problems of."""
         return lengths
 
     def count(self, lengths):
-        """The number of training problems of these lengths, None if unlimited."""
+        """Return the number of training problems of these lengths, or None if unlimited."""
 
     def width(self, lengths):
-        """The number of tokens in the longest sequence. One problem suffices: all are as wide."""
-        ends = min(lengths), max(lengths)   # the widest is one of these
+        """Return the number of tokens in the longest sequence; it depends on the length alone."""
+        ends = min(lengths), max(lengths)   # one of these has the longest sequences
         return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
 
     def decode(self, row):
-        """The text of a row of token indices, without the padding."""
+        """Return the text of a row of token indices, without padding."""
         return self.separator.join(self.vocab[i] for i in row.tolist() if i != PAD)
 
     def encode(self, text):
-        """The token indices [T] of a text. Raise UserError if a word is not in the vocabulary."""
+        """Return the token indices [T] of a text. Raise UserError if a word is unknown."""
         words = text.split() if self.separator else list(text)  # '': a token is a character
         index = {word: i for i, word in enumerate(self.vocab) if i != PAD}
         unknown = ' '.join(sorted({*words} - index.keys()))
@@ -96,46 +96,46 @@ class Draw:
         self.device = generator.device if generator else 'cpu'
 
     def integers(self, high, *shape):
-        """Uniform on 0..high-1; high: an int, or a tensor that broadcasts to shape."""
+        """Integers uniform on 0..high-1; high: an int, or a tensor that broadcasts to shape."""
         if isinstance(high, int):
             return torch.randint(high, shape, generator=self.g, device=self.device)
         u = torch.rand(shape, generator=self.g, device=self.device, dtype=torch.float64)
         return torch.minimum((u * high).long(), high - 1)  # u * high can round up to high
 
     def permutation(self, n, size):
-        """n random orders of 0..size-1 [n, size]."""
+        """n random permutations of 0..size-1, [n, size]."""
         return torch.rand(n, size, generator=self.g, device=self.device).argsort(dim=1)
 
 
 def supervise(tokens, start):
-    """Targets [n, T]: predict every token from index `start` (int or [n, 1]) on, but no padding."""
-    targets = tokens.roll(-1, dims=1)   # targets[t] = tokens[t + 1]
+    """Return targets [n, T]: the next tokens, where their index is at least `start` (int or [n, 1])
+    and they are not padding, and -100 elsewhere."""
+    targets = tokens.roll(-1, dims=1)   # targets[:, t] = tokens[:, t + 1]
     t = torch.arange(tokens.shape[1], device=tokens.device)
-    # the last position has no next token: roll put the first one there
-    unasked = (t + 1 < start) | (t + 1 == len(t)) | (targets == PAD)
-    return targets.masked_fill(unasked, -100)
+    ignored = (t + 1 < start) | (t + 1 == len(t)) | (targets == PAD)    # no token follows the last
+    return targets.masked_fill(ignored, -100)
 
 
 def compose(prompt, answer):
-    """(tokens, targets) [n, T] of prompts, each followed by its answer, which is supervised. Both:
-    a list of tokens for all rows or tensors [n, k]; padding moves to the row's end."""
+    """Return (tokens, targets) [n, T] of prompts with answers, which are supervised. Both are lists
+    of tokens: ints, the same in all rows, or tensors [n, k]. Padding moves to the end of a row."""
     one = next(filter(torch.is_tensor, prompt))[:, :1]      # [n, 1]
     columns = [part if torch.is_tensor(part) else torch.full_like(one, part)
-               for part in [*prompt, *answer]]              # a token becomes a column
+               for part in [*prompt, *answer]]              # an int becomes a column
     tokens = torch.cat(columns, dim=1)                      # [n, T]
-    start = (torch.cat(columns[:len(prompt)], dim=1) != PAD).sum(dim=1, keepdim=True)   # of answers
-    padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)   # the rest keeps its order
-    tokens = tokens.gather(1, padding_last)                 # closes the gaps left by short numbers
+    start = (torch.cat(columns[:len(prompt)], dim=1) != PAD).sum(dim=1, keepdim=True)   # of answer
+    padding_last = (tokens == PAD).byte().argsort(dim=1, stable=True)   # keeps the others' order
+    tokens = tokens.gather(1, padding_last)
     return tokens, supervise(tokens, start)
 
 
-# ---- ViPE's iterative tasks. Its paper names count, reverse, mode and sort without defining them.
+# ---- ViPE's tasks. Its paper names count, reverse, mode and sort (Exp. 6) but does not define them
 
 class Iterative(Task):
-    """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input,
-    states, end of sequence. `length` is L; the states s and EoS are supervised. steps=0, as in
-    parity:steps=0, keeps only the last state (A.1: no chain of thought). A subclass defines the
-    symbols, and the states of inputs that are uniform on the symbols.
+    """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input, m
+    states, end of sequence. `length` is L. The states and EoS are supervised. Option `steps`:
+    parity:steps=0 keeps only the last state (A.1: no chain of thought). A subclass defines the
+    symbols, and states(x) for inputs x uniform on the symbols or else inputs_and_states().
     >>> examples(5, 'copy parity polynomial reverse count mode sort')
     copy                BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS
     parity              BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS
@@ -153,7 +153,7 @@ class Iterative(Task):
         self.vocab = ['<pad>', 'BoS', 'EoI', 'EoS', *map(str, self.symbols)]
 
     def problems(self, n, length, draw):
-        x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices into symbols
+        x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices of symbols
         s = s if self.steps else s[:, -1:]              # [n, 1] without steps
         return compose([BOS, x + 4, EOI], [s + 4, EOS])  # symbol 0 is token 4
 
@@ -192,7 +192,7 @@ class Reverse(Iterative):
 
 
 class Count(Iterative):
-    """Count from the first number to the second (Zhou et al. 2023). `length`: numbers counted.
+    """Count from the first number to the second (Zhou et al. 2023). `length`: how many numbers.
     The start is uniform, so that short problems contain every number that long problems need."""
     max_length = 128
     symbols = range(128)
@@ -205,19 +205,19 @@ class Count(Iterative):
 
 class Mode(Iterative):
     """The most frequent of the letters a-j, which is always unique (Zhou et al. 2023).
-    Letters are uniform. If several tie, a random one of them replaces one letter of another."""
+    Letters are uniform. If several tie, one occurrence of one is replaced by another."""
     symbols = 'abcdefghij'
 
     def inputs_and_states(self, n, length, draw):
         x = draw.integers(10, n, length)                        # [n, L]
         counts = (x[:, :, None] == torch.arange(10, device=x.device)).sum(dim=1)    # [n, 10]
-        tied = counts == counts.amax(dim=1, keepdim=True)       # with the most frequent letter
-        # random orders of the letters, those that do not tie last
+        tied = counts == counts.amax(dim=1, keepdim=True)       # letters of the highest count
+        # a random rank for each tied letter, -1 for the other letters
         priority = draw.permutation(n, 10).masked_fill(~tied, -1)
         mode, second = priority.topk(2, dim=1).indices.unbind(dim=1)    # [n], [n]
-        place = (x == second[:, None]).int().argmax(dim=1)      # where the second first occurs
+        first = (x == second[:, None]).int().argmax(dim=1)      # position of the first `second`
         row = torch.arange(n, device=x.device)
-        x[row, place] = torch.where(tied.sum(dim=1) > 1, mode, x[row, place])   # second loses one
+        x[row, first] = torch.where(tied.sum(dim=1) > 1, mode, x[row, first])   # breaks the tie
         return x, mode[:, None]                                 # [n, L], [n, 1]
 
 
@@ -233,8 +233,8 @@ class Sort(Iterative):
 
 class IndirectIndexing(Task):
     """The letter at a given shift from a given letter (PoPE A.1). `length`: letters in the source.
-    The source, of 20 to 40 letters in the paper, is drawn without replacement from A-Z, a-z; the
-    shift is uniform on the shifts in -15..+15 that stay inside it; the last letter is supervised.
+    The source (20 to 40 letters in the paper) is drawn without replacement from A-Z, a-z; the shift
+    is uniform on those in -15..+15 that stay inside the source. Only the last letter is supervised.
     >>> examples(20, 'indirect_indexing')
     indirect_indexing   MjrbCDsiSNgcktphwTOe,t,-3,g
     """
@@ -248,10 +248,10 @@ class IndirectIndexing(Task):
         self.vocab = ['<pad>', ',', '+', '-', *string.digits, *alphabet]
 
     def problems(self, n, length, draw):
-        comma, plus, minus, digit, letter = 1, 2, 3, 4, 14  # the first of each in the vocabulary
+        comma, plus, minus, digit, letter = 1, 2, 3, 4, 14  # first index of each in the vocabulary
         source = draw.permutation(n, self.max_length)[:, :length] + letter  # [n, length]
         i = draw.integers(length, n, 1)                     # [n, 1], as all below
-        low = (-i).clamp(min=-self.max_shift)               # 0 <= i + shift < length
+        low = (-i).clamp(min=-self.max_shift)               # so that 0 <= i + shift < length
         high = (length - 1 - i).clamp(max=self.max_shift)
         shift = low + draw.integers(high - low + 1, n, 1)
         sign, size = torch.where(shift < 0, minus, plus), shift.abs()
@@ -263,15 +263,15 @@ class IndirectIndexing(Task):
 # ---- the Toeplitz study's tasks: a vocabulary of 574 tokens, classes included --------------------
 
 class Classification(Task):
-    """x_1..x_L ? class, the class supervised. `length` is L, 128 in the paper. Background words are
-    uniform; a subclass replaces some by triggers: place(words, draw) -> (words, class).
+    """x_1..x_L ? class: only the class is supervised. `length` is L, 128 in the paper. Words are
+    uniform background; a subclass replaces some by triggers: place(words, draw) -> (words, class).
     >>> examples(9, 'distance distance_sum trigger_count')
     distance            w410 w225 w167 trigger0 w495 w299 w81 trigger1 w247 ? class1
     distance_sum        w468 trigger3 w237 w160 w51 w67 trigger0 trigger2 trigger1 ? class1
     trigger_count       trigger13 w119 w53 w120 trigger14 trigger4 w107 w103 w17 ? class3
     """
-    query, first_class, first_trigger = 1, 2, 34    # the first of each kind in the vocabulary
-    classes, triggers = 32, 0                       # how many of each kind
+    query, first_class, first_trigger = 1, 2, 34    # first index of each kind in the vocabulary
+    classes, triggers = 32, 0                       # the number of each kind
 
     def __init__(self):
         self.first_word = self.first_trigger + self.triggers
@@ -287,8 +287,8 @@ class Classification(Task):
 
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
-    class = 32 |i - j| // span; either trigger may be first. |i - j| is uniform on 1..min(length,
-    span) - 1 (span 128; at length 16, span=16 spreads distances over the 32 classes)."""
+    The triggers are at positions i and j; either may be first. class = 32 |i - j| // span, |i - j|
+    is uniform on 1..min(length, span) - 1. span=16 spreads the distances of 16 words over 0..31."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -300,30 +300,30 @@ class Distance(Classification):
         n, length = words.shape
         pairs = self.triggers // 2  # 1; 2 in distance_sum
         places = torch.zeros(n, pairs, 2, dtype=torch.int64, device=draw.device)
-        clash = torch.ones(n, dtype=torch.bool, device=draw.device)     # all rows are undrawn
+        clash = torch.ones(n, dtype=torch.bool, device=draw.device)     # no row is drawn yet
         while clash.any():  # draw a row again while two of its triggers share a position
             d = 1 + draw.integers(min(length, self.span) - 1, n, pairs)     # distances
-            i = draw.integers(length - d, n, pairs)             # where each pair begins
+            i = draw.integers(length - d, n, pairs)             # position of each pair's first word
             drawn = torch.stack([i, i + d], dim=2)              # [n, pairs, 2]
-            places = torch.where(clash[:, None, None], drawn, places)   # keeps the valid rows
+            places = torch.where(clash[:, None, None], drawn, places)   # keeps valid rows
             clash = (places.flatten(1).sort(dim=1).values.diff(dim=1) == 0).any(dim=1)  # [n]
         first = draw.integers(2, n, pairs)  # 1: trigger 1 (or 3) comes before trigger 0 (or 2)
         trigger = torch.stack([first, 1 - first], dim=2)        # [n, pairs, 2]
         trigger += self.first_trigger + 2 * torch.arange(pairs, device=draw.device)[:, None]
-        words.scatter_(1, places.flatten(1), trigger.flatten(1))    # replaces background
-        total = places.diff(dim=2).sum(dim=1)                   # [n, 1], of the pairs' distances
+        words.scatter_(1, places.flatten(1), trigger.flatten(1))
+        total = places.diff(dim=2).sum(dim=1)                   # [n, 1], sum of the distances
         return words, total * self.classes // (pairs * self.span)   # [n, L], [n, 1] in 0..31
 
 
 class DistanceSum(Distance):
     """The sum of two trigger distances (the Toeplitz study, appendix E): triggers 0, 1 and 2, 3.
-    class = 32 (|i - j| + |k - l|) // (2 span). Both distances are as in `distance`."""
+    class = 32 (|i - j| + |k - l|) // (2 span). Each pair is drawn as in `distance`."""
     triggers = min_length = 4
 
 
 class TriggerCount(Classification):
     """Task 2: the number of trigger tokens, of 20 kinds (the Toeplitz study, section 4.1).
-    The count is the class, uniform on 0..31, or, with trigger_count:most=16, on 0..16."""
+    The class is the count, uniform on 0..min(length, most); trigger_count:most=16 sets `most`."""
     triggers = 20
 
     def __init__(self, most=31):
@@ -342,14 +342,14 @@ class TriggerCount(Classification):
 # ---- PRISM's tasks (Tables 3 and 4), in characters -----------------------------------------------
 
 CHARACTERS = ['<pad>', *'0123456789+=,→.x[]()*^-', *string.ascii_lowercase.replace('x', '')]
-CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # as in the paper
+CHARACTERS += [f'<unused{i}>' for i in range(64 - len(CHARACTERS))]  # 64, as in the paper
 
 
 class Characters(Task):
-    """prompt=answer. in characters, with all after "=" supervised. By default x=answer(x). for
-    `length` digits x below `symbols`. A subclass defines answer, or
-    write(n, length, draw) -> (prompt, answer): lists of texts and of numbers [n, k], which are
-    digits, or -1 for nothing.
+    """The text "prompt=answer." in characters; all after "=" is supervised. By default the prompt
+    is a string x of `length` digits below `symbols`, and a subclass defines answer(x). It may
+    instead define write(n, length, draw) -> (prompt, answer): lists of strings and of digits
+    [n, k], with -1 for no digit.
     >>> examples(6, 'string_copy string_reverse bucket_sort odds_first stack')
     string_copy         493039=493039.
     string_reverse      ^493039=930394.
@@ -367,7 +367,7 @@ class Characters(Task):
     symbols = 10
 
     def problems(self, n, length, draw):
-        def tokens(part):       # number 0 is token 1, and -1 becomes padding
+        def tokens(part):       # digit 0 is token 1, and -1 becomes padding
             return [part + 1] if torch.is_tensor(part) else map(CHARACTERS.index, part)
 
         prompt, answer = ([token for part in parts for token in tokens(part)]
@@ -407,16 +407,16 @@ class OddsFirst(Characters):
 
 
 class Stack(Characters):
-    """A stack of 0 and 1, bottom first, then actions: 2 pops, if it can, 3 pushes 0, 4 pushes 1.
-    The answer is the final stack, top first, a 2, and zeros up to length + 1. `length`: stack and
-    actions; the size of the stack is uniform on 1..length-1."""
+    """A stack of 0 and 1, bottom first, then actions: 2 pops unless empty, 3 pushes 0, 4 pushes 1.
+    The answer is the final stack, top first, a 2, and zeros up to length + 1 digits. `length`: size
+    of the initial stack, uniform on 1..length-1, plus the number of actions."""
     def write(self, n, length, draw):
         size = 1 + draw.integers(max(1, length - 1), n, 1)  # [n, 1]
         start, actions = draw.integers(2, n, length), 2 + draw.integers(3, n, length)
         x = torch.where(torch.arange(length, device=draw.device) < size, start, actions)
-        stack = x.new_zeros(n, length + 1)      # from the bottom, in use up to depth
+        stack = x.new_zeros(n, length + 1)      # bottom first; the first `depth` are in use
         depth = x.new_zeros(n, 1)
-        for action in x.split(1, dim=1):        # [n, 1]; 0 and 1 of the start are pushed as well
+        for action in x.split(1, dim=1):        # [n, 1]; pushes the initial 0s and 1s as well
             stack.scatter_(1, depth, action % 3)    # 0 and 3 write 0, 1 and 4 write 1
             depth = torch.where(action == 2, depth - 1, depth + 1).clamp(min=0)
         i = depth - 1 - torch.arange(length + 1, device=draw.device)    # [n, length + 1], top first
@@ -425,20 +425,20 @@ class Stack(Characters):
 
 
 class DynStrCpy(Characters):
-    """The suffix of the string that begins at a given digit, which occurs once."""
+    """The suffix of a string that begins at a given digit, which occurs once in the string."""
     def write(self, n, length, draw):
         d = draw.integers(10, n, 1)
         x = draw.integers(9, n, length)
         x = x + (x >= d)    # any digit but d
         x = x.scatter(1, draw.integers(length, n, 1), d)            # at a uniform position
-        suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)     # nothing before the d
+        suffix = torch.where((x == d).cumsum(dim=1) > 0, x, -1)     # no digit before d
         return [x, ',', d, '='], [suffix, '.']
 
 
 class AdditionCoT(Characters):
     """Add two numbers, both written lowest digit first, with a chain of thought.
-    For each column: digit of a, digit of b, carry out, digit of the sum; then the sum. `length`:
-    digits of the longer number; the other has 1..length, uniformly; no leading zeros."""
+    The chain: digit of a, digit of b, carry, digit of the sum, for each column. `length`: digits of
+    the longer number; those of the other are uniform on 1..length. No number has leading zeros."""
     def write(self, n, length, draw):
         long = number(n, length, draw, length)  # [n, L], lowest digit first
         short = number(n, length, draw, 1 + draw.integers(length, n, 1))    # -1: no digit
@@ -457,8 +457,8 @@ class AdditionCoT(Characters):
 
 class MultiplicationCoT(Characters):
     """Long multiplication by the distributive law, without the product, as in the paper's example.
-    For each digit of b, from the highest: the digit, *, and a pair for it (+1) and for each lower
-    digit (+0). `length`: digits of b; a has 1..length, uniformly; no leading zeros."""
+    Each digit c of b, highest first, gives c*(c+1), followed by (d+0) for each lower digit d.
+    `length`: digits of b; those of a are uniform on 1..length. No number has leading zeros."""
     def write(self, n, length, draw):
         a = number(n, length, draw, 1 + draw.integers(length, n, 1)).flip(1)
         b = number(n, length, draw, length).flip(1)     # highest digit first
@@ -472,9 +472,9 @@ class MultiplicationCoT(Characters):
 
 
 def number(n, length, draw, size):
-    """Digits [n, length] of n numbers, lowest first, -1 beyond `size` (int or [n, 1]) digits."""
+    """Digits [n, length] of n numbers of `size` digits (int or [n, 1]), lowest first, then -1."""
     x = draw.integers(10, n, length)
-    highest = 1 + draw.integers(9, n, length)   # 1 to 9, for the top digit
+    highest = 1 + draw.integers(9, n, length)   # 1 to 9, for the highest digit
     t = torch.arange(length, device=draw.device)
     x = torch.where((t == size - 1) & (size > 1), highest, x)   # no leading zeros, except for 0
     return torch.where(t >= size, -1, x)
@@ -483,8 +483,8 @@ def number(n, length, draw, size):
 # ---- recall, used to test encodings since 2023 ---------------------------------------------------
 
 class FlipFlop(Task):
-    """Recall the bit written last (Liu et al. 2023). w writes a bit, i is to be ignored, r reads.
-    `length`: instructions; only the bits after r are supervised. Option `ignore`: percent of i.
+    """Recall the bit written last (Liu et al. 2023). w: write the bit, i: ignore it, r: read it.
+    `length`: instructions, of which `ignore` percent are i. Only bits after r are supervised.
     >>> examples(5, 'flip_flop')
     flip_flop           w 1 i 0 i 0 r 1 r 1
     """
@@ -496,11 +496,11 @@ class FlipFlop(Task):
         self.ignore = ignore
 
     def problems(self, n, length, draw):
-        write, ignore, read, zero = 1, 2, 3, 4      # in the vocabulary
+        write, ignore, read, zero = 1, 2, 3, 4      # indices in the vocabulary
         what = torch.where(draw.integers(2, n, length) == 1, write, read)   # [n, length]
         what[draw.integers(100, n, length) < self.ignore] = ignore
-        what[:, 0], what[:, -1] = write, read       # so that there is a bit to recall
-        bit = draw.integers(2, n, length)                       # also after i, as a distractor
+        what[:, 0], what[:, -1] = write, read       # every read follows a write
+        bit = draw.integers(2, n, length)                       # a bit after i is a distractor
         t = torch.arange(length, device=draw.device)
         last_write = torch.where(what == write, t, 0).cummax(dim=1).values  # [n, length]
         bit = torch.where(what == read, bit.gather(1, last_write), bit)     # reads repeat a write
@@ -510,9 +510,9 @@ class FlipFlop(Task):
 
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023) of the values of some keys.
-    Pairs of key and value, each twice among pairs of noise; the repeated values are supervised.
-    (In the paper the pairs are first; ours are anywhere, so that positions do not give them away.)
-    `length`: pairs. Options `keys`: how many; `words`: size of each vocabulary.
+    Each pair of key and value occurs twice among pairs of noise; its second value is supervised.
+    (In the paper the pairs come first; ours are anywhere, so that positions do not give them away.)
+    `length`: pairs, noise included. Options: `keys`, their number; `words`, values of each kind.
     >>> examples(6, 'mqar:keys=2:words=9')
     mqar:keys=2:words=9 noise2 noise6 key3 value8 key3 value8 noise0 noise5 key2 value0 key2 value0
     """
@@ -527,7 +527,7 @@ class MQAR(Task):
         keys = draw.permutation(n, self.words)[:, :self.keys]       # all different
         values = draw.integers(self.words, n, self.keys) + self.words   # may repeat
         pairs = torch.stack([keys, values], dim=2) + 1              # [n, keys, 2]
-        tokens = draw.integers(self.words, n, length, 2) + 2 * self.words + 1   # of noise
+        tokens = draw.integers(self.words, n, length, 2) + 2 * self.words + 1   # noise
         places = draw.permutation(n, length)[:, :2 * self.keys].view(n, self.keys, 2)
         first, again = places.sort(dim=2).values.unbind(dim=2)      # [n, keys] each
         asked = torch.zeros_like(tokens, dtype=torch.bool)          # [n, length, 2]
@@ -541,12 +541,12 @@ class MQAR(Task):
 # ---- data sets of commands and answers in words --------------------------------------------------
 
 class Pairs(Task):
-    """A fixed data set. A subclass defines `texts`, [(part, length, text)]. marks[0] ends the
-    command, marks[1] the answer, which is supervised."""
+    """A fixed data set. A subclass defines `texts`, [(part, length, text)]. The token marks[0] ends
+    the command, and marks[1] ends the answer, which is supervised."""
     fixed = True
     end = EOS
     min_length = -math.inf  # find() raises for lengths without problems
-    marks = ('EoI', 'EoS')  # tokens EOI and EOS, whatever they are called
+    marks = ('EoI', 'EoS')  # the names of the tokens EOI and EOS
 
     @functools.cached_property
     def vocab(self):
@@ -566,14 +566,14 @@ class Pairs(Task):
         return rows
 
     def find(self, length, *parts):
-        """(tokens, targets) of a length in the first of the parts that has it."""
+        """Return (tokens, targets) of a length from the first of these parts that has any."""
         found = [self.rows[part, length] for part in parts if (part, length) in self.rows]
         known = sorted({n for _, n in self.rows})
         need(found, f'{self.name} has problems of lengths {known}, not {length}')
         return found[0]
 
     def problems(self, n, length, draw):
-        """n training problems of a length, with replacement; else from val or test."""
+        """Draw n training problems of a length, with replacement; if none, from val or test."""
         tokens, targets = self.find(length, *PARTS)
         i = draw.integers(len(tokens), n).cpu()     # [n]; the rows are on the CPU
         return [x[i].to(draw.device) for x in (tokens, targets)]
@@ -582,7 +582,7 @@ class Pairs(Task):
         return [x.to(generator.device) for x in self.find(length, 'train')]
 
     def held_out(self, split, n, lengths, generator):
-        """Validation (split='eval') or test problems; other parts if they lack a length."""
+        """Validation (split='eval') or test problems; lengths that it lacks: from other parts."""
         order = ('val', 'test', 'train') if split == 'eval' else ('test', 'val', 'train')
         sets = {}
         for length in lengths:
@@ -604,13 +604,13 @@ class Pairs(Task):
 
 @functools.cache
 def scan():
-    """SCAN's grammar (Lake & Baroni 2018), {command: (plan, steps)} of its 20,910 commands. plan is
-    the command with twice and thrice written out; steps are its clauses and their actions, as
-    executed: [(clause, actions)]."""
+    """Return {command: (plan, steps)}, all 20,910 commands of SCAN's grammar (Lake & Baroni 2018).
+    plan: the command with twice and thrice written out. steps: [(clause, actions)], its clauses in
+    the order of execution."""
     verbs = ['walk', 'look', 'run', 'jump']
     clauses = {verb: ['I_' + verb.upper()] for verb in verbs}       # {clause: its actions}
     for direction, verb in itertools.product(('left', 'right'), ('turn', *verbs)):
-        turn, act = ['I_TURN_' + direction.upper()], clauses.get(verb, [])  # `turn` is no act
+        turn, act = ['I_TURN_' + direction.upper()], clauses.get(verb, [])  # turn: nothing more
         clauses[f'{verb} {direction}'] = turn + act
         clauses[f'{verb} opposite {direction}'] = turn + turn + act
         clauses[f'{verb} around {direction}'] = (turn + act) * 4    # four quarter turns
@@ -627,8 +627,8 @@ def scan():
 
 class SCAN(Pairs):
     """SCAN, a command and its actions (Lake & Baroni 2018). `length`: actions.
-    scan trains on 1 to 22 actions (16,990 commands) and tests 24 to 48 (3,920). scan_simple trains
-    on a random 80 % (16,728) and tests the rest; the published split is another random draw.
+    scan trains on 1 to 22 actions (16,990 commands) and tests on 24 to 48 (3,920). scan_simple
+    trains on a random 80 % (16,728) and tests on the rest; the published split is another draw.
     >>> examples(4, 'scan')
     scan                BoS look right and run left EoI I_TURN_RIGHT I_LOOK I_TURN_LEFT I_RUN EoS
     """
@@ -653,8 +653,8 @@ class SCAN(Pairs):
 
 
 class SCANCoT(SCAN):
-    """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: the actions in SCAN.
-    twice and thrice are written out, then the actions of every clause, in the order of execution.
+    """SCAN with a chain of thought (PRISM Table 4), split by length. `length`: actions in SCAN.
+    The answer writes out twice and thrice, then lists each clause with its actions, as executed.
     >>> print(SCANCoT().text('jump and look twice', *scan()['jump and look twice']))
     jump and look twice = jump and look + look → jump : I_JUMP look : I_LOOK look : I_LOOK .
     """
@@ -666,7 +666,7 @@ class SCANCoT(SCAN):
 
 
 def scan_pairs(split='length', part='train'):
-    """Return [(command, actions)] of SCAN, for part train or test of split length or simple."""
+    """Return [(command, actions)] of SCAN for a split (length, simple) and a part (train, test)."""
     return [tuple(text[4:-4].split(' EoI '))        # without BoS and EoS
             for name, _, text in SCAN(simple=split == 'simple').texts if name == part]
 
@@ -674,8 +674,8 @@ def scan_pairs(split='length', part='train'):
 class CFQ(Pairs):
     """Compositional Freebase Questions (Keysers et al. 2020): a question and its SPARQL query.
     Entities are M0, M1, ... as in its authors' baselines. Option `split`: random_split, or another
-    file of its folder `splits`, such as mcd1 or query_complexity_split.
-    `length`: words of the query. Its texts:
+    file in the folder `splits` of the data, such as mcd1 or query_complexity_split.
+    `length`: words of the query. An example:
     BoS Did M0 ' s writer write M1 EoI SELECT count ( * ) WHERE { M0 film.x ?x0 . } EoS
     """
     own_vocab = True
@@ -686,8 +686,8 @@ class CFQ(Pairs):
 
     @staticmethod
     def text(entry):
-        """(length, text) of an entry of dataset.json. Punctuation in questions and in count(*)
-        becomes words; names lose their prefixes."""
+        """Return (length, text) of an entry of dataset.json. Each punctuation mark of a question,
+        and each part of count(*), becomes a word. Names lose the prefix ns:, and m. becomes m_."""
         punctuation = f'([{re.escape(string.punctuation)}])'
         question = re.sub(punctuation, r' \1 ', entry['questionPatternModEntities']).split()
         query = entry['sparqlPatternModEntities'].replace('count(*)', 'count ( * )')
@@ -721,33 +721,33 @@ PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val'
 
 
 class Corpus(Task):
-    """Documents in parts. A subclass defines documents(path), the documents in a file: arrays of
-    symbols, mapped from disk where the file is large; token = symbol + first. A part is named by
-    the file or its folder (PART_NAMES). Otherwise the parts are 90, 5 and 5 % of the documents, in
-    an order drawn once, or of each document if there are fewer than 20."""
+    """Documents in three parts. A subclass defines documents(path), a list of the documents in a
+    file: arrays of symbols, memory-mapped if large; token = symbol + first. The name of a file or
+    folder says its part (PART_NAMES). If no name says val or test, the parts are 90, 5 and 5 % of
+    the documents, in a fixed random order, or of each document if there are fewer than 20."""
     corpus = True
     fixed = True
     min_length = 2
-    endings = ''           # of the names of the files
+    endings = ''           # endings of the names of files that are read; '': any
     skip = ()              # folders that are not read
     first = 1              # the token of symbol 0
-    stride = 1             # contexts begin at multiples of it
+    stride = 1             # contexts begin at multiples of the stride
 
     def read(self):
-        """Yield (part or None, document) of all files."""
+        """Yield (part, document) of all files; part is None if no name says it."""
         for path in self.files():
-            # the names of folders and file below `data`; none if it is the file itself
+            # names on the path below `data`, without endings; none if `data` is the file itself
             names = [pathlib.Path(x).stem.lower() for x in path.relative_to(self.data).parts]
             part = next((PART_NAMES[x] for x in names if x in PART_NAMES), None)
             with reading(path, self.needs):
                 yield from [(part, document) for document in self.documents(path)]
 
     def files(self):
-        """The paths of the file `data`, or of the files in that folder and below that have one of
-        the endings, in a fixed order. Hidden files and folders are left out."""
+        """Return the path `data` if it is a file, else the paths of the files below that folder,
+        with one of the endings, in a fixed order; hidden files and folders are left out."""
         files = [pathlib.Path(self.data)] if os.path.isfile(self.data) else []
         for folder, folders, names in os.walk(self.data):
-            # os.walk goes on to what is left in `folders`
+            # os.walk visits only what is left in `folders`
             folders[:] = sorted(x for x in folders if x[0] != '.' and x not in self.skip)
             files += [pathlib.Path(folder, name) for name in sorted(names)
                       if name[0] != '.' and name.lower().endswith(self.endings)]
@@ -756,13 +756,13 @@ class Corpus(Task):
 
     @functools.cached_property
     def parts(self):
-        """{part: [documents]}."""
+        """{part: list of its documents}."""
         found = [(part, document) for part, document in self.read() if len(document) > 1]
         need(found, f'there is nothing to read in {self.data}; it must be {self.needs}')
-        if {'val', 'test'} & {part for part, _ in found}:       # all else is for training
+        if {'val', 'test'} & {part for part, _ in found}:       # the rest is for training
             named = {p: [x for part, x in found if (part or 'train') == p] for p in PARTS}
             val, test = named['val'], named['test']
-            return named | dict(val=val or test, test=test or val)  # one may serve as both
+            return named | dict(val=val or test, test=test or val)  # if one is missing
 
         def cut(x):     # into 90, 5 and 5 %
             return np.split(x, [int(0.9 * len(x)), int(0.95 * len(x))])
@@ -774,29 +774,29 @@ class Corpus(Task):
         return {part: [documents[i] for i in numbers] for part, numbers in zip(PARTS, cut(order))}
 
     def of_part(self, part):
-        """The documents of a part that have something to predict. Raise UserError if none has."""
+        """Return the documents of a part with at least two tokens. Raise UserError if none has."""
         documents = [document for document in self.parts[part] if len(document) > 1]
         need(documents, f'{self.data} has no text for {part}: rename a file or folder to {part}, '
                         'or add text')
         return documents
 
     def lay_out(self, pieces, length):
-        """Pieces of documents as (tokens, targets) [len(pieces), length], padded on the right."""
+        """Return (tokens, targets) [len(pieces), length] of pieces of documents, padded right."""
         size = len(self.vocab) - self.first     # the number of symbols
         tokens = np.full((len(pieces), length), PAD, dtype=np.int64)    # [n, T]
         for row, piece in zip(tokens, pieces):
             symbols = np.asarray(piece, dtype=np.int64)     # [t]; uint16 could overflow below
-            need(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols up '
-                 f'to {symbols.max()}, which are not in the vocabulary of 0 to {size - 1}')
+            need(0 <= symbols.min() and symbols.max() < size, f'{self.data} contains symbols from '
+                 f'{symbols.min()} to {symbols.max()}, outside the vocabulary of 0 to {size - 1}')
             row[:len(piece)] = symbols + self.first     # the rest of the row stays PAD
         tokens = torch.from_numpy(tokens)
         return tokens, supervise(tokens, 1)
 
     def problems(self, n, length, draw):
-        """Training contexts: sample a document in proportion to its length, then a uniform start.
-        A shorter document is taken whole."""
+        """Draw training contexts: a document in proportion to its length, then a uniform start in
+        it. A document shorter than `length` is taken whole."""
         documents = self.of_part('train')
-        # a uniform token of all documents chooses its document
+        # a token drawn uniformly from all documents selects its document
         ends = np.cumsum([*map(len, documents)])
         tokens = draw.integers(int(ends[-1]), n).cpu().numpy()      # [n]
         chosen = [documents[i] for i in np.searchsorted(ends, tokens, side='right')]
@@ -806,10 +806,10 @@ class Corpus(Task):
         return [x.to(draw.device) for x in self.lay_out(pieces, length)]    # made on the CPU
 
     def held_out(self, split, n, lengths, generator):
-        """The same text for every length: n segments of max(lengths) tokens (shorter ones only if
-        there are too few), cut into contexts of `length` tokens. Contexts overlap by one token, so
-        that every token of a segment except the first is predicted once. The last context may be
-        short; with a stride above 1, every context is shorter by less than one stride."""
+        """Cut the same text for every length: n segments of max(lengths) tokens (shorter ones only
+        if there are too few) into contexts of `length` tokens. Contexts overlap by one token, so
+        that each token of a segment except the first is predicted once. The last context may be
+        short; if stride > 1, every context is up to stride - 1 tokens shorter."""
         def step(length):   # stride of contexts = predictions in a full context
             return (length - 1) // self.stride * self.stride
 
@@ -818,12 +818,12 @@ class Corpus(Task):
 
         longest = max(lengths)
         documents = self.of_part('val' if split == 'eval' else 'test')
-        # segments as arrays, because a large corpus has millions: the document and start of each
+        # each segment's document and start, as arrays because a large corpus has millions
         starts = [np.arange(0, len(document) - 1, step(longest)) for document in documents]
         which = np.repeat(np.arange(len(documents)), [*map(len, starts)])
-        left = np.array([*map(len, documents)])[which] - np.concatenate(starts)     # tokens from it
+        left = np.array([*map(len, documents)])[which] - np.concatenate(starts)     # tokens left
         order = torch.randperm(len(which), generator=generator(longest)).numpy()
-        order = order[np.argsort(left[order] <= step(longest), kind='stable')]  # whole ones first
+        order = order[np.argsort(left[order] <= step(longest), kind='stable')]  # full ones first
         segments = [documents[which[i]][len(documents[which[i]]) - left[i]:][:step(longest) + 1]
                     for i in order[:n]]
         sets = {}
@@ -840,7 +840,7 @@ class Corpus(Task):
 
 
 def mapped(path, dtype):
-    """A file as an array, memory-mapped if large: maps of small files would stay open."""
+    """A file as an array; mapped only if large, because each map keeps its file open."""
     large = path.stat().st_size > 2 ** 20   # bytes, 1 MiB
     return np.memmap(path, dtype, 'r') if large else np.frombuffer(path.read_bytes(), dtype)
 
@@ -852,7 +852,7 @@ def read_text(path):
 
 
 class Text(Corpus):
-    """Files as bytes, a document each. `length`: bytes in a context."""
+    """Files as bytes; each file is a document. `length`: bytes in a context."""
     needs = 'a file, or a folder of files'
     vocab = ['<pad>', *map(chr, range(256))]
 
@@ -885,7 +885,7 @@ class Tokens(Corpus):
     def documents(self, path):
         if path.suffix.lower() == '.bin':
             tokens = mapped(path, np.uint16)
-            low, high = tokens[:1000:2], tokens[1:1000:2]       # halves, if these are uint32
+            low, high = tokens[:1000:2], tokens[1:1000:2]       # halves of numbers, if uint32
             need(high.any() or not low.any(), 'every other token is 0, as in a file of uint32')
             return [tokens]
         array = np.load(path, mmap_mode='r')    # stays on disk
@@ -895,9 +895,9 @@ class Tokens(Corpus):
 
 class GPT2(Tokens):
     """GPT-2's byte pairs in files of tokens, as nanoGPT's prepare.py writes them for OpenWebText.
-    Text to and from tokens requires `tiktoken`. `length`: tokens in a context."""
+    To convert text to tokens or back requires `tiktoken`. `length`: tokens in a context."""
     def __init__(self):
-        super().__init__(50303)     # 46 unused: with padding 50304 = 64 * 786, which suits GPUs
+        super().__init__(50303)     # GPT-2 has 50257; with padding 50304 = 64 * 786 suits GPUs
 
     @functools.cached_property
     def byte_pairs(self):
@@ -913,8 +913,8 @@ class GPT2(Tokens):
 
 
 class JSB(Corpus):
-    """Bach's chorales (PoPE A.1): the pitches of four voices, then those of the next 16th note.
-    90 symbols: padding, silence, and the 88 pitches of a piano, 21 to 108. `length`: tokens in a
+    """Bach's chorales (PoPE A.1): for each 16th note in turn, the pitches of the four voices.
+    90 tokens: padding, silence, and the 88 pitches of a piano, 21 to 108. `length`: tokens in a
     context, which begins with the first voice. 229 chorales for training, 76 and 77 held out.
     >>> JSB().decode(JSB().encode('74 70 65 58 - 70 65 58'))
     '74 70 65 58 - 70 65 58'
@@ -934,7 +934,7 @@ class JSB(Corpus):
 
 
 class MIDI(Corpus):
-    """Piano performances as REMI tokens (Huang & Yang 2020) by `miditok`, a .mid file each.
+    """Piano performances, one per .mid file, as REMI tokens (Huang & Yang 2020) from `miditok`.
     In training each context is transposed by -3 to 3 semitones. The vocabulary has 328 tokens, as
     in PoPE A.1, which does not list them. `length`: tokens in a context."""
     needs = 'a folder of .mid or .midi files (MAESTRO: magenta.withgoogle.com/datasets/maestro)'
@@ -959,7 +959,7 @@ class MIDI(Corpus):
         return [np.array([bos, *track.ids, eos], dtype=np.uint16) for track in self.remi(path)]
 
     def problems(self, n, length, draw):
-        """Training contexts, transposed. A pitch outside the piano moves by an octave."""
+        """Training contexts, transposed; a pitch that leaves the piano moves back by an octave."""
         tokens, _ = super().problems(n, length, draw)                   # [n, length]
         low, high = self.vocab.index('Pitch_21'), self.vocab.index('Pitch_108')
         moved = tokens + draw.integers(7, n, 1) - 3     # consecutive tokens are a semitone apart
@@ -969,10 +969,10 @@ class MIDI(Corpus):
 
 
 class Genome(Corpus):
-    """FASTA files in 6-mers as the Nucleotide Transformer cuts them; a record is a document.
-    6-mers do not overlap, and start at the left of every segment without N. Each letter left over
-    and each N is a token; other characters count as N, and case is ignored. 4,107 tokens: 6 special
-    ones, A C G T N, 4,096 6-mers. `length`: tokens in a context.
+    """FASTA files as 6-mers, cut as for the Nucleotide Transformer; each record is a document.
+    Every segment without N is cut from its left into 6-mers that do not overlap. Each letter left
+    over and each N is a token of its own; other characters count as N, and case is ignored. 4,107
+    tokens: 6 special ones, A C G T N, 4,096 6-mers. `length`: tokens in a context.
     >>> Genome().decode(Genome().encode('acgtacgtNNACGTTTA'))
     'ACGTAC G T N N ACGTTT A'
     """
@@ -985,12 +985,12 @@ class Genome(Corpus):
 
     def encode(self, text):
         letters = re.sub('[^ACGT]', 'N', ''.join(text.split()).upper())
-        words = re.findall('[ACGT]{6}|.', letters)      # from the left, six letters or else one
+        words = re.findall('[ACGT]{6}|.', letters)      # from the left: six letters, else one
         return super().encode(' '.join(words))
 
     def documents(self, path):
         head, *records = ('\n' + read_text(path)).split('\n>')
-        need(not head.strip(), 'it does not begin with ">"')
+        need(not head.strip(), 'a FASTA file must begin with ">"')
         sequences = [record.partition('\n')[2] for record in records]   # without the name
         return [self.encode(text).numpy().astype(np.uint16) for text in sequences]
 
@@ -1012,16 +1012,16 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
 
 @functools.cache
 def make(name, data=''):
-    """Return the task for a name with options, as in 'parity' or 'distance:span=16'; `data`: its
-    path, if it reads files. Raise UserError if unknown."""
+    """Return the task for a name with options, as in 'parity' or 'distance:span=16'; `data` is the
+    path for a task that reads files. Raise UserError if a name or option is unknown."""
     base, *options = name.split(':')
     need(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
-    task = copy.copy(TASKS[base])   # the registered ones stay as they are
-    need(data or not task.needs, f'{base} reads files: add --data=PATH, {task.needs}')
+    task = copy.copy(TASKS[base])   # so that the registered task does not change
+    need(data or not task.needs, f'{base} reads files: add --data=PATH, the path of {task.needs}')
     need(task.needs or not data, f'{base} reads no files: remove --data={data}')
     takes, given = inspect.signature(type(task)).parameters, {}
     for option in options:
-        key, _, value = option.partition('=')   # value is text, a number, or 0 or 1 for a bool
+        key, _, value = option.partition('=')   # value: text, an integer, or 0 or 1 for a bool
         kind = type(takes[key].default) if key in takes else None
         fits = kind is str or value.isdecimal() and (kind is int or kind is bool and value in '01')
         need(fits, f'{option!r} is not an option of {base}, whose options are: '
@@ -1029,18 +1029,18 @@ def make(name, data=''):
         given[key] = value if kind is str else kind(int(value))
     if given:
         task = type(task)(**given)
-    task.name, task.data = name, data or task.data  # stdlib brings its own data
+    task.name, task.data = name, data or task.data  # stdlib has a default path
     return task
 
 
 def options_of(task):
-    """The options of a task with their defaults, as in steps=1."""
+    """Return the options of a task with their defaults, as in steps=1."""
     options = ':'.join(map(str, inspect.signature(type(task)).parameters.values()))
     return options.replace('True', '1').replace('False', '0')
 
 
 def examples(length, names):
-    """Print the first problem of a length of each task from seed 0."""
+    """Print one problem of this length of each task, drawn with seed 0."""
     for name in names.split():
         tokens, _ = make(name).sample(1, length, torch.Generator().manual_seed(0))
         print(f'{name:19}', make(name).decode(tokens[0]))
@@ -1050,7 +1050,7 @@ def main(argv):
     """List the tasks, or print examples of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda says: need(False, says)       # one line, as all errors
+    parser.error = lambda says: need(False, says)       # one line, as for all errors
     parser.add_argument('name', nargs='?')
     parser.add_argument('length', nargs='?', type=int)
     parser.add_argument('--data', default='')
@@ -1062,18 +1062,18 @@ def main(argv):
     task = make(args.name, args.data)
     usual = 64 if task.corpus else max(5, task.min_length)
     length = usual if args.length is None else args.length
-    tokens, targets = task.sample(5, length)    # unseeded: others every time
+    tokens, targets = task.sample(5, length)    # unseeded: different every time
     print(inspect.getdoc(task).partition('>>>')[0].strip())
     print('options:', options_of(task) or 'none')
     print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
     for row, target in zip(tokens, targets):
-        answer = 'all but the first' if task.corpus else task.decode(target[target != -100])
-        print(f'{task.decode(row)}\n    predicted: {answer}')
+        answer = 'all but the first token' if task.corpus else task.decode(target[target != -100])
+        print(f'{task.decode(row)}\n    to predict: {answer}')
 
 
 if __name__ == '__main__':
     try:
         main(sys.argv[1:])
-    except (UserError, OSError, MemoryError, RuntimeError) as error:       # too long a problem
+    except (UserError, OSError, MemoryError, RuntimeError) as error:    # a length can be too large
         print(f'tasks.py: {error}', file=sys.stderr)
         sys.exit(2)
