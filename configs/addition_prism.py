@@ -1,5 +1,5 @@
-# PRISM adds with chain of thought (829+03=8008,2305,9009→859.), trained on numbers of at most 8
-# digits, with four cursors per head. Compare: --pe=prism,shifted_ape,rope,nope
+# PRISM adds with a chain of thought (829+03=8008,2305,9009→859.). It is trained on numbers of up to
+# 8 digits and has four cursors per head. Compare: --pe=prism,shifted_ape,rope,nope
 task = 'addition_cot'
 pe = 'prism'
 n_head = 4

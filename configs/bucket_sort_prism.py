@@ -1,5 +1,5 @@
-# PRISM sorts digits from 0 to 4 (41203=01234.), with four cursors per head. Positions are not
-# needed: NoPE is better at twice the training length. Compare: --pe=prism,nope
+# PRISM, with four cursors per head, sorts digits from 0 to 4 (41203=01234.). Sorting requires no
+# positions: at twice the training length NoPE was better on average. Compare: --pe=prism,nope
 task = 'bucket_sort'
 pe = 'prism'
 n_head = 4

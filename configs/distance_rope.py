@@ -1,5 +1,5 @@
-# Task 1 of the Toeplitz study, small: how far apart are two trigger words? Compare
-# --pe=nope,ape,alibi,t5,rope. Append configs/paper_toeplitz.py for the paper's size.
+# A small version of Task 1 of the Toeplitz study: how far apart are two trigger words? Compare:
+# --pe=nope,ape,alibi,t5,rope. For the study's size, append configs/paper_toeplitz.py
 task = 'distance'
 pe = 'rope'
 train_lengths = [128]

@@ -1,6 +1,6 @@
-# PRISM copies a string from a given digit on (5839472,3=39472.), trained on at most 10 digits.
-# The copy branch is on (PRISM section 6.0.1), with trained key cursors; those of the paper move up
-# by one at every token. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape,rope
+# PRISM copies a string from a given digit on (5839472,3=39472.), trained on at most 10 digits. It
+# uses the copy branch (PRISM section 6.0.1), whose key cursors are trained here and count tokens in
+# the paper. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape,rope
 task = 'dyn_str_cpy'
 pe = 'prism'
 prism_copy = 'trained'

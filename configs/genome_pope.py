@@ -1,6 +1,6 @@
-# PoPE on the human genome, with its paper's settings (Tables 6 and 7: 4.152 nats per token, RoPE
-# 4.217). For a GPU; not run yet. The data: --data=FOLDER with FASTA files (GRCh38:
-# huggingface.co/datasets/InstaDeepAI/human_reference_genome)
+# PoPE on the human genome with its paper's settings (Tables 6 and 7). The paper reports 4.152 nats
+# per token, RoPE 4.217 (Table 3). Requires a GPU; not run yet. Data: --data=FOLDER of FASTA files
+# (GRCh38: huggingface.co/datasets/InstaDeepAI/human_reference_genome)
 task = 'genome'
 pe = 'pope'
 pope_delta = 'uniform'

@@ -1,6 +1,6 @@
-# PoPE on piano performances, with its paper's settings (Tables 6 and 7: 1.486 nats per token, RoPE
-# 1.501). For a GPU; not run yet. `pip install miditok`; the data: --data=FOLDER of MIDI files
-# (MAESTRO v3.0.0: magenta.withgoogle.com/datasets/maestro)
+# PoPE on piano performances with its paper's settings (Tables 6 and 7). The paper reports 1.486
+# nats per token, RoPE 1.501 (Table 2). It requires a GPU and `pip install miditok`; not run yet.
+# Data: --data=FOLDER of MIDI files (MAESTRO v3.0.0: magenta.withgoogle.com/datasets/maestro)
 task = 'maestro'
 pe = 'pope'
 pope_delta = 'uniform'

@@ -1,5 +1,5 @@
-# PRISM multiplies with chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].), trained on numbers
-# of at most 5 digits, with four cursors per head.
+# PRISM multiplies with a chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].). It is trained on
+# numbers of up to 5 digits and has four cursors per head. Compare: --pe=prism,shifted_ape,rope
 task = 'multiplication_cot'
 pe = 'prism'
 n_head = 4

@@ -1,5 +1,5 @@
-# PRISM on "odds first" (012345=135024), without the copy branch, with the paper's two PRISM layers
-# (the paper has them before layers 1 and 4 of 5) and four cursors per head.
+# PRISM on "odds first" (012345=135024), without the copy branch, with four cursors per head and two
+# PRISM layers, before layers 1 and 3 of 3 (in the paper, before layers 1 and 4 of 5).
 task = 'odds_first'
 pe = 'prism'
 n_head = 4

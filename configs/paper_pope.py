@@ -1,5 +1,5 @@
-# Append to indirect_indexing_*: the PoPE paper's settings (Tables 6 and 7). 100,000 steps at this
-# width need a GPU.
+# The PoPE paper's settings for indirect indexing (Tables 6 and 7), to append to
+# configs/indirect_indexing_pope.py. 100,000 steps at this width require a GPU.
 d_model = 512
 n_head = 8
 n_layer = 8
@@ -7,8 +7,8 @@ norm = 'rmsnorm'
 pope_delta = 'uniform'
 train_lengths = range(20, 41)
 eval_lengths = range(20, 41)
-n_train = 47620                 # per length: 1,000,020 problems
-n_eval = 477                    # per length: 10,017
+n_train = 47620                 # per length: 1,000,020 in all
+n_eval = 477                    # per length: 10,017 in all
 n_test = 477
 batch_size = 64
 max_steps = 100000

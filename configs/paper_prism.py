@@ -1,10 +1,10 @@
-# The size and recipe of the PRISM paper (section 6), after the config of a task:
+# The size and recipe of the PRISM paper (section 6), to append to the config of a task:
 #   string_copy_prism, paper_prism
 #   string_reverse_prism, paper_prism, --prism_copy=fixed
 #   odds_first_prism or stack_prism, paper_prism, --prism_layers=1,4
-# The other tasks and the paper's baseline need more flags: topic `paper` of results/commands.sh.
-# 150,000 steps require a GPU: not run yet. 140 cursors at 4 per head, of queries and of keys: 7
-# heads in each of 5 layers. The paper's content width of 192 is not divisible by 7: ours is 196.
+# The other tasks and the paper's baseline require more flags: see `paper` in results/commands.sh.
+# 150,000 steps require a GPU; not run yet. 140 query and 140 key cursors, 4 of each per head, are 7
+# heads in each of 5 layers. The paper's content width of 192 is not divisible by 7, so ours is 196.
 n_layer = 5
 n_head = 7
 d_model = 196

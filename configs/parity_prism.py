@@ -1,5 +1,5 @@
-# PRISM, trained on up to 16 bits, solves parity of up to 100. Compare: --pe=prism,vipe,rope. With
-# --task=polynomial --max_steps=2000 it iterates s_t = s_(t-1) x_t + 1 mod 5.
+# PRISM, trained on up to 16 bits, computes the parity of up to 100 (7 of 8 seeds). Compare:
+# --pe=prism,vipe,rope. To iterate s_t = s_(t-1) x_t + 1 mod 5: --task=polynomial --max_steps=2000
 task = 'parity'
 pe = 'prism'
 n_head = 2

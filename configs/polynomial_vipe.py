@@ -1,5 +1,5 @@
-# ViPE computes the iteration s_t = s_(t-1) x_t + 1 mod 5 also at unseen lengths (6 minutes on
-# 2 CPU cores). Compare --pe=nope,rope,alibi,vipe; ablate --vipe_value=False, --vipe_u=False
+# ViPE iterates s_t = s_(t-1) x_t + 1 mod 5, also a little past the training length. 6 minutes on 2
+# CPU cores. Compare: --pe=nope,rope,alibi,vipe. Ablate: --vipe_value=False, --vipe_u=False
 task = 'polynomial'
 pe = 'vipe'
 n_layer = 3

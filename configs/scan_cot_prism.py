@@ -1,5 +1,5 @@
-# PRISM on SCAN's length split with a chain of thought (PRISM Table 4), with the copy branch (6.0.1)
-# and four cursors per head. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape
+# PRISM on SCAN's length split with a chain of thought (PRISM Table 4), the copy branch (6.0.1) and
+# four cursors per head. Compare: --prism_copy=none,fixed,trained and --pe=prism,shifted_ape
 task = 'scan_cot'
 pe = 'prism'
 prism_copy = 'fixed'

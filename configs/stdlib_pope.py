@@ -1,5 +1,5 @@
-# PoPE on the source of Python's standard library, byte by byte, in contexts of 128; evaluated in
-# contexts of up to ten times that (PoPE Figure 2). 3 minutes on 2 CPU cores. Compare:
+# PoPE on the source of Python's standard library, byte by byte; trained in contexts of 128 bytes,
+# evaluated in contexts of up to 1,280 (PoPE Figure 2). 3 minutes on 2 CPU cores. Compare:
 # --pe=rope,pope,alibi,nope
 task = 'stdlib'
 pe = 'pope'
@@ -7,7 +7,7 @@ norm = 'rmsnorm'
 n_layer = 3
 n_head = 4
 train_lengths = [128]
-eval_lengths = [128, 160, 256, 320, 427, 640, 1280]      # 1,280 cut into 10, 8, 5, 4, 3, 2, 1
+eval_lengths = [128, 160, 256, 320, 427, 640, 1280]      # 1,280 / 10, 8, 5, 4, 3, 2, 1
 batch_size = 16
 max_steps = 3000
 lr = 2e-3

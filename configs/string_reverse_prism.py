@@ -1,5 +1,5 @@
-# PRISM reverses strings: trained on at most 10 digits, it reverses 150. The start symbol tells its
-# cursor where to stop (PRISM Figure 15). Compare: --pe=prism,shifted_ape,rope
+# PRISM, trained to reverse strings of at most 10 digits, reverses 150 digits (6 of 8 seeds). The
+# start symbol tells a cursor where to stop (PRISM Figure 15). Compare: --pe=prism,shifted_ape,rope
 task = 'string_reverse'
 pe = 'prism'
 n_head = 2

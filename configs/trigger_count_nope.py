@@ -1,5 +1,5 @@
-# Task 2 of the Toeplitz study, small: how many words are triggers? Position does not matter.
-# Compare --pe=nope,alibi,rope. Append configs/paper_toeplitz.py for the paper's size.
+# A small version of Task 2 of the Toeplitz study: how many words are triggers? Positions do not
+# matter. Compare: --pe=nope,alibi,rope. For the study's size, see configs/paper_toeplitz.py
 task = 'trigger_count'
 pe = 'nope'
 train_lengths = [128]
