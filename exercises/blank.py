@@ -1,9 +1,9 @@
-"""Exercises: this repository minus functions that you write.
+"""Exercises: copies of this repository without some functions, which you write.
 
     python exercises/blank.py                     lists the exercises
-    python exercises/blank.py rope                makes out/exercises/rope and says what to do there
-    python exercises/blank.py rope --check        grades it (in the copy: grades this copy)
-    python exercises/blank.py rope --show-diff    diff between the original and what was written
+    python exercises/blank.py rope                makes out/exercises/rope and prints what to do
+    python exercises/blank.py rope --check        grades that copy (run in a copy: grades itself)
+    python exercises/blank.py rope --show-diff    prints a diff of the copy against the original
 """
 import ast
 import difflib
@@ -24,11 +24,11 @@ GRADERS = ('exercises/test_graders.py', 'test_all.py')
 
 
 class Exercise(NamedTuple):
-    """Functions to blank, {file: 'FUNCTION CLASS.METHOD ...'}, and its graders."""
-    blanks: dict
-    tests: str                      # names of tests, without test_
-    variants: str = ''              # of test_all.py, for which the contract is graded
-    hides: dict = {}                # also blanked: reveals the answer
+    """What an exercise blanks, and the tests that grade it."""
+    blanks: dict                    # {file: 'FUNCTION CLASS.METHOD ...'} that students write
+    tests: str                      # names of its own tests, without test_
+    variants: str = ''              # the VARIANTS of test_all.py that the contract is run for
+    hides: dict = {}                # as blanks: blanked because it reveals the answer
 
 
 EXERCISES = {
@@ -62,7 +62,7 @@ EXERCISES = {
 
 
 def functions(text):
-    """{'FUNCTION' or 'CLASS.METHOD': its node} of a file's text."""
+    """Return {'FUNCTION' or 'CLASS.METHOD': its ast node} for the text of a file."""
     found = {}
     for node in ast.parse(text).body:
         inside = node.body if isinstance(node, ast.ClassDef) else []
@@ -73,7 +73,7 @@ def functions(text):
 
 
 def blanked_files(name):
-    """{path: text} of the files with function bodies blanked; docstrings remain."""
+    """Return {path: text} of the files in which bodies are blanked; docstrings remain."""
     files, exercise = {}, EXERCISES[name]
     for places, message in ((exercise.blanks, f'{name}: write this'),
                             (exercise.hides, f'{name} hides this; do not write it')):
@@ -88,7 +88,7 @@ def blanked_files(name):
 
 
 def make_copy(name, folder):
-    """Copy the repository, without history or records, to a folder and blank functions."""
+    """Copy the repository to a folder, without history and records, and blank the functions."""
     need(not folder.exists(), f'{os.path.relpath(folder)} exists: delete it to start again')
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
         '.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets', 'TEACHING.md'))
@@ -97,8 +97,8 @@ def make_copy(name, folder):
 
 
 def graders(name):
-    """The pytest names of an exercise's graders: its own tests and, for an encoding, the contract:
-    all tests of test_all.py that run for every encoding."""
+    """Return the pytest names of an exercise's graders: its own tests and, for an encoding, the
+    contract, which is every test of test_all.py that runs for all VARIANTS."""
     tests = {path: functions((ROOT / path).read_text()) for path in GRADERS}
     contract = [test for test, node in tests['test_all.py'].items()
                 if 'variants' in [ast.unparse(x) for x in node.decorator_list]]
@@ -109,13 +109,13 @@ def graders(name):
 
 
 def section(name):
-    """An exercise's section of exercises/README.md."""
+    """Return the section of exercises/README.md on an exercise."""
     text = Path(ROOT, 'exercises/README.md').read_text()
     return re.search(rf'^## \d+\. `{name}`.*?(?=^## |\Z)', text, re.M | re.S)[0].strip()
 
 
 def main(argv):
-    """The program; returns the exit status."""
+    """Run the program and return its exit status."""
     name, flag = [*argv, '', ''][:2]
     if name in ('', '--help', '-h'):
         titles = [section(name).splitlines()[0].removeprefix('## ') for name in EXERCISES]
@@ -124,18 +124,18 @@ def main(argv):
     check_name('exercise', name, EXERCISES)
     folder, copied = ROOT / 'out/exercises' / name, not (ROOT / 'exercises/TEACHING.md').exists()
     need(flag == '--check' or not copied, 'this is a copy: run this in the original repository')
-    need(not flag or copied or folder.exists(), f'make it first: python exercises/blank.py {name}')
+    need(not flag or copied or folder.exists(), f'first make it: python exercises/blank.py {name}')
     if not flag:
         make_copy(name, folder)
-        print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. There, grade what you '
-              f'wrote:\n    python exercises/blank.py {name} --check')
+        print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. To grade it, run in '
+              f'it:\n    python exercises/blank.py {name} --check')
     elif flag == '--show-diff':
         for path in sorted({*EXERCISES[name].blanks, 'pe.py'}):
             both = [(root / path).read_text().splitlines() for root in (ROOT, folder)]
             print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
     elif flag == '--check':
-        # prints a line for each test, the errors, and what passing tests print; after 2 minutes in
-        # one test, as in an endless loop, it shows the line and stops
+        # prints a line for each test, the errors, and the output of passing tests; if a test takes
+        # 2 minutes, as in an endless loop, it prints the line reached and stops
         return subprocess.call([sys.executable, '-m', 'pytest', '-v', '--tb=line', '-rsP', '-p',
                                 'no:cacheprovider', '-o', 'faulthandler_timeout=120', '-o',
                                 'faulthandler_exit_on_timeout=true', *graders(name)],

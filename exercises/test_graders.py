@@ -1,4 +1,4 @@
-"""Graders that are not tests of the repository already, and a test of exercises/blank.py."""
+"""Graders of exercises that test_all.py does not contain, and a test of exercises/blank.py."""
 import ast
 import json
 import os
@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch: threads would wait for each other
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch: parallel tests share cores
 import pytest
 import torch
 
@@ -18,7 +18,7 @@ from model import Transformer
 
 
 def test_a_shift_is_a_rotation():
-    """f(t + k) is f(t) with pair c rotated by k theta_c, whatever t is."""
+    """f(t + k) is f(t) with pair c rotated by k theta_c, for every t."""
     t, k = torch.arange(40).double(), 7
     sin, cos = pe.sinusoids(t, 16, 1e4, t[:1]).view(40, -1, 2).unbind(dim=-1)
     theta = 1e4 ** (-torch.arange(8).double() * 2 / 16)
@@ -28,27 +28,27 @@ def test_a_shift_is_a_rotation():
 
 @pytest.mark.parametrize('name', probe.RULES)
 def test_weights_by_hand(name):
-    """Right on 20 problems each of 1, 2, 10 and 100 inputs, and on 2 of 1,000."""
+    """The model is correct on 20 problems each of 1, 2, 10 and 100 inputs, and on 2 of 1,000."""
     model, cfg = probe.iteration_head(name)
     assert type(model) is Transformer and (cfg.pe, cfg.n_layer) == ('vipe', 2)
     for length, n in ((1, 20), (2, 20), (10, 20), (100, 20), (1000, 2)):
         tokens, targets = cfg.the_task.sample(n, length, torch.Generator().manual_seed(1))
         with torch.no_grad():
             wrong = (model(tokens)[0].argmax(dim=-1) != targets) & (targets != -100)
-        print(f'right at {length}: {(~wrong.any(dim=1)).double().mean():.2f}')
+        print(f'correct at length {length}: {(~wrong.any(dim=1)).double().mean():.2f}')
         assert not wrong.any(), f'length {length}: position {wrong.any(dim=0).nonzero()[0].item()}'
 
 
-in_a_copy = pytest.mark.skipif(blank.ROOT.parent.name != 'exercises', reason='grades a copy')
+in_a_copy = pytest.mark.skipif(blank.ROOT.parent.name != 'exercises', reason='runs only in a copy')
 
 
 @in_a_copy
 def test_where_it_breaks():
-    """The run is right at every length before, not at this one, and a probe has looked at it."""
+    """Exact match is below 95 % only at the answer's length, and the probe was run on the run."""
     answer = json.loads((blank.ROOT / 'answer.json').read_text())
     run, name = blank.ROOT / answer['run'], answer['probe']
     assert name in probe.PROBES and (run / f'probe_{name}.json').exists(), (
-        f'run python probe.py {name} on this run first')
+        f'{name!r} must be a probe that was run on this run: python probe.py {name} {run}')
     model, cfg = train.load(str(run))
     draw = torch.Generator().manual_seed(secrets.randbits(31))
     lengths = range(min(cfg.train_lengths), answer['length'] + 1)
@@ -60,23 +60,23 @@ def test_where_it_breaks():
 
 @in_a_copy
 def test_your_own_encoding(tmp_path):
-    """Copying, trained to 10 digits on three seeds drawn now: at least two generalize to 15."""
+    """Models trained to copy 10 digits: at least 2 of 3 new seeds generalize to 15 digits."""
     assert 'mine' in pe.ENCODINGS, "register your class as 'mine' in pe.ENCODINGS"
     seeds = ','.join(str(secrets.randbelow(10 ** 6)) for _ in range(3))
     assert not train.main(
         [f'{blank.ROOT}/configs/string_copy_prism.py', '--pe=mine', '--eval_lengths=10-20',
          '--n_test=200', f'--seeds={seeds}', f'--out_dir={tmp_path}'])
-    held = []
+    longest = []
     for seed, scores in json.loads((tmp_path / 'lengths.json').read_text()).items():
         failing = [int(n) for n, score in scores.items() if score['exact'] < 0.95]
-        held.append(min(failing, default=21) - 1)
-        print(f'seed {seed} generalizes to {held[-1]}')
-    assert sum(n >= 15 for n in held) >= 2
+        longest.append(min(failing, default=21) - 1)
+        print(f'seed {seed} generalizes to length {longest[-1]}')
+    assert sum(n >= 15 for n in longest) >= 2
 
 
 @pytest.mark.parametrize('name', [name for name, x in blank.EXERCISES.items() if x.blanks])
 def test_graders_name_the_function_to_write(name, tmp_path, monkeypatch):
-    """A copy has every docstring, and its first grader fails because of the missing function."""
+    """A copy keeps every docstring, and its first grader fails because of the missing function."""
     assert '**Question**' in blank.section(name)
     for path, text in blank.blanked_files(name).items():
         before, after = (blank.functions(x) for x in ((blank.ROOT / path).read_text(), text))
