@@ -426,10 +426,14 @@ class RoPE(Encoding):
         super().__init__(cfg)
         need(self.rope_fraction <= 1, f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
-    def qk(self, q, k, at):
-        theta = frequencies(q.shape[-1] // 2, self.cfg.rope_base, q)  # (D/2,)
+    def theta(self, like):                          # (D/2,)
+        theta = frequencies(like.shape[-1] // 2, self.cfg.rope_base, like)
         theta[math.ceil(self.rope_fraction * len(theta)):] = 0        # slow pairs: no rotation
-        return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
+        return theta
+
+    def qk(self, q, k, at):
+        return (rotate(q, at.t[..., None] * self.theta(q)),
+                rotate(k, at.s[..., None] * self.theta(k)))
 
 
 class LatentRoPE(RoPE):
@@ -455,7 +459,7 @@ class YaRN(RoPE):
         fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * n)) / 2 / math.log(base)
                       for n in (32, 1))  # the c of a pair that makes n rotations over train_len
         low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
-        theta = frequencies(d // 2, base, q)
+        theta = self.theta(q)
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
         theta = (1 - w) * theta + w * theta / s                     # (D/2,)

@@ -579,8 +579,8 @@ def polar(enc, q, k):
     """Return q, k [H, T, D] as complex zq, zk [H, T, n], not yet rotated, and theta [n].
 
     RoPE has n = D/2 pairs of features; PoPE has n = D magnitudes, and zk includes the phases delta.
-    The logit of RoPE with rope_fraction=1, or of PoPE, is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s)
-    theta_c) / sqrt(d). Heads and mla features that the encoding does not act on are left out.
+    The logit is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d). Heads and mla features
+    that the encoding does not act on are left out.
     """
     part = rotating(enc)
     need(part, f'this probe analyses frequencies, but pe={enc.cfg.pe} has none: use rope or pope')
@@ -594,10 +594,7 @@ def polar(enc, q, k):
         delta = torch.zeros(()) if part.delta is None else part.delta[:, None]
         phases = delta.expand_as(mu_k)  # (H, T, D)
         return mu_q + 0j, torch.polar(torch.ones_like(mu_k), phases) * mu_k, part.theta(q)  # eq. 6
-    theta = getattr(part, 'theta', None)  # a checkpoint stores its own
-    if theta is None:
-        theta = encodings.frequencies(width // 2, c.rope_base, q)  # (D/2,)
-    return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), theta  # eq. 2
+    return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), part.theta(q)
 
 
 @torch.no_grad()
@@ -1494,11 +1491,13 @@ class LlamaRoPE(encodings.RoPE):
     """RoPE with the frequencies theta [d/2] and the scaling of a checkpoint's rotary module."""
     def __init__(self, cfg, rotary):
         super().__init__(cfg)
-        self.theta, self.scaling = rotary.inv_freq.float(), rotary.attention_scaling
+        self.inv_freq, self.scaling = rotary.inv_freq.float(), rotary.attention_scaling
+
+    def theta(self, like):
+        return self.inv_freq
 
     def qk(self, q, k, at):
-        return [encodings.rotate(x, pos[..., None] * self.theta) * self.scaling
-                for x, pos in ((q, at.t), (k, at.s))]
+        return [x * self.scaling for x in super().qk(q, k, at)]
 
 
 class LlamaAttention(Attention):

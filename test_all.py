@@ -2481,17 +2481,18 @@ def test_three_axes_solve_equation_7_and_two_axes_equation_12():
 
 @pytest.mark.parametrize('kw', [
     dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', attention='mla'),
-    dict(pe='alibi', rope_heads=1), dict(pe='yarn'), dict(pe='pope+alibi')], ids=str)
+    dict(pe='rope', rope_fraction=0.5), dict(pe='alibi', rope_heads=1), dict(pe='yarn'),
+    dict(pe='pope+alibi')], ids=str)
 def test_logits_at_other_distances(kw):
     """logits_at() gives the model's logits at true positions, and fake_logits() at true distances.
-    For rope and pope they are Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d)."""
+    For rope, pope and yarn they are Re sum_c conj(zq) zk e^(-i (t-s) theta) / sqrt(d)."""
     enc, pos = make(**kw).blocks[0].attn.pe, torch.arange(10)
     q, k = at_random(2, 1, enc.cfg.heads, 10, enc.cfg.head_dim)
     layer = types.SimpleNamespace(enc=enc, q=q, k=k, state=None, logits=enc.logits(q, k, pos))
     below = torch.ones(10, 10, dtype=torch.bool).tril()
     close(probe.logits_at(layer, pos, pos)[..., below], layer.logits[..., below])
     close(probe.fake_logits(layer, 7)[:, 7 - pos[:8], pos[:8]], layer.logits[0, :, 7, :8])
-    if kw in (dict(pe='rope'), dict(pe='pope', pope_delta='uniform')):
+    if kw['pe'] in ('rope', 'pope', 'yarn') and 'attention' not in kw:
         logits = rotated_products(*probe.polar(enc, q[0], k[0]), pos) * enc.scale
         close(logits[:, below], layer.logits[0][:, below])
 
