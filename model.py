@@ -1,8 +1,8 @@
-"""A pre-norm decoder Transformer, whose attention is computed by any encoding of pe.py.
+"""A pre-norm decoder Transformer in which an encoding from pe.py computes the attention.
 
-Probes read or replace activations through forward hooks on the named taps, nn.Identity modules
-that cost nothing: tap_q, tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed
-only while hooked; tap_head_out [B, H, T, out_dim]; tap_resid [B, T, C] before and after each block.
+Probes read or replace activations through forward hooks on "taps", nn.Identity modules: tap_q and
+tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed only while hooked;
+tap_head_out [B, H, T, out_dim]; tap_resid [B, T, C] before the first and after each block.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -16,18 +16,18 @@ import pe as encodings
 
 @dataclass
 class ModelConfig(encodings.PEConfig):
-    """The size of the model. Raises UserError if the options are inconsistent."""
-    vocab_size: int = 64           # tokens, padding included (train.py sets it from the task)
+    """Options of the model and its encoding. Raises UserError if they are inconsistent."""
+    vocab_size: int = 64           # size of the vocabulary, padding included (train.py sets it)
     d_ff: int = 0                  # hidden width of the MLP; 0: 4 d_model
     d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
-    norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'    # layernorm | rmsnorm
-    dropout: float = 0.0           # on the embedding and on each block's additions to the stream
-    embedding_std: float = 0.1     # of the token embedding at initialization
-    tie: bool = False              # output matrix = token embedding
+    norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'    # before attention, MLP and output matrix
+    dropout: float = 0.0           # of the embedding, and of the outputs of attention and MLP
+    embedding_std: float = 0.1     # standard deviation of the token embedding at initialization
+    tie: bool = False              # True: the output matrix is the token embedding
 
     def __post_init__(self):
         super().__post_init__()
-        encodings.check_positive(self, 'vocab_size', 'embedding_std')       # pe checks the rest
+        encodings.check_positive(self, 'vocab_size', 'embedding_std')
         encodings.need(0 <= self.dropout < 1, f'dropout must be in [0, 1), got {self.dropout}')
 
 
@@ -35,11 +35,11 @@ NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
 
 
 class Attention(nn.Module):
-    """Multi-head attention: y = W_O [enc.attend(q, k, v) for each head]."""
+    """Multi-head attention: y = W_O concat_h(enc.attend(W_Q x, W_K x, W_V x)_h), heads h."""
     def __init__(self, cfg, enc):
         super().__init__()
         self.heads = cfg.heads      # H
-        self.pe = enc               # pe.Encoding: everything that depends on positions
+        self.pe = enc               # a pe.Encoding, which computes attention from q, k and v
         self.make_projections(cfg)
         self.proj = nn.Linear(cfg.heads * enc.out_dim, cfg.d_model, bias=False)     # W_O
         self.tap_q, self.tap_k = nn.Identity(), nn.Identity()
@@ -54,26 +54,26 @@ class Attention(nn.Module):
     def forward(self, x, pos, state):       # (B, T, C), [T] or [B, T], what pe.state() returned
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.heads, -1).transpose(1, 2) for z in self.project(x))
-        q, k = self.tap_q(q), self.tap_k(k)                     # (B, H, T, D), as v
+        q, k = self.tap_q(q), self.tap_k(k)                     # (B, H, T, D), like v
         if self.tap_logits._forward_hooks:                      # a probe reads or replaces logits
             logits = self.tap_logits(self.pe.logits(q, k, pos, state, x))   # (B, H, T, T)
             y = self.pe.mix(self.pe.weigh(logits), v, pos, state, x)
         else:
-            y = self.pe.attend(q, k, v, pos, state, x)          # same result; may skip logits
+            y = self.pe.attend(q, k, v, pos, state, x)          # the same, fused where possible
         y = self.tap_head_out(y)                                # (B, H, T, out_dim)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # heads side by side -> (B, T, C)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # concatenated heads -> (B, T, C)
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (the Toeplitz study, eq. 3), c_j = W_D x_j, v_j = W_UV c_j:
-    <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>.
+    """Multi-head latent attention (the Toeplitz study, eq. 3). With the latent vector c_j = W_D x_j
+    and v_j = W_UV c_j: <q_i, k_j> = <(W_UQ x_i ; R_i W_QR x_i), (W_UK c_j ; R_j W_KR c_j)>.
 
-    Each half of a head has its own up-projection; R is RoPE, on the second (pe.LatentRoPE)."""
+    The rotation R_i (pe.LatentRoPE) acts on the second half of each head; with pe=nope, R_i = 1."""
     def make_projections(self, cfg):
-        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)            # W_UQ over W_QR
+        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=False)            # W_UQ, W_QR
         d_compress = cfg.d_compress or cfg.d_model // 2
         self.compress = nn.Linear(cfg.d_model, d_compress, bias=False)      # W_D
-        self.kv = nn.Linear(d_compress, 2 * cfg.d_model, bias=False)        # W_UK over W_KR, W_UV
+        self.kv = nn.Linear(d_compress, 2 * cfg.d_model, bias=False)        # W_UK, W_KR, W_UV
 
     def project(self, x):
         k, v = self.kv(self.compress(x)).chunk(2, dim=-1)       # c (B, T, d_compress) -> (B, T, C)
@@ -94,17 +94,17 @@ class Block(nn.Module):
 
     def forward(self, x, pos, state):
         x = x + self.drop(self.attn(self.norm_1(x), pos, state))    # tokens exchange information
-        x = x + self.drop(self.mlp(self.norm_2(x)))                 # each token alone
+        x = x + self.drop(self.mlp(self.norm_2(x)))                 # each token is processed alone
         return self.tap_resid(x)                                    # (B, T, C)
 
 
 class Transformer(nn.Module):
-    """Decoder-only Transformer over tokens [B, T]; a class is predicted as the next token."""
+    """Decoder-only Transformer over tokens [B, T]. For classification, the class is a token."""
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        layers = encodings.build(cfg)                           # an encoding for each layer
+        layers = encodings.build(cfg)                           # one encoding per layer
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
         self.blocks = nn.ModuleList(Block(cfg, enc) for enc in layers)
@@ -115,16 +115,16 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices from N(0, 1 / fan_in), those that write to the residual stream from
-        N(0, 1 / (2 n_layer fan_in)); the embedding N(0, embedding_std^2); biases 0."""
+        """Draw the embedding from N(0, embedding_std^2), matrices that write to the residual stream
+        from N(0, 1 / (2 n_layer fan_in)), other matrices from N(0, 1 / fan_in). Biases are 0."""
         for name, p in self.named_parameters():
             if '.pe.' in name:
                 continue                                        # encodings initialize themselves
-            if name == 'embedding.weight':                      # also of a tied head
+            if name == 'embedding.weight':                      # if tied, the output matrix too
                 nn.init.normal_(p, std=self.cfg.embedding_std)
             elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
-                fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)     # they add up
+                fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)   # outputs add up
                 nn.init.normal_(p, std=fan_in ** -0.5)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -132,39 +132,39 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets=None, total_len=None, pos=None):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
-        loss: mean cross-entropy over targets [B, T] other than -100, plus the encoding's penalty in
-        training. total_len: the final length, if tokens are only the beginning of a
-        sequence (ViPE, YaRN). pos: other positions than 0..T-1, [T] or [B, T]."""
+        loss: mean cross-entropy over targets [B, T] other than -100, plus the encodings' penalties
+        in training mode. total_len: the final length of the sequence, which ViPE and YaRN need if
+        tokens are only its beginning. pos: positions [T] or [B, T], by default 0..T-1."""
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device)   # (T,)
         x = self.embedding(tokens)                              # (B, T, C)
-        enc = self.blocks[0].attn.pe                            # embed, state: for all layers
+        enc = self.blocks[0].attn.pe                            # embed, state serve all layers
         state = enc.state(x, pos, total_len)                    # ViPE's s, PRISM's cursors, ...
         x = self.tap_resid(self.drop(enc.embed(x, pos)))        # ape, learned, ... add p_t here
         for i, block in enumerate(self.blocks):
             if i > 0:
-                state = block.attn.pe.restate(x, pos, state)    # PRISM: new cursors, from here on
+                state = block.attn.pe.restate(x, pos, state)    # PRISM can replace its cursors
             x = block(x, pos, state)                            # (B, T, C)
         logits = self.head(self.norm(x))                        # (B, T, V)
         if targets is None:
             return logits, None
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))      # not in bfloat16
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least float32
         loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.training:
-            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks)     # PRISM 6.3
+            loss = loss + sum(block.attn.pe.penalty() for block in self.blocks) # PRISM section 6.3
         return logits, loss
 
     @torch.no_grad()
     def generate(self, tokens, n, temperature=0.0, end=None):
-        """tokens [B, T] -> [B, up to T + n]: append tokens from softmax(logits / temperature), or
-        greedily at temperature 0; rows past their end are padded."""
+        """tokens [B, T] -> [B, up to T + n]: append tokens sampled from softmax(logits /
+        temperature), or greedily at temperature 0. After the token `end`, a row gets padding."""
         encodings.need(self.cfg.causal, 'generate() requires a causal mask: causal=True')
         encodings.need(tokens.all(), 'prompts must be of one length, without padding (token 0)')
         total_len = tokens.shape[1] + n
-        done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)  # rows at end
-        for _ in range(n):                                      # without a cache: as in training
+        done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+        for _ in range(n):                                      # no cache: recompute all positions
             logits = self(tokens, total_len=total_len)[0][:, -1].float()    # (B, V)
-            logits[:, 0] = -torch.inf                           # padding is not a token
+            logits[:, 0] = -torch.inf                           # never generate padding
             if temperature:
                 new = torch.multinomial((logits / temperature).softmax(dim=-1), 1)  # (B, 1)
             else:
@@ -176,9 +176,9 @@ class Transformer(nn.Module):
         return tokens
 
     def optim_groups(self, lr, weight_decay):
-        """Groups for the optimizer: matrices decay; vectors, the embedding and the encodings'
-        parameters do not. A parameter that an encoding names in `own` has a group with these
-        settings; a `clamp` among them is for the training loop."""
+        """Parameter groups for the optimizer. Weight decay applies to the matrices, except to the
+        embedding and the encodings' parameters. A parameter that an encoding names in `own` is in a
+        group with the settings given there; train.py applies their `clamp` after each step."""
         own = {}                                                # {id(p): (group, settings)}
         for enc in self.modules():
             if isinstance(enc, encodings.Encoding):
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         groups = {name: dict(params=[], name=name, lr=lr, weight_decay=0.0)
                   for name in ('decay', 'no_decay', 'encoding')}
         groups['decay']['weight_decay'] = weight_decay
-        for name, p in self.named_parameters():                 # a tied or shared one comes once
+        for name, p in self.named_parameters():                 # yields a shared parameter once
             group = 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'
             if '.pe.' in name:
                 group, settings = own.get(id(p), ('encoding', {}))
