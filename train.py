@@ -1180,9 +1180,9 @@ def run_program(main, *errors):
         lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lost or lacks_memory or isinstance(error, MemoryError)):
             raise
-        says = ('not enough memory: use a smaller model or batch_size, a larger accumulate, or '
+        says = ('another process of this run ended: restart the run' if lost else
+                'not enough memory: use a smaller model or batch_size, a larger accumulate, or '
                 'fewer and shorter problems (of a probe: a smaller --length or --n)')
-        says = 'another process of this run ended: restart the run' if lost else says
     print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
     sys.exit(2)
 
