@@ -532,10 +532,9 @@ class Trainer:
         for i, moments in saved.items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
                                                for name, x in moments.items()}     # averages, step
-        cpu, cuda = state['rng'][0], state['rng'][1:]      # cuda: [] if trained on a CPU
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state(cuda[0])
+        torch.set_rng_state(state['rng'][0])
+        if self.device.type == 'cuda':
+            torch.cuda.set_rng_state(state['rng'][1])
 
 
 # ---- a step as one launch, and where it runs -----------------------------------------------------
