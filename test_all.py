@@ -1696,7 +1696,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     for says, changes in (
             ('another kind of device', dict(batches=batches | dict(start=torch.zeros(16)))),
             ('have changed: its data', dict(batches=batches | dict(sum=1))),
-            ('of older code', dict(moments={})), ('cannot be continued', dict(rng=[]))):
+            ('of older code', dict(moments={})), ('cannot be resumed', dict(rng=[]))):
         refuses(says, again, seeds={0: entry | changes})
     del whole['config']['pope_frequencies']
     torch.save(whole, path)

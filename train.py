@@ -969,15 +969,14 @@ def begin(cfg, device, checkpoint):
     trainers = {seed: Trainer(cfg, seed, device) for seed, entry in checkpoint['seeds'].items()
                 if 'failed' not in entry}
     first = checkpoint['step']
-    for seed, trainer in trainers.items():
+    if first:
         try:
-            if first:
+            for seed, trainer in trainers.items():
                 trainer.restore(checkpoint['seeds'][seed]) # weights, moments, batches, generators
         except (LookupError, TypeError, AttributeError, RuntimeError):
-            raise UserError(f'the checkpoint in {cfg.out_dir} cannot be continued: '
+            raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: '
                             'use --eval_only, or train again with --overwrite') from None
-    if first:
-        print(f'continues the run in {cfg.out_dir}')
+        print(f'resuming the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
     what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
     print(f'{size // max(1, len(trainers)):,} parameters on {device}, seeds {as_typed(cfg.seeds)}, '
