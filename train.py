@@ -1030,18 +1030,18 @@ def run(cfg, stop):
         checkpoint['config'] = asdict(cfg)                 # options in FREE may be new ones
         test_of = [cfg.n_test, cfg.eval_lengths]           # other values require another test
         if checkpoint.get('test_of') == test_of:
-            by_seed = checkpoint['scores']
-            then = ', before its encoding was changed' * (checkpoint.get('source') != source(cfg))
-            print(f'{cfg.out_dir} was finished earlier{then}; --overwrite trains it again')
+            by_seed, same = checkpoint['scores'], checkpoint.get('source') == source(cfg)
+            when = 'earlier' if same else 'earlier, before its encoding was changed'
+            print(f'{cfg.out_dir} was finished {when}; --overwrite trains it again')
         else:
             by_seed = train(cfg, device, checkpoint, stop)         # {} if every seed diverged
-            if by_seed is not None:
-                checkpoint |= dict(test_of=test_of, scores=by_seed, source=source(cfg))
-                write_checkpoint(cfg, checkpoint)
-        if by_seed is not None:
-            write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
-            if cfg.results:
-                append_record(cfg, device, by_seed, failures(checkpoint))
+            if by_seed is None:
+                return None, []
+            checkpoint |= dict(test_of=test_of, scores=by_seed, source=source(cfg))
+            write_checkpoint(cfg, checkpoint)
+        write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
+        if cfg.results:
+            append_record(cfg, device, by_seed, failures(checkpoint))
     return by_seed, failures(checkpoint)
 
 
@@ -1063,17 +1063,16 @@ def train_points(points, swept):
             print(f'--- {label} ({cfg.out_dir})')
         by_seed, lines = run(cfg, stop)
         if by_seed is None:
-            print('stopped and saved; continue with the same command'
-                  + ', without --overwrite' * cfg.overwrite)
+            print('stopped and saved; resume with the same command'
+                  + (', without --overwrite' if cfg.overwrite else ''))
             return 128 + stop[0]                           # as a shell reports a signal
         failed += [f'{label} {line}'.strip() for line in lines]
-        if not by_seed:
-            continue
-        scores[label] = by_seed
-        if swept:
-            print(brief(cfg, mean_scores(by_seed)))
-        else:
-            show(cfg, by_seed)
+        if by_seed:
+            scores[label] = by_seed
+            if swept:
+                print(brief(cfg, mean_scores(by_seed)))
+            else:
+                show(cfg, by_seed)
     if swept and scores:
         what = 'perplexity' if cfg.the_task.corpus else 'exact match'
         print(f'\n{what} by length, ' + ' x '.join(swept))
