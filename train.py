@@ -852,7 +852,7 @@ def print_strips(cfg, rows):
     """For each row, one character per length."""
     lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
     inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # training lengths
-    unicode = str(getattr(sys.stdout, 'encoding', '')).lower().startswith('utf')
+    unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
     ticks = ' ' * len(lengths)                             # the row of numbers above the strips
@@ -907,9 +907,8 @@ def catch_signals():
     def catch(number, frame):
         caught.append(number)                              # no work here: a step may be running
         signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(ValueError):                  # only the main thread gets signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, catch)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, catch)
     return caught
 
 
@@ -921,18 +920,18 @@ def train(cfg, device, checkpoint, stop):
     trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
     first, log = checkpoint['step'], []                    # log: points not yet written
     began = time.time()
-    every = 0.1 if sys.stderr and sys.stderr.isatty() else 10      # seconds; in a pipe 10
+    every = 0.1 if sys.stderr.isatty() else 10             # seconds between updates of the bar
     bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
                desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False,
-               disable=not sys.stderr or RANK > 0)
+               disable=RANK > 0)
     for step in bar:
         for trainer in trainers.values():
             trainer.losses.append(trainer.step(step))      # [], still on the device: no waiting
         done = step + 1                                    # steps completed
         if WORLD > 1:                                      # all processes stop after the same step
-            number = torch.tensor([*stop, 0][0])
+            number = torch.tensor(stop[0] if stop else 0)
             dist.all_reduce(number, dist.ReduceOp.MAX)     # 0, or that of a signal
-            stop += [number.item()] * (number.item() > 0)
+            stop += [number.item()] if number else []
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
         if not (logging or stop):                          # stop: a signal arrived
