@@ -1,15 +1,15 @@
 """Train any encoding on any task and see at which length it breaks.
 
     python train.py configs/parity_rope.py                           one run
-    python train.py configs/parity_rope.py --pe=nope,rope,alibi      a sweep: a run each, one table
+    python train.py configs/parity_rope.py --pe=nope,rope,alibi      a sweep: three runs, one table
     python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
     torchrun --nproc_per_node=2 train.py configs/openwebtext_pope.py --data=FOLDER    on 2 GPUs
     python train.py --help                                           every option and its meaning
 
-Config files are plain Python assignments, read in the given order; flags override them. A run's
-folder contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
-{length: {exact, token, last, n}}}). The same command continues a run that was stopped and shows the
-table of one that is finished; --overwrite trains it again.
+Config files are plain Python assignments, read in the given order; flags override them. The folder
+of a run contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
+{length: {exact, token, last, n}}}). The same command resumes a stopped run, and prints the table of
+a finished run; --overwrite trains it again.
 
 In this file, top to bottom: the options and how they are read, batches, a training step, CUDA
 graphs, evaluation, the files of a run, tables, the training loop, the program.
@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 try:
     import fcntl
-except ImportError:                                        # Windows: a folder has no lock
+except ImportError:                                        # Windows: folders are not locked
     fcntl = None
 
 import pe as encodings
@@ -54,40 +54,40 @@ import tasks
 from model import ModelConfig, Transformer
 from pe import UserError, need
 
-# torchrun starts WORLD processes; each computes its rows of every batch, and the first one writes
+# torchrun starts WORLD processes: each takes its rows of every batch, and RANK 0 writes and prints
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
 
 # ---- options -------------------------------------------------------------------------------------
 
 @dataclass
 class Running:
-    """How a run is executed and evaluated. These options may change when a run continues."""
+    """How a run is executed and evaluated. These options may change when a run resumes."""
     out_dir: str = ''              # the run's folder; empty: out/TASK_PE
-    eval_lengths: list = range(1, 49)   # problem lengths evaluated
+    eval_lengths: list = range(1, 49)   # problem lengths to evaluate
     n_eval: int = 128              # validation problems per length, evaluated during training
-    n_test: int = 1024             # test problems per length, from a separate random stream
+    n_test: int = 1024             # test problems per length, from another random stream
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
-    accumulate: int = 1            # micro-batches that a batch is split into, to save memory
-    compile: bool = None           # torch.compile; None: on CUDA from 10 million parameters on
-    graph: bool = None             # replay a step as a CUDA graph; None: on CUDA, if not compiled
-    overwrite: bool = False        # train again, in place of the run in out_dir
-    eval_only: bool = False        # do not train: evaluate out_dir's checkpoint at eval_lengths
+    accumulate: int = 1            # micro-batches per part of a batch (see Batches), to save memory
+    compile: bool = None           # torch.compile; None: on CUDA, from 10 million parameters
+    graph: bool = None             # replay each step as a CUDA graph; None: on CUDA, where possible
+    overwrite: bool = False        # replace the run in out_dir by a new one
+    eval_only: bool = False        # only evaluate the checkpoint in out_dir at eval_lengths
     results: str = ''              # append a JSON line about each finished run to this file
 
 
 @dataclass
 class Config(ModelConfig, Running):
-    """The options of a run that model.ModelConfig and pe.PEConfig do not have."""
+    """All options of a run: those of the model (and of its encoding), of Running, and these."""
     # data
-    task: str = 'parity'           # what to learn, with its options, as in parity:steps=0
-    data: str = ''                 # file or folder, for a task that reads one
-    train_lengths: list = range(1, 17)  # problem lengths trained on, mixed within a batch
+    task: str = 'parity'           # a task with its options, as in parity:steps=0
+    data: str = ''                 # the file or folder that the task reads, if any
+    train_lengths: list = range(1, 17)  # problem lengths to train on, mixed within a batch
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: sampled online
     # optimization: AdamW, linear warm-up, decay
-    seeds: list = (0,)             # a model for each, trained side by side
+    seeds: list = (0,)             # one model per seed, trained side by side
     batch_size: int = 64           # sequences per step
     max_steps: int = 4000          # optimizer steps
     lr: float = 1e-3               # peak learning rate
@@ -96,29 +96,31 @@ class Config(ModelConfig, Running):
     decay: Literal['linear', 'cosine', 'none'] = 'linear'  # shape of the decay
     beta1: float = 0.9             # AdamW's decay rate for the mean gradient
     beta2: float = 0.98            # AdamW's decay rate for the mean squared gradient
-    weight_decay: float = 0.01     # on linear layers; 0: plain Adam
+    weight_decay: float = 0.01     # of matrices (see Transformer.optim_groups); 0: plain Adam
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
     dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
 
     DERIVED = ('vocab_size', 'train_len', 'eval_len')      # computed from the task
 
     def __post_init__(self):
-        super().__post_init__()                            # the shape of the model
+        super().__post_init__()
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate')
-        need(max(self.beta1, self.beta2) < 1, 'beta1 and beta2 must be below 1')
+        need(max(self.beta1, self.beta2) < 1, f'beta1 and beta2 must be below 1, got {self.beta1} '
+             f'and {self.beta2}')
         need(self.min_lr <= self.lr, f'min_lr={self.min_lr} must be at most lr={self.lr}')
-        need(self.accumulate <= self.batch_size, 'accumulate must be at most batch_size')
-        self.check_lengths()                               # sorted, and only those that exist
+        need(self.accumulate <= self.batch_size,
+             f'accumulate={self.accumulate} must be at most batch_size={self.batch_size}')
+        self.check_lengths()
         task = self.the_task
         if task.corpus:
             for part in ('val', 'test') if self.eval_only else tasks.PARTS:
                 task.of_part(part)                         # raises if the data are missing
         need(not (task.fixed and self.n_train),
-             f'{self.task} has a training set of its own: leave n_train out')
+             f'{self.task} has its own training set: remove n_train')
         need(self.causal or isinstance(task, tasks.Classification) and len(self.train_lengths) == 1,
-             'causal=False requires an answer of one class (distance, distance_sum, trigger_count) '
-             'and one training length, as padding would be visible')
+             'causal=False requires a classification task (distance, distance_sum, trigger_count) '
+             'and one training length, because padding would be visible')
         self.vocab_size = len(task.vocab)                  # V, padding included
         self.train_len = task.width(self.train_lengths)    # in tokens
         self.eval_len = task.width(self.eval_lengths)
@@ -128,78 +130,79 @@ class Config(ModelConfig, Running):
 
     @property
     def the_task(self):
-        """The task object, which tasks.make caches."""
+        """The task object. tasks.make caches it."""
         return tasks.make(self.task, self.data)
 
     @property
     def weights_dtype(self):
-        """The dtype of parameters, also where products are in half precision."""
+        """The dtype of the parameters, which stay in float32 when products are in bfloat16."""
         return torch.float64 if self.dtype == 'float64' else torch.float32
 
     def check_lengths(self):
-        """Sort the lengths, keep those that the task has; raise UserError if that leaves none."""
+        """Sort the lengths and keep those that the task has. Raise UserError if none is left, or if
+        length_schedule or batch_size does not fit."""
         for key in 'seeds', 'train_lengths', 'eval_lengths':
             values = list(dict.fromkeys(getattr(self, key)))       # without repeats
             need(0 < len(values) < 10 ** 6
                  and all(type(x) is int and 0 <= x < 2 ** 28 for x in values),
-                 f'{key} must be integers >= 0, as in 1-16 or 1,2,4; got {values[:99]}')
+                 f'{key} must be integers in [0, 2^28), as in 1-16 or 1,2,4; got {values[:99]}')
             if key != 'seeds':
                 part = 'train' if key == 'train_lengths' else None
                 values = self.the_task.existing(sorted(values), part)
-            need(values, f'{self.task} has no problem for its {key}')
+            need(values, f'{self.task} has no problems of these {key}')
             setattr(self, key, values)
         stages = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else []
                                          for stage in self.length_schedule]
-        pairs = all(len(stage) == 2 and {*map(type, stage)} == {int} for stage in stages)
+        pairs = all([*map(type, stage)] == [int, int] for stage in stages)
         steps = [stage[0] for stage in stages] if pairs and stages else [0]    # of each stage
         need(pairs and steps[0] == 0 and steps == sorted(steps),
-             'length_schedule must be pairs (first step, longest length), in order of steps, from '
-             f'step 0 on; got {stages}')
+             'length_schedule must be pairs (first step, longest length) in ascending order of '
+             f'steps, from step 0 on; got {stages}')
         for step in steps:
             lengths = lengths_at(self, step)               # [] if the stage's limit excludes all
-            # problems to draw a batch from; None: without limit
+            # the number of problems that a batch is drawn from; None: unlimited
             size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
             need(lengths and not (size and size < self.batch_size),
                  f'at step {step}, the lengths {lengths} have too few problems for '
                  f'batch_size={self.batch_size}: lower it, or raise n_train')
 
 
-# options that may change when a run continues, and those that its record leaves out
+# options that may change when a run resumes, and options that its record omits
 FREE = {f.name for f in fields(Running)} | {'kernel', 'eval_len'}
 NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', 'accumulate'}
-TEXTS = 'out_dir', 'results', 'data'                       # a comma in one of these makes no sweep
+TEXTS = 'out_dir', 'results', 'data'                       # a comma in these does not make a sweep
 
 
-# ---- reading options: a field's type says what a value may be, its comment is the help text ------
+# ---- reading options. The type of a field says which values are valid; its comment is its help ---
 
 def check_name(what, name, known):
-    """Raise UserError, with the nearest known name, if `name` is not among them."""
+    """Raise UserError, which suggests the nearest known name, if `name` is not known."""
     if name not in known:
-        usual = dict(learning_rate='lr', steps='max_steps', heads='n_head', layers='n_layer')
-        near = [x for x in [usual.get(name)] if x in known]
+        aliases = dict(learning_rate='lr', steps='max_steps', heads='n_head', layers='n_layer')
+        near = [x for x in [aliases.get(name)] if x in known]
         near += difflib.get_close_matches(name, known, 1, 0.7)     # one name, similarity >= 0.7
-        listed = 'there are: ' + ', '.join(known) if len(known) < 60 else '--help lists them'
+        listed = 'choose from ' + ', '.join(known) if len(known) < 60 else '--help lists them'
         hint = f', did you mean {near[0]!r}?' if near else f'; {listed}'
         raise UserError(f'unknown {what} {name!r}{hint}')
 
 
 def slug(text):
-    """Text as part of a file name."""
-    return re.sub(r'[^\w.+=,-]', '_', text)                # parity:steps=0 -> parity_steps=0
+    """The text with _ for characters that file names avoid: parity:steps=0 -> parity_steps=0."""
+    return re.sub(r'[^\w.+=,-]', '_', text)
 
 
 def keys(cls):
-    """{name: field} of what a user may set in a dataclass."""
+    """{name: field} of the options that a user can set in a dataclass."""
     return {f.name: f for f in fields(cls) if f.name not in getattr(cls, 'DERIVED', ())}
 
 
 def defaults(cls):
-    """{option: default}; lists as lists."""
+    """{option: default}, with ranges and tuples as lists."""
     return {name: list(f.default) if f.type is list else f.default for name, f in keys(cls).items()}
 
 
 def as_typed(value):
-    """A value as one would type it; a list of integers as 1-16,20,24."""
+    """A value as it is written on the command line; a list of integers as 1-16,20,24."""
     if not isinstance(value, (list, tuple, range)):
         return str(value)
     if any(type(x) is not int for x in value):
@@ -216,7 +219,7 @@ def as_typed(value):
 def parse_list(text):
     """1-16 | 1,2,4-6 | [(0, 5), (400, 10)] -> list."""
     if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', text):
-        return ast.literal_eval(text)                      # evaluates literals, never calls
+        return ast.literal_eval(text)                      # accepts only literals, runs no code
     numbers = []
     for part in text.split(','):                           # 5 or 1-16
         first, _, last = part.partition('-')
@@ -225,36 +228,36 @@ def parse_list(text):
 
 
 def convert(cls, key, value, where):
-    """Convert a value, or its text, to the type of option `key`. A comma-separated list for a
-    scalar option of Config returns a list, for a sweep. Raise UserError if it is invalid."""
+    """Convert a value, or its text, to the type of option `key`. For a scalar option of Config, a
+    comma-separated text becomes a list, for a sweep. Raise UserError if the value is invalid."""
     check_name(f'option in {where}:', key, keys(cls))
     kind, default, given = keys(cls)[key].type, keys(cls)[key].default, value
     is_text, choices = isinstance(value, str), get_args(kind)      # choices of a Literal
     if cls is Config and is_text and ',' in value and kind is not list and key not in TEXTS:
         return [convert(cls, key, part.strip(), where) for part in value.split(',')]
-    if is_text and kind in (list, bool, int, float):       # as Python reads it; true is True
+    if is_text and kind in (list, bool, int, float):       # as a Python literal; true means True
         text = value.capitalize() if kind is bool else value
         with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = parse_list(text) if kind is list else ast.literal_eval(text)
-    if value in choices or value is None and default is None:      # None has a meaning of its own
+    if value in choices or value is None and default is None:      # None can be the default
         return value
-    if kind is list and isinstance(value, (tuple, range)):         # of a config file
+    if kind is list and isinstance(value, (tuple, range)):         # from a config file
         value = list(value)
     if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
-        value = kind(value) if kind(value) == value else value     # 1e4 steps, an lr of 1
+        value = kind(value) if kind(value) == value else value     # max_steps=1e4, lr=1
     names = {list: 'a list as 1-16 or [(0, 5)]', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
     need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
-         f'{where}: {key} must be {what}, as --{key}={as_typed(default)}; got {given!r}')
+         f'{where}: {key} must be {what}, as in --{key}={as_typed(default)}; got {given!r}')
     return value
 
 
 def parse(cls, argv):
-    """({option: value}, the other words) of a command line. --key alone means True."""
+    """({option: value}, other words) of a command line. --key alone means --key=True."""
     flags, words = {}, []
     for arg in argv:
-        key, equals, value = arg.lstrip('-–—').partition('=')      # --key=value, also pasted
+        key, equals, value = arg.lstrip('-–—').partition('=')      # pasted text may have – or —
         if key != arg.partition('=')[0]:                   # the word began with a dash
             flags[key] = convert(cls, key, value if equals else True, arg)
         else:
@@ -263,11 +266,11 @@ def parse(cls, argv):
 
 
 def read_file(path, values):
-    """`values` updated with a config file's assignments, which may use earlier values."""
-    names = dict(values)                                   # what its lines may read
+    """Return `values` updated with a config file's assignments, which may use earlier values."""
+    names = dict(values)                                   # names that its lines can read
     try:
-        with open(path, encoding='utf-8-sig') as f:        # without a byte-order mark
-            exec(compile(f.read(), path, 'exec'), names)   # path names it in the traceback
+        with open(path, encoding='utf-8-sig') as f:        # skips a byte-order mark
+            exec(compile(f.read(), path, 'exec'), names)   # the traceback then contains the path
     except OSError as error:
         raise UserError(f'cannot read config file {path}: {error.strerror}') from None
     except Exception as error:                             # whatever its lines raise
@@ -281,43 +284,43 @@ def read_file(path, values):
 
 
 def swept(values):
-    """The options that a sweep varies: those with a list of values in place of one."""
+    """The options that a sweep varies: those with a list of values instead of a single one."""
     return [key for key, field in keys(Config).items()
             if isinstance(values[key], list) and field.type is not list]
 
 
 def read_options(argv):
-    """Config files and flags -> the value of every option, a list where a sweep varies it.
+    """{option: value} from defaults, config files and flags; a list where a sweep varies an option.
 
-    With --eval_only the run's own configuration replaces the files; flags override it."""
+    With --eval_only the configuration of the run replaces the files; flags override it."""
     flags, paths = parse(Config, argv)
-    values = defaults(Config)                              # {option: value}
+    values = defaults(Config)
     for path in paths:                                     # a later file overrides an earlier one
         values = read_file(path, values)
-    values |= flags                                        # and a flag overrides all files
+    values |= flags                                        # flags override all files
     values['out_dir'] = os.path.expanduser(values['out_dir'] or default_out_dir(values))
     if values['eval_only']:
         need(not swept(values), '--eval_only takes one trained run: --out_dir=RUN')
         here = {key: values[key] for key in ('out_dir', 'eval_only', 'results')}
-        values = read_checkpoint(values['out_dir'])['config'] | flags | here       # the right wins
+        values = read_checkpoint(values['out_dir'])['config'] | flags | here
     return values
 
 
 def default_out_dir(values):
-    """out/TASK_PE; a sweep omits TASK or PE if varied, and adds other varied options."""
+    """out/TASK_PE. A sweep omits TASK or PE if it varies it, and adds other varied options."""
     names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
     names += [key for key in swept(values) if key not in ('task', 'pe')]
     return 'out/' + ('_'.join(names) or 'sweep')
 
 
 def make_config(values):
-    """The Config of {option: value}; raise UserError if the values do not fit together."""
+    """Return the Config of {option: value}. Raise UserError if the values are inconsistent."""
     check_name('task', values['task'].partition(':')[0], tasks.TASKS)
     return Config(**{key: x for key, x in values.items() if key in keys(Config)})  # not DERIVED
 
 
 def print_help(doc, cls):
-    """Print a program's docstring, and the options of its dataclass and of each encoding as their
+    """Print a program's docstring and the options of its dataclass and of every encoding, as the
     source declares them: NAME: type = default  # meaning."""
     print(doc + '\nSet --NAME=value, or NAME = value in a config file.')
     classes = [base for x in encodings.ENCODINGS.values() for base in x.__mro__]
@@ -332,7 +335,7 @@ def print_help(doc, cls):
 # ---- batches -------------------------------------------------------------------------------------
 
 def lengths_at(cfg, step):
-    """The problem lengths trained on at a step, up to the limit of length_schedule's stage."""
+    """The problem lengths to train on at a step, up to the limit that length_schedule sets."""
     limits = [limit for start, limit in cfg.length_schedule if start <= step]  # stages begun
     return [n for n in cfg.train_lengths if not limits or n <= limits[-1]]
 
@@ -340,32 +343,32 @@ def lengths_at(cfg, step):
 def generator(device, stream, number):
     """A separate random generator for each stream (train, fixed, eval, test) and number."""
     stream = ('train', 'fixed', 'eval', 'test').index(stream) + 1
-    # the CPU's generator uses only the lowest 32 bits of its seed
+    # CPU generators use only the lowest 32 bits of a seed
     return torch.Generator(device).manual_seed(stream << 28 | number)      # number < 2 ** 28
 
 
 class Batches:
-    """Shuffled batches of mixed lengths, rows padded on the right, on the device.
+    """Shuffled batches of mixed lengths on the device, with rows padded on the right.
 
-    An epoch is a pool of problems (n_train per length, or fresh ones every time) in random order.
-    The generator's state at its start, which a checkpoint stores, determines it. To limit
-    padding, a batch has two parts: rows of the narrower half of the pool, and
-    rows of the wider half. Each part has one shape for the whole epoch, as CUDA graphs require."""
+    An epoch is a pool of problems (n_train per length, or new ones in each epoch) in random order.
+    The generator's state at the start of the epoch, which a checkpoint stores, determines it. To
+    limit padding, a batch has two parts: rows of the narrower half of the pool and rows of the
+    wider half. Each part has one shape during the whole epoch, as CUDA graphs require."""
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
-        self.generator = generator(device, 'train', seed)  # of orders and online problems
-        self.lengths, self.at = None, 0                    # at: the next step of the epoch
+        self.generator = generator(device, 'train', seed)  # draws orders, and problems online
+        self.lengths, self.at = None, 0                    # at: the next step within the epoch
 
     def pool(self, lengths, source):
-        """The problems of an epoch: tokens, targets [N, T], padded to the longest."""
+        """The problems of an epoch: tokens and targets [N, T], padded to the widest."""
         # online: a pool for 64 steps, so that one call draws many problems
         per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
         problems = [self.task.pool(per_length, length, source) for length in lengths]      # [n, t]
         most = max(int(tokens.max()) for tokens, _ in problems)
-        need(most < self.cfg.vocab_size, f'{type(self.task).__name__} gives token {most} of a '
-             f'vocabulary of {self.cfg.vocab_size}')
+        need(most < self.cfg.vocab_size, f'{type(self.task).__name__} returned token {most}, but '
+             f'its vocabulary has {self.cfg.vocab_size} tokens')
         T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
-        dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # small pools
+        dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # saves memory
 
         def stack(parts, fill):                            # [n, t] of each length -> (N, T)
             return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=fill) for x in parts])
@@ -373,8 +376,8 @@ class Batches:
         return stack(tokens, tasks.PAD), stack(targets, -100)      # -100 masks the loss
 
     def begin_epoch(self, lengths):
-        """Draw the pool, unless it is fixed, and the order of its problems."""
-        self.start, self.at = self.generator.get_state(), 0        # what restore() needs
+        """Draw the pool, unless it is fixed and drawn already, and the order of its problems."""
+        self.start, self.at = self.generator.get_state(), 0        # the state is for restore()
         if lengths != self.lengths or not self.cfg.n_train:
             fixed = self.cfg.n_train > 0                   # the same pool in every epoch
             source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
@@ -383,50 +386,50 @@ class Batches:
         widths, rows = (self.tokens != tasks.PAD).sum(dim=1).sort(stable=True)     # (N,) each
         half = self.cfg.batch_size // 2                    # rows of a batch from the narrower part
         cut = len(rows) * half // self.cfg.batch_size      # 0 if a batch has one row
-        if cut and widths[cut - 1] > 0.8 * widths[-1]:     # two parts would cost more than padding
+        if cut and widths[cut - 1] > 0.8 * widths[-1]:     # one part costs less, despite padding
             half = cut = 0
-        self.parts = []                                    # (rows, rows of a step, their width)
+        self.parts = []                                    # (row indices, rows per step, width)
         for part, count in (rows[:cut], half), (rows[cut:], self.cfg.batch_size - half):
             if count:
                 order = torch.randperm(len(part), generator=self.generator, device=self.device)
                 width = int((self.tokens[part[-1]] != tasks.PAD).sum())    # the last is the widest
-                self.parts.append((part[order], count, width))     # lengths mix
+                self.parts.append((part[order], count, width))
 
     def next(self, step):
-        """[tokens, targets, tokens, ...] of a step, [b, t] for each part and its micro-batches."""
+        """[tokens, targets, tokens, ...] of a step: a pair [b, t] per micro-batch of each part."""
         lengths, batch = lengths_at(self.cfg, step), []
         if lengths != self.lengths or (self.at + 1) * self.cfg.batch_size > len(self.tokens):
-            self.begin_epoch(lengths)                      # a new stage, or too few rows left
+            self.begin_epoch(lengths)                      # a new stage, or too few rows are left
         for rows, count, width in self.parts:
-            rows = rows[self.at * count:(self.at + 1) * count]     # (b,); no problem comes twice
+            rows = rows[self.at * count:(self.at + 1) * count]     # (b,), each once per epoch
             for some in rows.tensor_split(min(count, self.cfg.accumulate)):
                 batch += self.tokens[some, :width].long(), self.targets[some, :width].long()
         self.at += 1
         return batch
 
     def state(self):
-        """What restore() reads: how the epoch began, its next step, a checksum of its problems."""
+        """The state for restore(): how the epoch began, its next step, a checksum of the pool."""
         return dict(start=self.start, lengths=self.lengths, at=self.at,
                     sum=zlib.crc32(self.tokens.cpu().numpy().tobytes()))
 
     def restore(self, state):
-        """Continue in the middle of an epoch."""
+        """Resume in the middle of an epoch."""
         need(state['start'].shape == self.generator.get_state().shape,
-             f'the run in {self.cfg.out_dir} was trained on another kind of device, which draws '
-             'other random numbers: use that --device')
+             f'the run in {self.cfg.out_dir} was trained on another kind of device, whose random '
+             'numbers differ: use that --device')
         self.generator.set_state(state['start'])
         self.begin_epoch(state['lengths'])                 # draws the same pool and order again
         self.at = state['at']
-        need(self.state()['sum'] == state['sum'], 'the problems of the run in '
-             f'{self.cfg.out_dir} have changed: its data or tasks.py; --overwrite trains it again')
+        need(self.state()['sum'] == state['sum'], 'the training problems of the run in '
+             f'{self.cfg.out_dir} have changed (its data or tasks.py); --overwrite trains it again')
 
 
 def held_out(cfg, split, device):
-    """Yield (length, (tokens, targets)) of split eval or test, the same for every encoding, one
-    length at a time, because all may not fit in memory."""
+    """Yield (length, (tokens, targets)) of split eval or test, the same for every encoding. This is
+    a generator because the sets of all lengths may not fit in memory at once."""
     n, task = cfg.n_eval if split == 'eval' else cfg.n_test, cfg.the_task
     lengths = [cfg.eval_lengths] if task.corpus else [[length] for length in cfg.eval_lengths]
-    for some in lengths:                                   # a corpus cuts one text for all lengths
+    for some in lengths:                                   # a corpus cuts one text at all lengths
         sets = task.held_out(split, n, some, lambda length: generator('cpu', split, length))
         for length, (tokens, targets) in sets.items():
             yield length, (tokens.to(device), targets.to(device))  # [n, T], drawn on the CPU
@@ -435,12 +438,12 @@ def held_out(cfg, split, device):
 # ---- a training step -----------------------------------------------------------------------------
 
 def learning_rate(cfg, step):
-    """Linear warm-up to lr, then decay to min_lr at max_steps (decay=none: lr)."""
+    """Linear warm-up to lr, then decay to min_lr at max_steps, or constant lr if decay=none."""
     if step < cfg.warmup_steps:                            # step counts from 0
         return cfg.lr * (step + 1) / cfg.warmup_steps      # from lr / warmup_steps up to lr
     done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)    # in [0, 1)
     left = {'none': 1.0, 'linear': 1 - done, 'cosine': (1 + math.cos(math.pi * done)) / 2}
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left[cfg.decay]    # none: constant at lr
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left[cfg.decay]
 
 
 class Trainer:
@@ -450,19 +453,19 @@ class Trainer:
         self.losses = []                                   # of the steps since the last log line
         if cfg.kernel == 'triton':
             encodings.kernels()                            # before the optimizer imports Triton
-        torch.manual_seed(seed)                            # initial weights, then dropout
+        torch.manual_seed(seed)                            # for initial weights, then dropout
         self.model = Transformer(cfg).to(device, cfg.weights_dtype)        # initialized on the CPU
         self.batches = Batches(cfg, seed, cfg.the_task, device)    # the same for every encoding
         self.autocast = precision(cfg, device)             # a context for each forward pass
-        on_gpu = device.type == 'cuda'                     # where launches dominate the cost
-        groups = self.model.optim_groups(cfg.lr, cfg.weight_decay) # a class may have its own
+        on_gpu = device.type == 'cuda'
+        groups = self.model.optim_groups(cfg.lr, cfg.weight_decay)
         for group in groups:                               # a CUDA graph reads lr from tensors
             dtype = torch.float32 if on_gpu else torch.float64
             group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
         self.peaks = [group['lr'].item() for group in groups]      # before warm-up and decay
         self.optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
                                            capturable=on_gpu)      # keeps step counts on the GPU
-        # what a step calls: the model, or its compiled form; a function, or its CUDA graph
+        # a step calls self.update (possibly a CUDA graph), which calls self.forward
         self.forward = self.model
         large = sum(p.numel() for p in self.model.parameters()) >= 1e7
         if on_gpu and large if cfg.compile is None else cfg.compile:
@@ -470,10 +473,10 @@ class Trainer:
         captures = self.forward is self.model and WORLD == 1 and all(
             getattr(part, 'capturable', True) for part in self.model.modules())
         if on_gpu and captures if cfg.graph is None else cfg.graph:
-            self.update = Graph(self.update)               # shadows the method update()
+            self.update = Graph(self.update)               # hides the method of this name
 
     def step(self, number):
-        """Take an optimizer step; return the loss before it. Syncs once per epoch."""
+        """Take an optimizer step; return the loss before it. Waits for the GPU once per epoch."""
         batch = self.batches.next(number)                  # tokens, targets, tokens, ...
         factor = learning_rate(self.cfg, number) / self.cfg.lr     # 1 at the peak, then decays
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
@@ -481,21 +484,21 @@ class Trainer:
         return self.update(*batch)
 
     def update(self, *batch):
-        """Forward, backward, clip, AdamW on Batches.next(). Returns the mean loss, []."""
+        """Forward, backward, clip, AdamW on a batch of Batches.next(). Return the mean loss []."""
         loss, total = 0, sum((y != -100).sum() for y in batch[1::2])       # supervised targets
-        for x, y in zip(batch[::2], batch[1::2]):          # parts of the batch, (b, t) each
+        for x, y in zip(batch[::2], batch[1::2]):          # micro-batches, (b, t) each
             x, y = x[RANK::WORLD], y[RANK::WORLD]          # all rows, or those of this process
-            # of the supervised targets; the losses times `fraction` add up to the mean loss
+            # the fraction of supervised targets: losses weighted by it add up to the mean loss
             fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / total
-            with self.autocast:                            # bfloat16, if asked for
-                part = fraction * self.forward(x, y)[1]    # the model gives (logits, mean loss)
-            part.backward()                                # adds to p.grad: the parts sum up
+            with self.autocast:
+                part = fraction * self.forward(x, y)[1]    # the model returns (logits, mean loss)
+            part.backward()                                # adds to p.grad
             loss = loss + part.detach()                    # [], without its autograd graph
-        if WORLD > 1:                                      # the sum over processes
+        if WORLD > 1:                                      # sum over processes
             for tensor in (loss, *(p.grad for p in self.model.parameters() if p.grad is not None)):
                 dist.all_reduce(tensor)
         if self.cfg.grad_clip:
-            clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)   # of all as one vector
+            clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)   # joint norm of all
         self.optimizer.step()                              # AdamW
         for group in self.optimizer.param_groups:
             if 'clamp' in group:                           # PoPE's delta
@@ -510,8 +513,8 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def state(self):
-        """What restore() reads."""
-        weights = self.model.state_dict()                  # a copy: training continues in place
+        """The state for restore(). Copies the weights, because training changes them in place."""
+        weights = self.model.state_dict()
         rng = [torch.get_rng_state()]                      # of dropout
         if self.device.type == 'cuda':
             rng.append(torch.cuda.get_rng_state())         # of dropout on the GPU
@@ -520,7 +523,7 @@ class Trainer:
                     losses=self.losses)
 
     def restore(self, state):
-        """Continue from a state of the same configuration."""
+        """Resume from the state of a run with the same configuration."""
         load_weights(self.model, state['model'], self.cfg.out_dir)
         self.batches.restore(state['batches'])
         self.losses = state['losses']
@@ -528,7 +531,7 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group['params']]
         saved = state['moments']                           # {number: {name: average, or step}}
         need(saved and all(x['exp_avg'].shape == params[i].shape for i, x in saved.items()),
-             f'the run in {self.cfg.out_dir} is of older code: use --eval_only or --overwrite')
+             f'older code trained the run in {self.cfg.out_dir}: use --eval_only or --overwrite')
         for i, moments in saved.items():
             self.optimizer.state[params[i]] = {name: x.to(self.device)
                                                for name, x in moments.items()}     # averages, step
@@ -537,27 +540,27 @@ class Trainer:
             torch.cuda.set_rng_state(state['rng'][1])
 
 
-# ---- a step as one launch, and where it runs -----------------------------------------------------
+# ---- CUDA graphs, device and precision -----------------------------------------------------------
 
 class Graph:
     """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
 
-    The first three calls are eager, so that libraries and the optimizer can initialize; so
-    are the next three when the shapes of the arguments change."""
+    The first three calls are eager, so that libraries and the optimizer can initialize. When the
+    shapes of the arguments change, three eager calls and a new capture follow."""
     def __init__(self, function):
         self.function, self.shapes, self.side = function, None, torch.cuda.Stream()
 
     def __call__(self, *args):
         shapes = [x.shape for x in args]
         if shapes != self.shapes:                          # on the first call, and if T changes
-            self.shapes, self.calls, self.graph = shapes, 0, None  # capture again
-            self.args = [torch.empty_like(x) for x in args]        # where the graph reads them
+            self.shapes, self.calls, self.graph = shapes, 0, None
+            self.args = [torch.empty_like(x) for x in args]        # the graph reads these addresses
         self.calls += 1
-        for mine, x in zip(self.args, args):               # the graph reads these addresses
+        for mine, x in zip(self.args, args):
             mine.copy_(x)
         if self.calls <= 3:
             current = torch.cuda.current_stream()
-            self.side.wait_stream(current)                 # after the copies above
+            self.side.wait_stream(current)                 # the copies come first
             with torch.cuda.stream(self.side):             # PyTorch requires a side stream
                 result = self.function(*self.args)
             current.wait_stream(self.side)                 # before the caller reads the result
@@ -566,16 +569,16 @@ class Graph:
             gc.collect()                                   # freeing a graph would break a capture
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.side):   # captures kernels, runs none
-                self.result = self.function(*self.args)    # at a fixed address, too
-            # a capture resets dropout's counter on that stream, and replay() sets it on this one
+                self.result = self.function(*self.args)    # also at a fixed address
+            # the capture resets dropout's counter on its stream; replay() sets it on this stream
             torch.cuda.current_stream().wait_stream(self.side)
         self.graph.replay()
-        return self.result.clone()                         # the next replay overwrites it
+        return self.result.clone()                         # the next replay overwrites self.result
 
 
 def pick_device(cfg):
-    """The torch.device of cfg.device. On a CPU a small step uses one thread, because more of them
-    mostly wait for each other; OMP_NUM_THREADS overrides this."""
+    """The torch.device for cfg.device. Small steps use one CPU thread, because several would mostly
+    wait for each other; OMP_NUM_THREADS overrides this."""
     name = cfg.device
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -584,7 +587,7 @@ def pick_device(cfg):
     try:
         device = torch.empty(0, device=name).device        # cuda: cuda:0
     except (RuntimeError, AssertionError):
-        raise UserError(f'--device={name} is not available: use cpu, or auto') from None
+        raise UserError(f'--device={name} is not available: use cpu or auto') from None
     if device.type == 'cuda':
         torch.cuda.set_device(device)                      # for calls that name no device
     need(device.type == 'cuda' or not cfg.graph, '--graph requires a CUDA device; leave it out')
@@ -595,7 +598,7 @@ def pick_device(cfg):
 
 
 def precision(cfg, device):
-    """Set the precision of matmuls; return the autocast context."""
+    """Set the precision of float32 matrix products; return the autocast context."""
     torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
     if cfg.dtype == 'bfloat16':
         return torch.autocast(device.type, torch.bfloat16)         # weights stay in float32
@@ -605,18 +608,18 @@ def precision(cfg, device):
 # ---- evaluation ----------------------------------------------------------------------------------
 
 def token_losses(logits, targets):
-    """Cross-entropy of every token [B, T], 0 where it is not supervised."""
+    """Cross-entropy of every token [B, T], 0 where the target is -100."""
     return F.cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=-100,
-                           reduction='none')               # it takes (B, V, T) and (B, T)
+                           reduction='none')               # of (B, V, T) and (B, T)
 
 
 @torch.no_grad()
 def evaluate(model, task, sets, autocast=None):
     """{length: {exact, token, last, n}} under teacher forcing; sets: (length, (tokens, targets)).
 
-    exact: fraction of sequences with every supervised token correct, as under greedy decoding;
-    token: fraction of supervised tokens correct; last: of final states (without the end token);
-    n: sequences; for a corpus also loss: the mean cross-entropy of a token, in nats."""
+    exact: fraction of the n sequences with every supervised token correct. token: fraction of
+    supervised tokens correct. last: fraction of sequences whose last token (the end token aside) is
+    correct. For a corpus also loss: the mean cross-entropy of a token, in nats."""
     training = model.training
     model.eval()                                           # no dropout, no random position shift
     scores, finite = {}, True
@@ -629,16 +632,16 @@ def evaluate(model, task, sets, autocast=None):
                 logits = model(x)[0]                       # (rows, T, V)
             if finite and not logits.isfinite().all():
                 finite = False
-                tqdm.write(f'logits are NaN or infinite from length {length} on')
+                tqdm.write(f'logits are NaN or infinite at length {length}')
             correct.append(logits.argmax(dim=-1) == y)     # (rows, T), padding included
             if task.corpus:
                 loss = loss + token_losses(logits, y).sum(dtype=torch.float64)     # [], in nats
         correct = torch.cat(correct)                       # (n, T)
         asked = targets != -100                            # (n, T) supervised
         states = asked if task.end is None else asked & (targets != task.end)
-        # (n, 1): where the last state is, the largest supervised position
+        # (n, 1): the last of these positions
         last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
-        # if every argmax is correct, greedy decoding would have read the same prefixes
+        # if every argmax is correct, greedy decoding would read the same prefixes: exact is equal
         score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),          # (n,) -> []
                      token=((correct & asked).sum() / asked.sum()).double(),       # over all rows
                      last=correct.gather(1, last).double().mean())                 # (n, 1) -> []
@@ -654,16 +657,16 @@ def evaluate(model, task, sets, autocast=None):
 #
 #   config    every field of Config
 #   step      optimizer steps done
-#   seeds     {seed: {model: state_dict; step: its step; failed: why; moments: AdamW's averages;
-#             batches: their position; rng: the states of torch's generators, for dropout;
-#             losses: of the steps since the log's last line}}
-#   log_size  of log.jsonl, in bytes
+#   seeds     {seed: {model: state_dict; step: of this model; failed: why the seed diverged;
+#             moments: AdamW's averages; batches: Batches.state(); rng: states of the generators
+#             that dropout uses; losses: of the steps since the last line of the log}}
+#   log_size  the size of log.jsonl in bytes
 #   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths;
 #             source: a checksum of its encoding's code
 
 @contextlib.contextmanager
 def locked(folder):
-    """Keep other processes from training in a folder; raise UserError if one is."""
+    """Keep other processes from training in a folder. Raise UserError if one already is."""
     if fcntl is None or RANK:
         yield
         return
@@ -672,23 +675,23 @@ def locked(folder):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)         # raises instead of waiting
     except BlockingIOError:
         os.close(handle)
-        raise UserError(f'another process trains in {folder}: use another --out_dir') from None
+        raise UserError(f'another process is training in {folder}: use another --out_dir') from None
     try:
         yield
     finally:
-        os.close(handle)                                   # which releases the lock
+        os.close(handle)                                   # releases the lock
 
 
 def write_file(path, data):
-    """Write bytes or text so that the file is always either the old one or the new one, whole."""
+    """Write bytes or text atomically: the file is either the whole old or the whole new one."""
     if RANK:
-        return                                             # the first process writes
+        return                                             # RANK 0 writes
     try:
         with open(path + '.tmp', 'wb') as f:
             f.write(data.encode() if isinstance(data, str) else data)
             f.flush()                                      # from Python to the operating system
-            os.fsync(f.fileno())                           # a full disk shows here at the latest
-        os.replace(path + '.tmp', path)                    # atomic: readers see old or new
+            os.fsync(f.fileno())                           # raises if the disk is full
+        os.replace(path + '.tmp', path)                    # atomic
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
@@ -696,12 +699,12 @@ def write_file(path, data):
 
 
 def read_checkpoint(folder):
-    """The dictionary of a run's ckpt.pt; options that it lacks get their defaults."""
+    """The dictionary in a run's ckpt.pt, with defaults for options that it lacks."""
     path = os.path.join(folder, 'ckpt.pt')
     need(os.path.exists(path), f'no run in {folder}: train it first, or name another '
          'folder (of a sweep: that of one run)')
     try:
-        if zipfile.ZipFile(path).testzip():                # checksums, which torch does not compare
+        if zipfile.ZipFile(path).testzip():                # compares checksums; torch does not
             raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
         config, seeds, scores = (checkpoint.get(x, {}) for x in ('config', 'seeds', 'scores'))
@@ -709,7 +712,7 @@ def read_checkpoint(folder):
         assert {*map(type, (*seeds, checkpoint['step']))} == {int} and checkpoint['step'] >= 0
         assert all(x is None or isinstance(config.get(key, x), type(x))
                    for key, x in defaults(Config).items())
-    except (OSError, MemoryError):                         # not the content of the file
+    except (OSError, MemoryError):                         # the file itself may be valid
         raise
     except Exception:                                      # torch raises many types
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
@@ -718,8 +721,8 @@ def read_checkpoint(folder):
 
 
 def save(cfg, checkpoint, trainers, step, log):
-    """Append the points in `log` to log.jsonl, and write ckpt.pt and config.json. A seed that
-    diverged keeps its last finite model."""
+    """Append the points in `log` to log.jsonl; write ckpt.pt and config.json. A diverged seed keeps
+    the model of the last checkpoint before it diverged."""
     if RANK:
         return
     path, first = os.path.join(cfg.out_dir, 'log.jsonl'), not checkpoint['step']
@@ -727,13 +730,13 @@ def save(cfg, checkpoint, trainers, step, log):
     if not first:
         # the log first: if the process dies before ckpt.pt, the old log_size removes these points
         with open(path, 'ab') as f:
-            f.truncate(min(f.tell(), checkpoint['log_size']))      # lines that no checkpoint counts
+            f.truncate(min(f.tell(), checkpoint['log_size']))      # drops unsaved points
             f.write(lines)
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
     checkpoint.update(step=step, log_size=len(lines) if first else os.path.getsize(path))
     write_checkpoint(cfg, checkpoint)
-    if first:                                              # now the run that it replaces may go
+    if first:                                              # now delete the replaced run, if any
         for name in os.listdir(cfg.out_dir):
             if re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name):
                 os.remove(os.path.join(cfg.out_dir, name))
@@ -742,40 +745,40 @@ def save(cfg, checkpoint, trainers, step, log):
 
 def write_checkpoint(cfg, checkpoint):
     """Write ckpt.pt and config.json."""
-    buffer = io.BytesIO()                                  # in memory first: written whole or not
-    torch.save(checkpoint, buffer)                         # a zip archive, hence the checksums
+    buffer = io.BytesIO()                                  # in memory, for write_file()
+    torch.save(checkpoint, buffer)                         # a zip archive with checksums
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
     write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
 
 
 def check_same(cfg, checkpoint, names):
-    """Raise UserError if the checkpoint's config differs from cfg in one of these options, except
-    in those of other encodings."""
+    """Raise UserError if the checkpoint's config differs from cfg in one of these options. Options
+    of other encodings may differ."""
     own, other = set(), set()                              # options of encodings
     for name, cls in encodings.ENCODINGS.items():
         (own if name in cfg.pe.split('+') else other).update(encodings.options_of(cls))
     for key in [key for key in names if key not in other - own]:
         saved, now = checkpoint['config'].get(key), getattr(cfg, key)
         need(saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
-             'use the same, another --out_dir, or --overwrite')
+             'use the same value, another --out_dir, or --overwrite')
 
 
 def load_weights(model, weights, folder):
-    """model.load_state_dict(weights); raise UserError if the parameters differ."""
+    """model.load_state_dict(weights). Raise UserError if names or shapes of parameters differ."""
     try:
-        model.load_state_dict(weights)                     # strict: same names and shapes
+        model.load_state_dict(weights)
     except (RuntimeError, TypeError):
-        raise UserError(f'the run in {folder} has other parameters: an option, pe.py or model.py '
-                        'has changed since') from None
+        raise UserError(f'the run in {folder} has other parameters than this configuration: an '
+                        'option, pe.py or model.py has changed') from None
 
 
 def failures(checkpoint):
-    """A line about each seed that diverged."""
+    """One line of text per seed that diverged."""
     return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
 
 
 def append_record(cfg, device, by_seed, failed):
-    """Append a finished run to cfg.results, once, in the form that results/tables.py describes."""
+    """Append a finished run to cfg.results, once, in the format of results/tables.py."""
     if RANK:
         return
     config = {key: as_typed(getattr(cfg, key)) if field.type is list else getattr(cfg, key)
@@ -785,41 +788,42 @@ def append_record(cfg, device, by_seed, failed):
     scores = {}
     for seed, by_length in by_seed.items():
         rows = [by_length[n] for n in cfg.eval_lengths]    # in the order of the record's lengths
-        # a list per metric; a metric equal to exact is left out
+        # a list per metric, without metrics that equal exact
         columns = {metric: [round(row[metric], 4) for row in rows] for metric in rows[0]}
         scores[seed] = {metric: column for metric, column in columns.items() if metric != 'n'
                         and (metric == 'exact' or column != columns['exact'])}
     sizes = {n: row['n'] for by_length in by_seed.values() for n, row in by_length.items()
-             if row['n'] != cfg.n_test}                    # SCAN: fewer problems than n_test
+             if row['n'] != cfg.n_test}                    # SCAN can have fewer problems
     git = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'describe', '--always',
-           '--dirty', '--exclude=*']                       # no tags: a hash, -dirty if changed
+           '--dirty', '--exclude=*']                       # the hash; -dirty if files have changed
     commit = ''
-    with contextlib.suppress(OSError):                     # no git
+    with contextlib.suppress(OSError):                     # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     hardware = torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()
     result = dict(config=config, lengths=as_typed(cfg.eval_lengths), scores=scores)
     origin = dict(n=sizes, failed=list(failed), torch=torch.__version__, commit=commit,
                   hardware=hardware)
     line = json.dumps(result | {key: x for key, x in origin.items() if x}, separators=(',', ':'))
-    with open(cfg.results, 'a+', errors='surrogateescape') as f:    # reads anywhere, appends
+    with open(cfg.results, 'a+', errors='surrogateescape') as f:    # always writes at the end
         f.seek(0)
         known = f.read()
-        if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:      # origin may vary
-            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # ends a cut line
+        # the same result is recorded once, even if its origin differs
+        if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:
+            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # first ends a cut line
 
 
 # ---- tables. rows: [(label, {length: scores}, metric)] -------------------------------------------
 
 def mean_scores(by_seed):
-    """{length: scores}, each the mean over seeds."""
+    """{length: scores}, where each score is the mean over seeds."""
     runs = list(by_seed.values())                          # [{length: scores}]
     return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in first}
             for n, first in runs[0].items()}
 
 
 def summary(cfg, scores, metric='exact'):
-    """As text: the mean over the training lengths, the mean over longer ones, the last length
-    before the first with less than 95 %. Means are over problems."""
+    """Three texts: the mean over the training lengths, the mean over longer lengths, and the max
+    length, up to which every length has at least 95 %. Means are over problems."""
     def mean(lengths):
         total = sum(scores[n]['n'] for n in lengths)
         right = sum(scores[n]['n'] * scores[n][metric] for n in lengths)
@@ -833,11 +837,11 @@ def summary(cfg, scores, metric='exact'):
 
 def perplexity(score):
     """e^loss, from the loss in nats."""
-    return math.exp(min(score['loss'], 700))               # larger ones overflow
+    return math.exp(min(score['loss'], 700))               # e^710 would overflow
 
 
 def brief(cfg, scores):
-    """The mean over seeds as one line."""
+    """The scores {length: scores} in one line."""
     if cfg.the_task.corpus:
         trained = [n for n in scores if n <= max(cfg.train_lengths)] or list(scores)
         return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
@@ -849,30 +853,30 @@ def brief(cfg, scores):
 
 
 def print_strips(cfg, rows):
-    """For each row, one character per length."""
+    """Print a line per row: one character per length, then the texts of summary()."""
     lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
     inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # training lengths
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
-    ticks = ' ' * len(lengths)                             # the row of numbers above the strips
-    for i in sorted({0, inside - 1, *range(7, len(lengths), 8)}):  # also each 8th column
+    ticks = ' ' * len(lengths)                             # the numbers above the strips
+    for i in sorted({0, inside - 1, *range(7, len(lengths), 8)}):
         text = str(lengths[i])
         start = max(0, i + 1 - len(text))                  # a number ends above its column
-        if not ticks[max(0, start - 1):start + len(text)].strip():         # free, and a space left
+        if not ticks[max(0, start - 1):start + len(text)].strip():         # if nothing is there yet
             ticks = ticks[:start] + text + ticks[start + len(text):]
     print(f'{"":{width}}{ticks[:inside]} {ticks[inside:]}  training    longer  max length')
     for label, scores, metric in rows:
         strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)        # eighths
-        trained, longer, largest = summary(cfg, scores, metric)    # the columns to the right
+        trained, longer, largest = summary(cfg, scores, metric)
         print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {trained:>7}   '
               f'{longer:>7}  {largest:>10}')
     print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
-          f'100 %; {bar} ends the training lengths; max length: 95 % or more up to this length')
+          f'100 %; {bar} ends the training lengths; max length: at least 95 % up to this length')
 
 
 def print_rows(cfg, rows):
-    """A table by length: perplexity for a corpus, accuracy for other tasks."""
+    """Print a table by length: perplexity for a corpus, accuracy for other tasks."""
     if not cfg.the_task.corpus:
         return print_strips(cfg, rows)
     width = max(len(label) for label, *_ in rows) + 2
@@ -883,7 +887,7 @@ def print_rows(cfg, rows):
 
 
 def show(cfg, by_seed):
-    """Print the table of a run: the mean over seeds of each metric, and each seed."""
+    """Print a run's table: each metric's mean over seeds and, for several seeds, one of each."""
     scores, corpus = mean_scores(by_seed), cfg.the_task.corpus
     metrics = dict(exact='exact match', token='tokens', last='last state')
     rows = [(label, scores, metric) for metric, label in metrics.items()]
@@ -900,12 +904,12 @@ def show(cfg, by_seed):
 # ---- the training loop ---------------------------------------------------------------------------
 
 def catch_signals():
-    """A list, to which Ctrl-C or SIGTERM appends its number: the loop then saves and stops. A
-    second signal stops at once."""
+    """Return a list to which Ctrl-C or SIGTERM appends its signal number. The loop then saves and
+    stops. The same signal again ends the process at once."""
     caught = []
 
     def catch(number, frame):
-        caught.append(number)                              # no work here: a step may be running
+        caught.append(number)                              # nothing else: a step may be running
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, catch)
@@ -913,10 +917,9 @@ def catch_signals():
 
 
 def train(cfg, device, checkpoint, stop):
-    """Train all seeds from where the checkpoint left them.
-
-    Returns {seed: {length: scores}} of the seeds that did not diverge, None if it was stopped. The
-    checkpoint says which seeds diverged."""
+    """Train all seeds from where the checkpoint left them. Return {seed: {length: scores}} of the
+    seeds that did not diverge, or None if a signal stopped the run. The checkpoint is updated: it
+    says which seeds diverged."""
     trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
     first, log = checkpoint['step'], []                    # log: points not yet written
     began = time.time()
@@ -926,22 +929,22 @@ def train(cfg, device, checkpoint, stop):
                disable=RANK > 0)
     for step in bar:
         for trainer in trainers.values():
-            trainer.losses.append(trainer.step(step))      # [], still on the device: no waiting
+            trainer.losses.append(trainer.step(step))      # [], stays on the device, without a wait
         done = step + 1                                    # steps completed
         if WORLD > 1:                                      # all processes stop after the same step
             number = torch.tensor(stop[0] if stop else 0)
-            dist.all_reduce(number, dist.ReduceOp.MAX)     # 0, or that of a signal
+            dist.all_reduce(number, dist.ReduceOp.MAX)     # 0, or the number of a signal
             stop += [number.item()] if number else []
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
-        if not (logging or stop):                          # stop: a signal arrived
+        if not (logging or stop):
             continue
-        drop_diverged(trainers, checkpoint, done)          # before save(): keeps finite weights
+        drop_diverged(trainers, checkpoint, done)          # first, as save() must not save NaN
         if not trainers:
             save(cfg, checkpoint, trainers, done, log)
-            break                                          # the test below then returns {}
+            break                                          # test() then returns {}
         if logging:
-            speed = round((done - first) / (time.time() - began), 2)       # a step trains all seeds
+            speed = round((done - first) / (time.time() - began), 2)       # of all seeds together
             means = {seed: trainer.mean_loss() for seed, trainer in trainers.items()}
             log += [dict(step=done, seed=seed, loss=x, lr=learning_rate(cfg, step),
                          steps_per_s=speed) for seed, x in means.items()]
@@ -951,20 +954,20 @@ def train(cfg, device, checkpoint, stop):
             pause = time.time()
             scores = test(cfg, trainers, 'eval', device)   # {seed: {length: scores}}
             log += [dict(step=done, seed=seed, eval=x) for seed, x in scores.items()]
-            began += time.time() - pause                   # evaluations do not count as training
+            began += time.time() - pause                   # leaves evaluation out of the speed
         if evaluating or stop:
             save(cfg, checkpoint, trainers, done, log)
             log = []
         if evaluating:
             tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, mean_scores(scores))}')
-        if stop and done < cfg.max_steps:                  # at max_steps only the test is left
+        if stop and done < cfg.max_steps:                  # after the last step, test anyway
             return None
-    return test(cfg, trainers, 'test', device)             # problems that no evaluation used
+    return test(cfg, trainers, 'test', device)             # on problems that no evaluation used
 
 
 def begin(cfg, device, checkpoint):
-    """{seed: Trainer} of the seeds that have not diverged, where the checkpoint left them."""
+    """{seed: Trainer} of the seeds that have not diverged, resumed from the checkpoint."""
     trainers = {seed: Trainer(cfg, seed, device) for seed, entry in checkpoint['seeds'].items()
                 if 'failed' not in entry}
     first = checkpoint['step']
@@ -984,18 +987,18 @@ def begin(cfg, device, checkpoint):
 
 
 def drop_diverged(trainers, checkpoint, step):
-    """Remove each seed with a non-finite weight, or loss up to this step."""
-    for seed, trainer in [*trainers.items()]:              # a copy: the loop deletes from it
+    """Remove seeds with non-finite weights, or losses since the last log line, and note why."""
+    for seed, trainer in [*trainers.items()]:              # a copy, because the loop deletes items
         trainer.losses = [float(x) for x in trainer.losses]        # waits for the device
         start = step + 1 - len(trainer.losses)             # the step of the first loss, from 1
         bad = [i for i, x in enumerate(trainer.losses, start) if not math.isfinite(x)]
-        # a loss depends on the weights before its step: check those after it, too
+        # check the weights as well: the last update came after the last loss
         if not all(p.isfinite().all() for p in trainer.model.parameters()):
             bad.append(step)
         if bad:
             says = f'seed {seed}: the loss or a weight became NaN or infinite at step {bad[0]}'
             tqdm.write(says)
-            checkpoint['seeds'][seed]['failed'] = says     # beside its last finite model
+            checkpoint['seeds'][seed]['failed'] = says     # beside its last saved model
             del trainers[seed]
 
 
@@ -1008,8 +1011,8 @@ def test(cfg, trainers, split, device):
 # ---- the program: a run, a sweep, an evaluation --------------------------------------------------
 
 def run(cfg, stop):
-    """Train one configuration, resuming if it has a checkpoint. Return ({seed: {length: scores}},
-    or None if stopped; a line per diverged seed)."""
+    """Train one configuration, or resume it from its checkpoint. Return ({seed: {length: scores}}
+    or, if a signal stopped it, None; one line per diverged seed)."""
     device = pick_device(cfg)
     if WORLD > 1 and not dist.is_initialized():
         need(len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate, 'torchrun '
@@ -1017,17 +1020,17 @@ def run(cfg, stop):
         dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
     os.makedirs(cfg.out_dir, exist_ok=True)
     if cfg.results:
-        open(cfg.results, 'a').close()                     # fails now rather than after training
+        open(cfg.results, 'a').close()                     # raises now rather than after training
     with locked(cfg.out_dir):
         checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
         there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}
-        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt but has files '
-             f'with the names of a run: {", ".join(sorted(there))}; use another --out_dir')
+        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but other files with '
+             f'the names of a run: {", ".join(sorted(there))}; use another --out_dir')
         if there and not cfg.overwrite:
             checkpoint = read_checkpoint(cfg.out_dir)
             check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
-        checkpoint['config'] = asdict(cfg)                 # options in FREE may be new ones
-        test_of = [cfg.n_test, cfg.eval_lengths]           # other values require another test
+        checkpoint['config'] = asdict(cfg)                 # options in FREE may have changed
+        test_of = [cfg.n_test, cfg.eval_lengths]           # other values require a new test
         if checkpoint.get('test_of') == test_of:
             by_seed, same = checkpoint['scores'], checkpoint.get('source') == source(cfg)
             when = 'earlier' if same else 'earlier, before its encoding was changed'
@@ -1045,7 +1048,7 @@ def run(cfg, stop):
 
 
 def source(cfg):
-    """A checksum of the encoding's classes and pe.py's functions, to detect changes."""
+    """A checksum of the code of the encoding's classes and of the functions in pe.py."""
     code = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
             if issubclass(base, encodings.Encoding)]
     code += filter(inspect.isfunction, vars(encodings).values())   # such as rotate()
@@ -1053,8 +1056,8 @@ def source(cfg):
 
 
 def train_points(points, swept):
-    """Train each (label, config), one or a sweep's; show a table. Return the exit status; raise
-    UserError if a seed diverged."""
+    """Train each (label, config) of a run or a sweep, and print a table. Return the exit status.
+    Raise UserError if a seed diverged."""
     stop = catch_signals()
     scores, failed = {}, []                                # {label: {seed: {length: scores}}}
     for label, cfg in points:
@@ -1078,37 +1081,37 @@ def train_points(points, swept):
         print_rows(cfg, [(label, mean_scores(x), 'exact') for label, x in scores.items()])
     if failed:
         advice = '. A lower --lr or a longer --warmup_steps may help'
-        if any(line.endswith('at step 1') for line in failed):      # before the first update
-            advice = '. No update had been made: look at the model or the data'
+        if any(line.endswith('at step 1') for line in failed):      # at most one update was made
+            advice = '. It began in the first step: check the model and the data'
         raise UserError(f'{len(failed)} diverged: {"; ".join(failed)}{advice}')
     return 0
 
 
 def load(run_dir, seed=None, cfg=None):
-    """(model, config) of a run, on the CPU in evaluation mode; seed None: the first that did not
-    diverge. cfg: another configuration for the same weights, as with other eval_lengths. The
-    returned config's seeds is [seed]. Raise UserError if there is no model."""
+    """(model, config) of a run, on the CPU in evaluation mode. seed=None: the first that did not
+    diverge. cfg: another configuration for the same weights, for example with other eval_lengths.
+    `seeds` of the returned config is [seed]. Raise UserError if there is no such model."""
     checkpoint = read_checkpoint(str(run_dir))
     saved = checkpoint['config']
     cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
-    trained = tasks.make(saved['task'], cfg.data)          # for its vocabulary
+    trained = tasks.make(saved['task'], cfg.data)          # the task of the run
     need(cfg.the_task.vocab == trained.vocab and type(cfg.the_task) is type(trained),
-         f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} differs, '
+         f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is another task '
          'or has another vocabulary')
     check_same(cfg, checkpoint, ['vocab_size', 'train_len'] + ['data'] * cfg.the_task.own_vocab)
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
-    need(seed in models, f'no model of seed {seed} in {run_dir}; there are: '
+    need(seed in models, f'no model of seed {seed} in {run_dir}, which has seeds '
          + '; '.join([*map(str, models), *failures(checkpoint)]))
-    model = Transformer(cfg).to(cfg.weights_dtype)         # random, before its weights
+    model = Transformer(cfg).to(cfg.weights_dtype)
     load_weights(model, models[seed], run_dir)
     cfg.seeds = [seed]
     return model.eval(), cfg
 
 
 def evaluate_run(cfg):
-    """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths, also in its eval.json."""
+    """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths. Also writes eval.json."""
     device, by_seed = pick_device(cfg), {}
     saved = read_checkpoint(cfg.out_dir)
     print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
@@ -1125,7 +1128,7 @@ def evaluate_run(cfg):
 
 
 def read_points(values):
-    """[(label, config)] of the points of a sweep, or of the one run, and the options it varies."""
+    """([(label, config)] of the points of a sweep or of a single run, [options that vary])."""
     varied, points = swept(values), []
     for point in itertools.product(*(values[key] for key in varied)):      # (): the one run
         here = values | dict(zip(varied, point))
@@ -1134,17 +1137,17 @@ def read_points(values):
             here['out_dir'] = os.path.join(values['out_dir'], name)
         points.append((' '.join(map(str, point)), make_config(here)))
     need(len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) == 1,
-         'a sweep prints one table, and these tasks differ in their eval_lengths or in what is '
+         'a sweep prints one table, but these tasks differ in their eval_lengths or in what is '
          'scored; run them one by one')
     return points, varied
 
 
 def main(argv):
-    """One run, a sweep, or an evaluation; returns the exit status."""
+    """One run, a sweep or an evaluation. Return the exit status."""
     if {'-h', '--help'} & set(argv):
         return print_help(__doc__, Config)
     if RANK:
-        sys.stdout = open(os.devnull, 'w')                 # the first process prints
+        sys.stdout = open(os.devnull, 'w')                 # RANK 0 prints
     values = read_options(argv)
     points, varied = read_points(values)
     cfg = points[0][1]
@@ -1158,11 +1161,11 @@ def main(argv):
 
 
 def run_program(main, *errors):
-    """Run main(argv) and exit with its status. A UserError, one of `errors` or a lack of memory
-    prints one line and exits with 2."""
-    sys.stdout.reconfigure(errors='replace')               # ? for characters it cannot print
-    if hasattr(signal, 'SIGPIPE'):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # ... | head
+    """Run main(argv) and exit with its status. Errors that a user can fix (UserError, OSError,
+    `errors`, a lack of memory) or a lost process print one line and exit with 2."""
+    sys.stdout.reconfigure(errors='replace')               # prints ? for unsupported characters
+    if hasattr(signal, 'SIGPIPE'):                         # for train.py ... | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         sys.exit(main(sys.argv[1:]) or 0)
     except KeyboardInterrupt:
@@ -1172,7 +1175,7 @@ def run_program(main, *errors):
         if isinstance(error, OSError) and error.filename:
             says = f'{error.filename}: {error.strerror}'
     except (MemoryError, RuntimeError) as error:
-        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))  # as PyTorch words it
+        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))  # words in its message
         lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lost or lacks_memory or isinstance(error, MemoryError)):
             raise
