@@ -647,8 +647,7 @@ def evaluate(model, task, sets, autocast=None):
                      last=correct.gather(1, last).double().mean())                 # (n, 1) -> []
         if task.corpus:
             score['loss'] = loss / asked.sum()
-        scores[length] = {key: round(x.item(), 6) for key, x in score.items()}
-        scores[length]['n'] = len(tokens)
+        scores[length] = {key: round(x.item(), 6) for key, x in score.items()} | {'n': len(tokens)}
     model.train(training)
     return scores
 
