@@ -941,7 +941,7 @@ def train(cfg, device, checkpoint, stop):
         drop_diverged(trainers, checkpoint, done)          # first, as save() must not save NaN
         if not trainers:
             save(cfg, checkpoint, trainers, done, log)
-            break                                          # test() then returns {}
+            return {}
         if logging:
             speed = round((done - first) / (time.time() - began), 2)       # of all seeds together
             means = {seed: trainer.mean_loss() for seed, trainer in trainers.items()}
@@ -954,12 +954,11 @@ def train(cfg, device, checkpoint, stop):
             scores = test(cfg, trainers, 'eval', device)   # {seed: {length: scores}}
             log += [dict(step=done, seed=seed, eval=x) for seed, x in scores.items()]
             began += time.time() - pause                   # leaves evaluation out of the speed
+            tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
+                       f'{brief(cfg, mean_scores(scores))}')
         if evaluating or stop:
             save(cfg, checkpoint, trainers, done, log)
             log = []
-        if evaluating:
-            tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
-                       f'{brief(cfg, mean_scores(scores))}')
         if stop and done < cfg.max_steps:                  # after the last step, test anyway
             return None
     return test(cfg, trainers, 'test', device)             # on problems that no evaluation used
