@@ -753,10 +753,10 @@ def write_checkpoint(cfg, checkpoint):
 def check_same(cfg, checkpoint, names):
     """Raise UserError if the checkpoint's config differs from cfg in one of these options. Options
     of other encodings may differ."""
-    own, other = set(), set()                              # options of encodings
-    for name, cls in encodings.ENCODINGS.items():
-        (own if name in cfg.pe.split('+') else other).update(encodings.options_of(cls))
-    for key in [key for key in names if key not in other - own]:
+    options = {name: {*encodings.options_of(cls)} for name, cls in encodings.ENCODINGS.items()}
+    used = set().union(*(options[name] for name in cfg.pe.split('+')))
+    unused = set().union(*options.values()) - used
+    for key in [key for key in names if key not in unused]:
         saved, now = checkpoint['config'].get(key), getattr(cfg, key)
         need(saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
              'use the same value, another --out_dir, or --overwrite')
