@@ -231,15 +231,15 @@ def convert(cls, key, value, where):
     """Convert a value, or its text, to the type of option `key`. For a scalar option of Config, a
     comma-separated text becomes a list, for a sweep. Raise UserError if the value is invalid."""
     check_name(f'option in {where}:', key, keys(cls))
-    kind, default, given = keys(cls)[key].type, keys(cls)[key].default, value
-    is_text, choices = isinstance(value, str), get_args(kind)      # choices of a Literal
+    field, given, is_text = keys(cls)[key], value, isinstance(value, str)
+    kind, choices = field.type, get_args(field.type)       # the choices of a Literal
     if cls is Config and is_text and ',' in value and kind is not list and key not in TEXTS:
         return [convert(cls, key, part.strip(), where) for part in value.split(',')]
     if is_text and kind in (list, bool, int, float):       # as a Python literal; true means True
         text = value.capitalize() if kind is bool else value
         with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             value = parse_list(text) if kind is list else ast.literal_eval(text)
-    if value in choices or value is None and default is None:      # None can be the default
+    if value in choices or value is None and field.default is None:
         return value
     if kind is list and isinstance(value, (tuple, range)):         # from a config file
         value = list(value)
@@ -249,7 +249,7 @@ def convert(cls, key, value, where):
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
     need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
-         f'{where}: {key} must be {what}, as in --{key}={as_typed(default)}; got {given!r}')
+         f'{where}: {key} must be {what}, as in --{key}={as_typed(field.default)}; got {given!r}')
     return value
 
 
