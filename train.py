@@ -729,7 +729,7 @@ def save(cfg, checkpoint, trainers, step, log):
     if not first:
         # the log first: if the process dies before ckpt.pt, the old log_size removes these points
         with open(path, 'ab') as f:
-            f.truncate(min(f.tell(), checkpoint['log_size']))      # drops unsaved points
+            f.truncate(min(f.tell(), checkpoint['log_size']))      # drops newer points
             f.write(lines)
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
@@ -854,7 +854,7 @@ def brief(cfg, scores):
 def print_strips(cfg, rows):
     """Print a line per row: one character per length, then the texts of summary()."""
     lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
-    inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # training lengths
+    inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # up to the longest trained
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
