@@ -1578,7 +1578,7 @@ def test_a_run_and_its_files(tmp_path, capsys):
         again = train.evaluate(model, cfg.the_task, train.held_out(cfg, split, 'cpu'))
         assert found == {str(n): score for n, score in again.items()}
     assert same(train.load(run)[0].state_dict(), weights(run, 3))
-    with pytest.raises(train.UserError, match='seed 9 in .* has seeds 3; 4'):
+    with pytest.raises(train.UserError, match='seed 9 in .*found: 3; 4'):
         train.load(run, seed=9)
 
 

@@ -488,7 +488,7 @@ class Trainer:
         loss, total = 0, sum((y != -100).sum() for y in batch[1::2])       # supervised targets
         for x, y in zip(batch[::2], batch[1::2]):          # micro-batches, (b, t) each
             x, y = x[RANK::WORLD], y[RANK::WORLD]          # all rows, or those of this process
-            # the fraction of supervised targets: losses weighted by it add up to the mean loss
+            # its fraction of the supervised targets: losses weighted by it add up to the mean loss
             fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / total
             with self.autocast:
                 part = fraction * self.forward(x, y)[1]    # the model returns (logits, mean loss)
@@ -1053,13 +1053,13 @@ def source(cfg):
     return zlib.crc32(''.join(map(inspect.getsource, code)).encode())
 
 
-def train_points(points, swept):
-    """Train each (label, config) of a run or a sweep, and print a table. Return the exit status.
-    Raise UserError if a seed diverged."""
+def train_points(points, varied):
+    """Train each (label, config) of a run, or of a sweep over the options `varied`, and print a
+    table. Return the exit status. Raise UserError if a seed diverged."""
     stop = catch_signals()
     scores, failed = {}, []                                # {label: {seed: {length: scores}}}
     for label, cfg in points:
-        if swept:
+        if varied:
             print(f'--- {label} ({cfg.out_dir})')
         by_seed, lines = run(cfg, stop)
         if by_seed is None:
@@ -1069,13 +1069,13 @@ def train_points(points, swept):
         failed += [f'{label} {line}'.strip() for line in lines]
         if by_seed:
             scores[label] = by_seed
-            if swept:
+            if varied:
                 print(brief(cfg, mean_scores(by_seed)))
             else:
                 show(cfg, by_seed)
-    if swept and scores:
+    if varied and scores:
         what = 'perplexity' if cfg.the_task.corpus else 'exact match'
-        print(f'\n{what} by length, ' + ' x '.join(swept))
+        print(f'\n{what} by length, ' + ' x '.join(varied))
         print_rows(cfg, [(label, mean_scores(x), 'exact') for label, x in scores.items()])
     if failed:
         advice = '. A lower --lr or a longer --warmup_steps may help'
@@ -1100,7 +1100,7 @@ def load(run_dir, seed=None, cfg=None):
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
-    need(seed in models, f'no model of seed {seed} in {run_dir}, which has seeds '
+    need(seed in models, f'no model of seed {seed} in {run_dir}; found: '
          + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(cfg.weights_dtype)
     load_weights(model, models[seed], run_dir)
@@ -1173,7 +1173,7 @@ def run_program(main, *errors):
         if isinstance(error, OSError) and error.filename:
             says = f'{error.filename}: {error.strerror}'
     except (MemoryError, RuntimeError) as error:
-        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))  # words in its message
+        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))  # PyTorch's words
         lacks_memory = re.search('out of memory|allocate', str(error))
         if not (lost or lacks_memory or isinstance(error, MemoryError)):
             raise
