@@ -1080,12 +1080,9 @@ def planted(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('argv, says', [
     ('copy:p=7', "'p=7' is not an option of copy, whose options are: steps=1"),
-    ('parity:steps=2', "'steps=2' is not an option"),
-    ('sort 101', 'lengths 1 to 100, not 101'),
-    ('mqar:keys=3 5', 'lengths 6 and more'),
-    ('scan 23', r'\[1, 2, .*, not 23'),
-    ('text --data=missing', 'is missing'),
-    ('text --data=empty', 'nothing to read'),
+    ('parity:steps=2', "'steps=2' is not an option"), ('sort 101', 'lengths 1 to 100, not 101'),
+    ('mqar:keys=3 5', 'lengths 6 and more'), ('scan 23', r'\[1, 2, .*, not 23'),
+    ('text --data=missing', 'is missing'), ('text --data=empty', 'nothing to read'),
     ('genome --data=utf16', 'required: UTF-8'),
     ('tokens --data=odd.bin', r'required: a .bin \(uint16\) or .npy file'),
     ('tokens --data=float.npy', 'must be 1-D integers'),
