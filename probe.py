@@ -238,9 +238,10 @@ def show_curves(ax, each, mark=None, ls='-', **settings):
     """Draw {label: y or (x, y)} and a red line at `mark`. Curves whose label begins with _ are thin
     and grey, and not in the legend. settings: arguments of ax.set(), such as title and ylim."""
     ax.set_prop_cycle(color=COLOURS)
-    for label, y in each.items():
+    for i, (label, y) in enumerate(each.items()):
         x, y = y if isinstance(y, tuple) else (range(len(y)), y)
-        look = dict(ls=ls, marker='.' if len(y) < 60 else '')
+        # larger markers below, so that equal curves remain visible
+        look = dict(ls=ls, marker='.' if len(y) < 60 else '', ms=max(5, 11 - 3 * i))
         if label.startswith('_'):
             look = dict(color='0.7', lw=0.7, zorder=1)  # grey, behind the others
         ax.plot(x, y, label=label, **look)
