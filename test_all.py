@@ -1929,7 +1929,7 @@ def test_batches_mix_lengths_within_the_schedule_and_repeat_fixed_data():
     assert shapes == [[(8, 5)], [(8, 5)], [(4, 7), (4, 9)]]
 
 
-def test_a_token_beyond_the_vocabulary_names_its_task(monkeypatch):
+def test_a_token_outside_the_vocabulary_names_its_task(monkeypatch):
     monkeypatch.setattr(tasks.Parity, 'states', lambda self, x: x + 2)
     batches = train.Batches(small(), 0, tasks.make('parity'), CPU)
     with pytest.raises(train.UserError, match='Parity returned token 7, .* has 6 tokens'):
