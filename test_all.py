@@ -1088,8 +1088,7 @@ def planted(tmp_path, monkeypatch):
     ('tokens --data=float.npy', 'must be 1-D integers'),
     ('tokens --data=uint32.bin', 'as in a file of uint32'),
     ('tokens:size=9 --data=nines.bin', 'the vocabulary of 0 to 8'),
-    ('jsb --data=trio.json', 'required: Jsb16th'),
-    ('jsb --data=low.json', 'vocabulary of 0 to 88'),
+    ('jsb --data=trio.json', 'required: Jsb16th'), ('jsb --data=low.json', 'vocabulary of 0 to 88'),
     ('openwebtext --data=nines.bin', 'required: pip install tiktoken'),
     ('maestro --data=midi', 'required: pip install miditok'),
     ('cfq:split=mcd2 --data=cfq', 'mcd2.json.*cfq1.1.tar.gz')])
@@ -1103,8 +1102,7 @@ def test_mistakes_are_reported_in_a_line(argv, says, planted, monkeypatch):
 
 
 @pytest.mark.parametrize('name, data, texts, size', [
-    ('text', 'unicode.txt', [UNICODE], 257),
-    ('tokens:size=300', 'three.bin', ['7 258 0'], 301),
+    ('text', 'unicode.txt', [UNICODE], 257), ('tokens:size=300', 'three.bin', ['7 258 0'], 301),
     ('openwebtext', 'pairs.bin', ['pairs'], 50304),
     ('jsb', 'bach.json', ['74 70 65 - 74 70 65 21 74 70 65 60 74 70 65 108'], 90),
     ('maestro', 'midi', [MIDI], 91),
@@ -1969,6 +1967,7 @@ BAD = [
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
     ('--accumulate=9', 'at most batch_size'), ('--n_train=1', 'too few problems'),
     ('--length_schedule=[(5,3)]', 'from step 0 on'),
+    ('--length_schedule=[(0,0)]', 'excludes all train_lengths at step 0'),
     ('--length_schedule=5', 'length_schedule must be pairs'),
     ('--length_schedule=[(0,1.5)]', 'length_schedule must be pairs'),
     ('--d_model=32,33', 'even'), ('--task=jsb', 'add --data=PATH'),

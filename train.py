@@ -159,10 +159,11 @@ class Config(ModelConfig, Running):
              'length_schedule must be pairs (first step, longest length) in ascending order of '
              f'steps, from step 0 on; got {stages}')
         for step in steps:
-            lengths = lengths_at(self, step)               # [] if the stage's limit excludes all
+            lengths = lengths_at(self, step)
+            need(lengths, f'length_schedule excludes all train_lengths at step {step}: raise its limit')
             # the number of problems that a batch is drawn from; None: unlimited
-            size = self.n_train * len(lengths) or self.the_task.count(lengths or [0])
-            need(lengths and not (size and size < self.batch_size),
+            size = self.n_train * len(lengths) or self.the_task.count(lengths)
+            need(not size or size >= self.batch_size,
                  f'at step {step}, the lengths {lengths} have too few problems for '
                  f'batch_size={self.batch_size}: lower it, or raise n_train')
 
