@@ -160,7 +160,7 @@ class Config(ModelConfig, Running):
              f'steps, from step 0 on; got {stages}')
         for step in steps:
             lengths = lengths_at(self, step)
-            need(lengths, f'length_schedule excludes all train_lengths at step {step}: raise its limit')
+            need(lengths, f'length_schedule excludes all train_lengths at step {step}: raise it')
             # the number of problems that a batch is drawn from; None: unlimited
             size = self.n_train * len(lengths) or self.the_task.count(lengths)
             need(not size or size >= self.batch_size,
