@@ -12,8 +12,9 @@ annotated class attributes, such as t5_buckets of T5. To add an encoding, write 
 register it in ENCODINGS: it can then be trained, tested and probed like the others.
 
 In your own model, encodings = build(PEConfig(...)) returns one encoding per layer. Call state =
-encodings[0].state(x, pos) once per sequence, x = encodings[0].embed(x, pos) before layer 1, and
-enc.attend(q, k, v, pos, state, x) in each layer, where x is the input of that layer's attention.
+encodings[0].state(x, pos) once per sequence, x = encodings[0].embed(x, pos) before layer 1, state =
+enc.restate(x, pos, state) before each later layer, and enc.attend(q, k, v, pos, state, x) in every
+layer, where x is the input of the layer's attention.
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
 """
@@ -147,7 +148,7 @@ class Encoding(nn.Module):
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
         self.dense = changed(self, 'weigh')  # True: attend() stores all logits
-        # kernels.attention accepts no bias, and q and k at most twice as wide as v
+        # kernels.attention accepts no bias, and q and k of at most 256 features
         self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
 
     def embed(self, x, pos):                    # -> [B, T, C], before layer 1
@@ -762,7 +763,7 @@ class Gates(nn.Module):
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
             self.W.weight.mul_(0.3)
-            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0         # resets are rare initially
+            self.W.bias.zero_().view(n, 4)[:, 0] = -1.0         # initially p_reset = 0.27
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
@@ -808,7 +809,7 @@ class CopyBranch(nn.Module):
         self.W_q = nn.Linear(width, n * cfg.head_dim)
         self.W_k = nn.Linear(width, n * cfg.head_dim)
         self.W_stay = nn.Linear(width, n)
-        nn.init.constant_(self.W_stay.bias, 3.0)                # jumps are rare initially
+        nn.init.constant_(self.W_stay.bias, 3.0)                # p_jump = 0.05 at token 0
 
     def forward(self, x):
         """x [B, T, width], from Gates -> p_copy [B, n, T, T + 1], whose last entry is "no jump"."""
@@ -959,7 +960,7 @@ PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIO
 # ---- combining encodings -------------------------------------------------------------------------
 
 class Sum(Encoding):
-    """'a+b': hooks of a, then of b, but qk() by rising `order` and out() of b first; biases add."""
+    """'a+b': hooks of a, then of b; qk() by rising `order`; out() of b first; biases are added."""
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)

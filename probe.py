@@ -266,7 +266,7 @@ def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None,
 
 
 def label_tokens(axis, words):
-    """Label an axis with tokens; if there are over 40, only with the non-digits (up to 5)."""
+    """Label an axis with tokens; if there are over 40, with the non-digits, if at most 5."""
     marks = {i: word for i, word in enumerate(words) if len(words) <= 40 or not word.isdecimal()}
     if len(words) <= 40 or 0 < len(marks) < 6:
         axis.set_ticks(list(marks), marks.values(), fontsize=6)
@@ -365,9 +365,9 @@ def attention_means(weights, tokens, asked, task, cfg, length):
 def alignment(model, task, cfg, length=0, n=32, distances=()):
     """Does attention still find x_t from s_(t-1) where the answers are wrong?
 
-    ViPE section 3.1, A.3. --length: the longest (0: of eval_lengths). Columns are fractions. exact:
+    ViPE section 3.1, A.3. --length: longest; 0: max(eval_lengths). Columns are fractions. exact:
     problems with every answer token correct. states: correct states. early: problems with EoS in
-    place of a state. LAYER.HEAD: mean weight on the correct key. as trained (not for reverse): the
+    place of a state. LAYER.HEAD: mean weight on the correct key. as trained (reverse: ignore): the
     best head's weight on the key at the longest training distance. --distances=1,3,7 adds Figure 4
     (best with --n=512): correct states predicted d tokens after EoI, at trained positions only.
     """
@@ -416,7 +416,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
 def squeeze(model, task, cfg, length=0, n=256):
     """Does a model fail because distances are new? Accuracy with positions squeezed together.
 
-    --length: the longest (0: of eval_lengths). Columns: fractions of correct problems (exact) and
+    --length: longest; 0: max(eval_lengths). Columns: fractions of correct problems (exact) and
     tokens. squeezed: if T tokens exceed the longest training sequence, T_0, token t is at position
     t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023): distances are below T_0.
     hidden: keys T_0 or more tokens back are masked. Control: squeezing has no effect on NoPE.
@@ -537,7 +537,7 @@ def linear(model, task, cfg, n=32):
         rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()  # for each y
         label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in grey
         lines.setdefault(f'{target} (tokens)', {})[label] = rmse
-    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Figure 5); grey: in training'
+    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Fig. 5); grey: seen lengths'
     return rows, summary, curves(title, lines, 'position, or distance to EoI',
                                  'root mean squared error (tokens)')
 
@@ -548,7 +548,7 @@ def linear(model, task, cfg, n=32):
 def loss(model, task, cfg, length=0, n=32):
     """Where does distant context help, and where does a model fail? Loss by position.
 
-    After PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss in
+    See PoPE Figure 2. length: of the context (0: the longest of eval_lengths). Rows: mean loss in
     nats per token over each of 16 parts of the context, at positions `first` to `last`.
     """
     length, name = length or max(cfg.eval_lengths), name_of(cfg)
@@ -696,7 +696,7 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     what=heads zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
     `drop 1`, ...: fall of exact match without head 1, ..., in points (of correct tokens if no
     problem is exact; for a corpus: rise of the loss, nats). `effective`: how many heads share the
-    drop; 1 with a large drop is the single-head deposit. what=positions (section 5.4, Figure 8)
+    drop (1: the paper's "single-head deposit"). what=positions (section 5.4, Figure 8)
     subtracts the encoding's vectors p from the stream x before each layer in turn. `without p`:
     score; `random`, `sd`: its mean and deviation for four random p of the same norm; `norm`: mean
     |p| / mean |x|.
@@ -742,7 +742,7 @@ def without_heads(model, cfg, base, score):
     [('layer 1', [|score| without head 1, ..]), ..]. base is the whole model's score; a drop is base
     - score((tap, hook)). Raise UserError that names --n_head if a layer has one head.
     """
-    need(cfg.heads > 1, 'ablate compares the heads of a layer: train with more, as --n_head=4')
+    need(cfg.heads > 1, 'ablate compares the heads of a layer: train with --n_head=4 or more')
 
     def zeroing(head):
         return lambda module, _, y: y.index_fill(1, torch.tensor([head]), 0.0)  # (B, H, T, D)
@@ -860,7 +860,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
                      ends=logits[logits.isfinite()].aminmax())
              for name, x in ((f'head {layer + 1}.{head + 1}', logits), ('its Toeplitz part', part))]
     title = (f'{titled(cfg)}: fractions of the variance of logits (Toeplitz study, section 3.2). '
-             'If its toeplitz fraction is 1, the logits of a head depend on distance alone.')
+             'A head's logits depend on distance alone if its toeplitz fraction is 1.')
     return head_rows(columns), summary, figure(title, *maps)
 
 
@@ -921,7 +921,7 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     rows, `A1`: with all singular values in (0, 2); `grows`: with growth > 1 (of those that have
     growth). H below the top layer is our addition."""
     need(name_of(cfg) != BY_HAND, 'by_hand models were never trained: gradients requires a run')
-    need(cfg.heads > 1, 'gradients compares the heads of a layer: train with more, as --n_head=4')
+    need(cfg.heads > 1, 'gradients compares the heads of a layer: train with --n_head=4 or more')
     steps = min(200, cfg.max_steps) if steps < 0 else steps
     need(steps <= cfg.max_steps, f'--steps={steps}: this run had {cfg.max_steps}, take fewer')
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)
@@ -1099,7 +1099,7 @@ def kernel(model, task, cfg, length=0):
         lines['displacement over the answer, worst cursor'] = {
             name: (x - 2 * T, law[x]) for name, law in zip(('eq. 4', 'eq. 6'), worst)}
     title = (f'{titled(cfg)}, length {length}: when the kernel rises again, distant positions '
-             'may score as near; eq. 6 is not the exact eq. 4.')
+             'may score as near ones; eq. 6 differs from eq. 4.')
     return rows, summary, curves(title, lines, 'distance, or displacement (positions)',
                                  'kernel, or probability')
 
@@ -1146,7 +1146,7 @@ def check_distances(model, tokens, cfg):
     enc = model.blocks[0].attn.pe
     adds_features = any(getattr(part, 'order', 0) == 1 for part in enc.modules())  # prism
     need(enc.shift_invariant and not adds_features and sees_distances(model, tokens),
-         f'this probe requires logits that depend on distance only, as pe=rope, not {cfg.pe}')
+         f'this probe requires logits that are functions of distance: pe=rope, not {cfg.pe}')
 
 
 def fit_figure(title, W, fit, components, ylabel='query i'):
@@ -1268,7 +1268,7 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
 
     The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
     length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' and the fit, mean
-    over queries; if it rotates, also `r_random`: the same for random phases, a control. In heads
+    over queries; if pe rotates, also `r_random`: the same for random phases, a control. In heads
     with slow dominating pairs, r over i >= j of: the pairs' logits and f + g of eq. 15 (`slow_fg`);
     all logits and the pairs' (`dominance`); all logits and f + g (`r_fg`).
     """
@@ -1461,7 +1461,7 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     T, L = tokens.shape[1], len(model.blocks)
     layer, window = layer or (L + 1) // 2, window or min(cfg.train_len, T // 2)
     need(layer <= L and 1 < window < T,
-         f'stretch: --layer must be 1 to {L}, and --window 2 to {T - 1}, within the tokens')
+         f'stretch: --layer must be 1 to {L}, and --window 2 to {T - 1}, below the length')
     check_distances(model, tokens, cfg)
     t, step = torch.linspace(window, T - 1, queries).long(), max(1, (T - window) // 40)
     found, sink = [], max(1, min(10, window // 8))  # sink: the number of first tokens kept

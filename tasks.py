@@ -64,7 +64,7 @@ class Task:
         return {length: self.sample(n, length, generator(length)) for length in lengths}
 
     def existing(self, lengths, part):
-        """Return those of the lengths that `part` (None: any part) has problems of."""
+        """Return the lengths of which `part` (None: any part) has a problem."""
         return lengths
 
     def count(self, lengths):
@@ -135,7 +135,7 @@ class Iterative(Task):
     """BoS x_1..x_L EoI s_1..s_m EoS (ViPE section 2): begin of sequence, input, end of input, m
     states, end of sequence. `length` is L. The states and EoS are supervised. Option `steps`:
     parity:steps=0 keeps only the last state (A.1: no chain of thought). A subclass defines the
-    symbols, and states(x) for inputs x uniform on the symbols or else inputs_and_states().
+    symbols, and states(x) for inputs x uniform on the symbols; or inputs_and_states().
     >>> examples(5, 'copy parity polynomial reverse count mode sort')
     copy                BoS 0 1 1 0 1 EoI 0 1 1 0 1 EoS
     parity              BoS 0 1 1 0 1 EoI 0 1 0 0 1 EoS
@@ -288,7 +288,7 @@ class Classification(Task):
 class Distance(Classification):
     """Task 1: the distance between two triggers (the Toeplitz study, section 4.1).
     The triggers are at positions i and j; either may be first. class = 32 |i - j| // span, |i - j|
-    is uniform on 1..min(length, span) - 1. span=16 spreads the distances of 16 words over 0..31."""
+    is uniform on 1..min(length, span) - 1. span=16 maps distances 1..15 to the classes 2..30."""
     triggers = min_length = 2
 
     def __init__(self, span=128):
@@ -512,7 +512,7 @@ class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023) of the values of some keys.
     Each pair of key and value occurs twice among pairs of noise; its second value is supervised.
     (In the paper the pairs come first; ours are anywhere, so that positions do not give them away.)
-    `length`: pairs, noise included. Options: `keys`, their number; `words`, values of each kind.
+    `length`: pairs, noise included. Options: `keys`, their number; `words`, tokens of each kind.
     >>> examples(6, 'mqar:keys=2:words=9')
     mqar:keys=2:words=9 noise2 noise6 key3 value8 key3 value8 noise0 noise5 key2 value0 key2 value0
     """
@@ -582,7 +582,7 @@ class Pairs(Task):
         return [x.to(generator.device) for x in self.find(length, 'train')]
 
     def held_out(self, split, n, lengths, generator):
-        """Validation (split='eval') or test problems; lengths that it lacks: from other parts."""
+        """Validation (split='eval') or test problems; other parts supply missing lengths."""
         order = ('val', 'test', 'train') if split == 'eval' else ('test', 'val', 'train')
         sets = {}
         for length in lengths:

@@ -467,7 +467,7 @@ def test_prism_copies_by_hand():
 
 
 def test_prism_gates():
-    """The GRU equals PyTorch's and reads norm(x) / 2. At initialization resets and jumps are rare,
+    """The GRU equals PyTorch's and reads norm(x) / 2. Initially p_reset is 0.27, p_jump low,
     steps are nearly uniform, W_h has orthonormal columns and gamma is 2. prism_recurrent keeps W_h
     orthogonal, penalizes its distance from orthogonality, or makes its norm a parameter."""
     gates, x = prism().cursors.gates, torch.randn(3, 9, 32).double()
@@ -535,7 +535,7 @@ def test_attend_is_softmax_of_logits_times_value(kw):
 @torch.no_grad()
 def test_causal_prefix_consistent_and_right_at_other_positions(kw):
     """Changing a token does not change earlier outputs, and a prefix alone gives the same outputs.
-    Rows of a batch with different positions, also fractions, give the same as alone."""
+    Rows of a batch with different (also fractional) positions do not interact."""
     model = make(**kw)
     tokens = torch.randint(11, (3, 20))
     changed = tokens.clone()
@@ -1304,7 +1304,7 @@ def test_cursor_scan_by_the_kernel(nan_memory, B, C, T, P, d_pe, sharpen, copy):
 
 @kernel_test
 def test_cursor_scan_at_its_limits():
-    """gamma near 1 and of 10,000 is precise; a table that a cursor can leave is refused."""
+    """Precise for gamma near 1 and 10,000; a table that a cursor can leave is refused."""
     torch.manual_seed(0)
     reset, step, gamma, table, jumps = (x.detach() for x in kernels.sample_inputs(
         'cursor_scan', 2, 2, 9, 4, device=DEVICE))
@@ -1363,7 +1363,7 @@ def test_kernels_as_operators():
 
 @needs_triton
 def test_positions_are_a_multiple_of_16_numbers_apart():
-    """Kernels write rows of such a stride, and copy inputs of others. Block sizes divide, too."""
+    """Kernels write rows of such a stride, and copy others. One of M, N divides the other."""
     x = torch.randn(1, 3, 65, 20)
     assert kernels.new_rows(x, 40).stride() == (65 * 128, 40, 128, 1)
     rows = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -1788,7 +1788,7 @@ with test_all.sigterm_in_step(4 if os.environ['RANK'] == sys.argv.pop(1) else No
 
 
 def test_phases_stay_in_their_bounds():
-    """After an update PoPE's parameters delta themselves are clamped to [-2 pi, 0]."""
+    """After an update PoPE's parameters delta are clamped to [-2 pi, 0]."""
     trainer = train.Trainer(small(pe='pope', lr=0.5, warmup_steps=0), 0, CPU)
     for step in range(9):
         trainer.step(step)
@@ -1809,7 +1809,7 @@ def test_micro_batches_give_the_same_gradient():
 @variants
 def test_no_step_waits_for_the_device(kw, monkeypatch):
     """A CUDA graph can capture a step if the host reads no value of a tensor, as on meta tensors,
-    which have none. AdamW is PyTorch's and replaced by a mock."""
+    which have none. PyTorch's AdamW is replaced by a mock."""
     trainer = train.Trainer(small(n_head=4, n_layer=2, **kw), 0, CPU)
     batch = [x.to('meta') for x in trainer.batches.next(0)]
     params = list(trainer.model.to('meta').parameters())
@@ -2125,7 +2125,7 @@ def test_every_probe_on_every_kind_of_run(kw):
 
 def test_the_program(tmp_path, monkeypatch, capsys):
     """It writes rows, a summary and a figure, and does not change the run's own files. It lists
-    the probes and raises UserError for mistakes. gradients repeats the run to the saved model."""
+    the probes and raises UserError for mistakes. gradients retrains the saved model."""
     run, found = tmp_path / 'run', tmp_path / 'run/probe_cursor.json'
     train.main(flags(task='string_copy', pe='prism', n_head=2, out_dir=run, seeds='0,3'))
     before = {path: path.read_bytes() for path in run.iterdir()}
@@ -2524,7 +2524,7 @@ def test_slow_dominating_pairs_and_eq_15():
 
 
 def test_random_phases_are_a_control():
-    """A pair's logits fit a sum for all phases if it does not rotate; with fast rotation not."""
+    """A pair's logits fit a sum for all phases if it does not rotate, not if it rotates fast."""
     one, many = torch.ones(2, 12, 1) + 0j, torch.ones(2, 12, 8) + 0j
     close(probe.random_phases(one, one, torch.zeros(1), [11]), torch.ones(2).double(), 1e-6)
     assert (probe.random_phases(many, many, torch.linspace(1, 3, 8), [11, 6]) < 0.7).all()
@@ -2557,7 +2557,7 @@ def test_perturbed_and_original_have_the_same_targets(kind):
 
 def test_stretch():
     """A window over all tokens gives attention's outputs; with the first tokens kept, those of the
-    sequence of the tokens in it. nearest() agrees with a loop."""
+    sequence in that window. nearest() agrees with a loop."""
     model, tokens = make(pe='pope+t5'), torch.arange(1, 11)[None]
     layer, other = (probe.trace(model, x)[0] for x in (tokens, tokens[:, [0, 1, 4, 5, 6, 7]]))
     for of, *given in ((layer, 9, 0, 10), (other, 7, 2, 6, 2)):

@@ -246,7 +246,7 @@ def convert(cls, key, value, where):
         value = list(value)
     if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
         value = kind(value) if kind(value) == value else value     # max_steps=1e4, lr=1
-    names = {list: 'a list as 1-16 or [(0, 5)]', int: 'an integer >= 0', float: 'a number >= 0',
+    names = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
     need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
@@ -308,7 +308,7 @@ def read_options(argv):
 
 
 def default_out_dir(values):
-    """out/TASK_PE. A sweep omits TASK or PE if it varies it, and adds other varied options."""
+    """out/TASK_PE. A sweep omits TASK or PE if varied, and adds other varied options."""
     names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
     names += [key for key in swept(values) if key not in ('task', 'pe')]
     return 'out/' + ('_'.join(names) or 'sweep')
@@ -351,10 +351,10 @@ def generator(device, stream, number):
 class Batches:
     """Shuffled batches of mixed lengths on the device, with rows padded on the right.
 
-    An epoch is a pool of problems (n_train per length, or new ones in each epoch) in random order.
-    The generator's state at the start of the epoch, which a checkpoint stores, determines it. To
-    limit padding, a batch has two parts: rows of the narrower half of the pool and rows of the
-    wider half. Each part has one shape during the whole epoch, as CUDA graphs require."""
+    An epoch is a pool of problems in random order: the same n_train per length, or the data set of
+    the task, or new ones. The generator's state at its start, which a checkpoint stores, determines
+    it. To limit padding, a batch has two parts: rows of the narrower half of the pool and rows of
+    the wider half. Each part keeps its shape during an epoch, as CUDA graphs require."""
     def __init__(self, cfg, seed, task, device):
         self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
         self.generator = generator(device, 'train', seed)  # draws orders, and problems online
@@ -642,7 +642,7 @@ def evaluate(model, task, sets, autocast=None):
         states = asked if task.end is None else asked & (targets != task.end)
         # (n, 1): the last of these positions
         last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
-        # if every argmax is correct, greedy decoding would read the same prefixes: exact is equal
+        # if every argmax is correct, greedy decoding reads the same prefixes: same exact score
         score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),          # (n,) -> []
                      token=((correct & asked).sum() / asked.sum()).double(),       # over all rows
                      last=correct.gather(1, last).double().mean())                 # (n, 1) -> []
@@ -809,7 +809,7 @@ def append_record(cfg, device, by_seed, failed):
         known = f.read()
         # the same result is recorded once, even if its origin differs
         if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:
-            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # first ends a cut line
+            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # ends a cut-off line
 
 
 # ---- tables. rows: [(label, {length: scores}, metric)] -------------------------------------------
@@ -887,7 +887,7 @@ def print_rows(cfg, rows):
 
 
 def show(cfg, by_seed):
-    """Print a run's table: each metric's mean over seeds and, for several seeds, one of each."""
+    """Print a run's table: each metric's mean over seeds; with several, the first per seed."""
     scores, corpus = mean_scores(by_seed), cfg.the_task.corpus
     metrics = dict(exact='exact match', token='tokens', last='last state')
     rows = [(label, scores, metric) for metric, label in metrics.items()]

@@ -1,6 +1,6 @@
 # PRISM, trained to copy strings of at most 10 digits, copies strings of 150: its cursors learn to
 # count from the start and from "=" (see `python probe.py cursor out/string_copy_prism`). The first
-# 400 steps train on at most 5 digits (as PRISM section 6.4). Compare: --pe=prism,shifted_ape,rope
+# 400 steps train on at most 5 digits (PRISM section 6.4). Compare: --pe=prism,shifted_ape,rope
 task = 'string_copy'
 pe = 'prism'
 n_head = 2

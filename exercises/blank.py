@@ -2,7 +2,7 @@
 
     python exercises/blank.py                     lists the exercises
     python exercises/blank.py rope                makes out/exercises/rope and prints what to do
-    python exercises/blank.py rope --check        grades that copy (run in a copy: grades itself)
+    python exercises/blank.py rope --check        grades that copy (in a copy: grades this copy)
     python exercises/blank.py rope --show-diff    prints a diff of the copy against the original
 """
 import ast
@@ -123,7 +123,7 @@ def main(argv):
     check_name('exercise', name, EXERCISES)
     folder, copied = ROOT / 'out/exercises' / name, not (ROOT / 'exercises/TEACHING.md').exists()
     need(flag == '--check' or not copied, 'this is a copy: run this in the original repository')
-    need(not flag or copied or folder.exists(), f'first make it: python exercises/blank.py {name}')
+    need(not flag or copied or folder.exists(), f'first run: python exercises/blank.py {name}')
     if not flag:
         make_copy(name, folder)
         print(f'{section(name)}\n\nThe copy is {os.path.relpath(folder)}. To grade it, run in '

@@ -4,7 +4,7 @@
     python results/tables.py vipe_long                print a set: each run with all its seeds
                              --metric=token           score by token or last instead of exact
     python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall    train, print
-    cp results/board.jsonl out/board.jsonl            before it, to train only what is not stored
+    cp results/board.jsonl out/board.jsonl            before `board`: train only missing cells
     python results/tables.py refresh                  rewrite the board in results/README.md
 
 A record is one line of JSON about a run, which `train.py --results=FILE` appends:
@@ -77,7 +77,7 @@ class Run:
 
     def reach(self, seed, metric):
         """The longest length up to which every length with 50 or more problems scores at least 95 %
-        (0: none). For a corpus: has a perplexity of at most 1 / 0.95 of that in training."""
+        (0: none). For a corpus: perplexity at most 1 / 0.95 times that in training."""
         scores = self.by_length(seed, metric)
         if self.corpus:
             start = scores.get(max(self.trained), math.nan)
@@ -204,7 +204,7 @@ def find_cells(minutes, cells, records):
 
 
 def run_train(folder, *flags):
-    """Run `train.py FLAGS`; raise UserError if it fails, unless because a seed diverged."""
+    """Run `train.py FLAGS`; raise UserError if it fails, unless a seed diverged."""
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
@@ -347,7 +347,7 @@ def draw(runs, path):
             style = '-' if fitted(run) else ':'
             axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
             means[row], bands[row] = y.mean(axis=0)[k], (y.min(axis=0), y.max(axis=0))
-        labels = {}                                        # {height: [row]} of curves well above
+        labels = {}                                        # {height: [row]} far above the median
         for row, height in means.items():
             if height - np.median([*means.values()]) > 0.2:
                 labels.setdefault(round(5 * height), []).append(row)
