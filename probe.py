@@ -860,7 +860,7 @@ def toeplitz(model, task, cfg, length=0, n=8):
                      ends=logits[logits.isfinite()].aminmax())
              for name, x in ((f'head {layer + 1}.{head + 1}', logits), ('its Toeplitz part', part))]
     title = (f'{titled(cfg)}: fractions of the variance of logits (Toeplitz study, section 3.2). '
-             'A head's logits depend on distance alone if its toeplitz fraction is 1.')
+             'Logits of a head depend on distance alone if its toeplitz fraction is 1.')
     return head_rows(columns), summary, figure(title, *maps)
 
 
