@@ -65,8 +65,7 @@ VARIANTS |= {
     'prism means': dict(pe='prism+rope', prism_reset=False, prism_superpose=False,
                         prism_sharpen=False, prism_recurrent='penalty'),
     'alibi+stickbreaking on 2 heads': dict(pe='alibi+stickbreaking', rope_heads=2),
-    'prism+vipe on 3 heads': dict(pe='prism+vipe', rope_heads=3),
-    'rope+ape': dict(pe='rope+ape'),
+    'prism+vipe on 3 heads': dict(pe='prism+vipe', rope_heads=3), 'rope+ape': dict(pe='rope+ape'),
     'mla rope on 1 head': dict(pe='rope', attention='mla', rope_heads=1),
 }
 variants = pytest.mark.parametrize('kw', VARIANTS.values(), ids=VARIANTS)
@@ -899,8 +898,7 @@ VIPE, TEXT = (1, 5, 48), (1, 2, 7, 23)      # lengths to test
 CLASSES = dict(pattern=r'(.*) \?', end='')
 SUM, REVERSED_SUM = (rf'({x})\+({x})=' for x in (r'0|[1-9]\d*', r'0|\d*[1-9]'))  # no leading zeros
 ORACLES = {
-    'copy': (words(lambda x: x), VIPE),
-    'reverse': (words(lambda x: x[::-1]), VIPE),
+    'copy': (words(lambda x: x), VIPE), 'reverse': (words(lambda x: x[::-1]), VIPE),
     'sort': (words(lambda x: sorted(set(x))), (*VIPE, 100)),
     'count': (words(lambda x: range(x[0], x[1] + 1)), (2, 48, 128)),
     'mode': (words(statistics.multimode), (1, 2, 7, 48)),
@@ -922,10 +920,7 @@ ORACLES = {
     'dyn_str_cpy': (characters(lambda x, digit: x[x.index(digit):], r'(\d+),(\d)='), TEXT),
     'addition_cot': (characters(addition_cot, REVERSED_SUM), TEXT),
     'multiplication_cot': (characters(multiplication_cot, SUM.replace(r'\+', 'x')), TEXT[:3]),
-    'scan': (scan, (1, 22, 48)),
-    'scan_simple': (scan, (2, 5)),
-    'scan_cot': (scan, (2, 9, 24)),
-}
+    'scan': (scan, (1, 22, 48)), 'scan_simple': (scan, (2, 5)), 'scan_cot': (scan, (2, 9, 24))}
 
 
 # Oracles of tasks that supervise only some tokens: all words -> {t: targets[t]}.
@@ -1622,8 +1617,7 @@ def test_a_second_process_in_a_folder_is_refused(tmp_path):
 
 
 RESUMED = [dict(pe='shifted_ape', dropout=0.1, log_interval=5),
-           dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'),
-           dict(seeds='0,1', dtype='float64')]
+           dict(n_train=9, length_schedule='[(0, 2), (5, 3)]'), dict(seeds='0,1', dtype='float64')]
 
 
 @pytest.mark.parametrize('kw', RESUMED, ids=str)
@@ -2654,8 +2648,7 @@ def test_a_listing_shows_planted_numbers_and_failed_seeds(tmp_path):
     corpus, rare = record({0: [0, 0, 0]}, task='stdlib'), record({0: [0.5, 1, 0.9]}, task='copy')
     corpus['scores'][0]['loss'] = [3.0, 2.0, 2.04]
     rare['n'] = {'1': 2, '4': 300}                         # reach ignores length 1: under 50
-    write_lines(tmp_path / 'x.jsonl',
-                record({0: [1, 0.95, 0.5]}, warmup_steps=7),
+    write_lines(tmp_path / 'x.jsonl', record({0: [1, 0.95, 0.5]}, warmup_steps=7),
                 record({1: [1, 0.75, 0]}, seeds='1-2', warmup_steps=7),
                 record({}, seeds='0-1', pe='nope'),
                 corpus, rare, {'probe': 'alignment', 'rows': {}})
@@ -2725,6 +2718,13 @@ def test_a_cell_of_the_board(tmp_path):
     right = [a != c or a[1] == b[1] for a, b, c, _ in pairs]               # a == c: they cross
     assert [np.mean(right)] == pytest.approx([*tables.floor('recall', [9], 'exact')], abs=0.03)
     assert tables.find_cells(0.5, [('rope', 'text')], 'out/none.jsonl') == {}      # no such file
+
+
+def test_the_headline_figure(tmp_path):
+    pytest.importorskip('matplotlib')
+    cells = itertools.product(tables.ROWS, tables.PANELS)
+    tables.draw(tables.find_cells(0.5, cells, 'results/board.jsonl'), tmp_path / 'x.png')
+    assert (tmp_path / 'x.png').stat().st_size > 100_000   # without curves: 47,000
 
 
 def test_commands_name_options_and_configs_that_exist():
