@@ -935,7 +935,7 @@ class PRISM(Encoding):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
         g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
         mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
-        factor = (self.cfg.head_dim / g_q.shape[-1]) ** 0.5             # qk is / sqrt(d)
+        factor = (self.cfg.head_dim / g_q.shape[-1]) ** 0.5             # undoes 1 / sqrt(d)
         factor *= 4 if self.cfg.prism_norm == 'none' else 1
         weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
         weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)  # (H, 1, branches d_pe)

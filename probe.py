@@ -182,7 +182,7 @@ def sequences(task, lengths, length, n):
 
 
 def fewer(cfg, *tensors, limit=2 ** 26):
-    """The first rows of tensors [n, T], at least one, whose attention maps fit `limit` numbers."""
+    """The first rows of tensors [n, T], at least one, with attention maps of ≤ `limit` numbers."""
     n = max(1, limit // (cfg.n_layer * cfg.heads * tensors[0].shape[1] ** 2))  # L H T^2 per row
     return [x[:n] for x in tensors]
 
@@ -266,7 +266,7 @@ def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None,
 
 
 def label_tokens(axis, words):
-    """Label an axis with tokens; if there are over 40, with the non-digits, if at most 5."""
+    """Label an axis with its tokens if at most 40, else with its non-digits if at most 5."""
     marks = {i: word for i, word in enumerate(words) if len(words) <= 40 or not word.isdecimal()}
     if len(words) <= 40 or 0 < len(marks) < 6:
         axis.set_ticks(list(marks), marks.values(), fontsize=6)
@@ -1187,7 +1187,7 @@ def axes_fit(W):
 
 @torch.no_grad()
 def axes(model, task, cfg, length=0, n=8):
-    """Is a logit a sum over distance, query and key? W_ij ~ a_{i-j} + b_i + c_j.
+    """Is a logit a sum of functions of distance, query and key? W_ij ~ a_{i-j} + b_i + c_j.
 
     The position-generalization paper, section 3.1, eq. 2, Figure 2. length: 0: the longest training
     length, at most 512 tokens of a text. n: sequences (for a Llama: 1). Rows: Pearson's r of logits
@@ -1360,7 +1360,7 @@ def offsets(T, gamma, l_max, source):
 
 def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     """Losses [n, T], which tokens are correct [n, T], outputs of the heads [n, L, H, T, D] and
-    which tokens moved [n, T]. A sequence and layer has one random source for all gamma, l_max."""
+    which tokens moved [n, T]. Each sequence and layer has one source for all gamma, l_max."""
     pos, L, found = torch.arange(tokens.shape[1]), len(model.blocks), []
     draw = offsets if kind == 'position' else transposition
 
@@ -1430,7 +1430,7 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
 
 def sliding(layer, t, start, window, first=0):
     """Outputs [queries, H out_dim] of the queries at positions t, moved to the end of a window of
-    keys and values from `start` on, of which `first` are replaced by the first of the sequence."""
+    keys and values from `start` on, the first `first` of which are the sequence's own first."""
     pos = torch.arange(window)
     keys = torch.where(pos < first, pos, pos + start)  # (window,)
     v = project(layer.attn, layer.x)[2]  # (1, H, T, D)

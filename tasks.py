@@ -895,7 +895,7 @@ class Tokens(Corpus):
 
 class GPT2(Tokens):
     """GPT-2's byte pairs in files of tokens, as nanoGPT's prepare.py writes them for OpenWebText.
-    To convert text to tokens or back requires `tiktoken`. `length`: tokens in a context."""
+    Converting text to tokens or back requires `tiktoken`. `length`: tokens in a context."""
     def __init__(self):
         super().__init__(50303)     # GPT-2 has 50257; with padding 50304 = 64 * 786 suits GPUs
 

@@ -1961,7 +1961,7 @@ BAD = [
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
     ('--accumulate=9', 'at most batch_size'), ('--n_train=1', 'too few problems'),
     ('--length_schedule=[(5,3)]', 'from step 0 on'),
-    ('--length_schedule=[(0,0)]', 'excludes all train_lengths at step 0'),
+    ('--length_schedule=[(0,0)]', 'length_schedule at step 0 is below'),
     ('--length_schedule=5', 'length_schedule must be pairs'),
     ('--length_schedule=[(0,1.5)]', 'length_schedule must be pairs'),
     ('--d_model=32,33', 'even'), ('--task=jsb', 'add --data=PATH'),

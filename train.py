@@ -160,7 +160,7 @@ class Config(ModelConfig, Running):
              f'steps, from step 0 on; got {stages}')
         for step in steps:
             lengths = lengths_at(self, step)
-            need(lengths, f'length_schedule excludes all train_lengths at step {step}: raise it')
+            need(lengths, f'length_schedule at step {step} is below all train_lengths: raise it')
             # the number of problems that a batch is drawn from; None: unlimited
             size = self.n_train * len(lengths) or self.the_task.count(lengths)
             need(not size or size >= self.batch_size,
@@ -887,7 +887,7 @@ def print_rows(cfg, rows):
 
 
 def show(cfg, by_seed):
-    """Print a run's table: each metric's mean over seeds; with several, the first per seed."""
+    """Print the mean of each metric over seeds; for several seeds, also the first of each."""
     scores, corpus = mean_scores(by_seed), cfg.the_task.corpus
     metrics = dict(exact='exact match', token='tokens', last='last state')
     rows = [(label, scores, metric) for metric, label in metrics.items()]

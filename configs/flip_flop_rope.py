@@ -1,4 +1,4 @@
-# RoPE recalls the bit written last (Liu et al. 2023). Compare: --pe=rope,nope,fox,stickbreaking
+# RoPE: recall the bit written last (Liu et al. 2023). Compare: --pe=rope,nope,fox,stickbreaking
 # More bits to ignore: --eval_only --out_dir=out/flip_flop_rope --task=flip_flop:ignore=98
 task = 'flip_flop'
 pe = 'rope'

@@ -77,7 +77,7 @@ class Run:
 
     def reach(self, seed, metric):
         """The longest length up to which every length with 50 or more problems scores at least 95 %
-        (0: none). For a corpus: perplexity at most 1 / 0.95 times that in training."""
+        (0: none). For a corpus: perplexity at most 1 / 0.95 times that at the training length."""
         scores = self.by_length(seed, metric)
         if self.corpus:
             start = scores.get(max(self.trained), math.nan)
