@@ -63,8 +63,9 @@ class SharedConfig:
             value, choices = getattr(self, f.name), get_args(f.type)
             need(get_origin(f.type) is not Literal or value in choices,
                  f'{f.name} must be one of {", ".join(map(str, choices))}, got {value!r}')
-        # widths, bases and counts must be positive, unless their default is 0 or None
-        check_positive(self, *(f.name for f in fields(PEConfig) if f.default not in (0, None)))
+        # numbers with a positive default, such as widths, must be positive
+        check_positive(self, *(f.name for f in fields(PEConfig)
+                               if type(f.default) in (int, float) and f.default > 0))
         need(self.d_model % self.n_head == 0,
              f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         need(self.attention == 'mha' or self.n_head % 2 == 0,
@@ -293,13 +294,14 @@ def changed(encoding, hook):
 
 def check_shapes(cfg, q, k, v, pos, x=None):
     """Raise UserError if the shapes do not fit together, or do not fit cfg."""
-    B, H, T, _ = k.shape
     got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
+    need(q.dim() == k.dim() == v.dim() == 4, f'q, k and v must be [B, H, T, D], {got}')
     need(all((z.shape[1], z.shape[3]) == (cfg.heads, cfg.head_dim) for z in (q, k, v)),
-         f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, {got}; repeat grouped '
+         f'built for {cfg.heads} heads of {cfg.head_dim}: [B, H, T, D], {got}; repeat grouped '
          'keys and values: k.repeat_interleave(queries_per_key, dim=1)')
-    need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T,
-         f'k and v must have length T; q covers all T positions or the last few; {got}')
+    B, _, T, _ = k.shape
+    need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T and len(q) == B, 'k and v must have length '
+         f'T and the batch size of q; q covers all T positions or the last few; {got}')
     if x is not None:
         need(x.shape[:2] == (B, T), f'x must be the inputs of all {T} keys, got {list(x.shape)}')
     check_positions(pos, B, T)

@@ -393,8 +393,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
                        early=(found[:, q] == task.end).any(dim=1))
         columns |= {f'd={d}': right[:, L + 1 + d] for d in distances
                     if d < L and L + d + 2 < cfg.train_len}
-        rows.append(dict(length=L) | {
-            key: number(x.double().mean()) for key, x in columns.items()})
+        rows.append(dict(length=L) | {key: number(x.double().mean()) for key, x in columns.items()})
     heads = [f'{i + 1}.{h + 1}' for i, h in np.ndindex(cfg.n_layer, cfg.heads)]
     # the head with most weight on the correct keys, over all states of all training lengths
     best = heads[sum(x.sum(dim=1) for L, x in mass.items() if L <= trained).argmax()]
@@ -1690,10 +1689,8 @@ def iteration_head(name):
 # ---- the program ---------------------------------------------------------------------------------
 
 PAPERS = {
-    'ViPE': [attention, alignment, squeeze, linear],
-    'PoPE': [loss, norms, tuning],
-    'Toeplitz study': [ablate, toeplitz, gradients],
-    'PRISM': [cursor, kernel],
+    'ViPE': [attention, alignment, squeeze, linear], 'PoPE': [loss, norms, tuning],
+    'Toeplitz study': [ablate, toeplitz, gradients], 'PRISM': [cursor, kernel],
     'LLM position generalization': [axes, disentangle, tuples, perturb, stretch],
 }
 PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}

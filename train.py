@@ -10,9 +10,6 @@ Config files are plain Python assignments, read in the given order; flags overri
 of a run contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
 {length: {exact, token, last, n}}}). The same command resumes a stopped run, and prints the table of
 a finished run; --overwrite trains it again.
-
-In this file, top to bottom: the options and how they are read, batches, a training step, CUDA
-graphs, evaluation, the files of a run, tables, the training loop, the program.
 """
 import ast
 import contextlib

@@ -90,7 +90,7 @@ def make_copy(name, folder):
     """Copy the repository to a folder, without history and records, and blank the functions."""
     need(not folder.exists(), f'{os.path.relpath(folder)} exists: delete it to start again')
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(
-        '.*', '__pycache__', 'out', 'data', '*.jsonl', 'assets', 'TEACHING.md'))
+        '.*', '__pycache__', 'out', 'data', '*.jsonl', 'TEACHING.md'))
     for path, text in blanked_files(name).items():
         (folder / path).write_text(text)
 

@@ -254,6 +254,8 @@ def board(options):
     for row, column in cells:
         check_name('task of the board', column, COLUMNS)
         check_name('encoding', row.split('+')[0], ROWS)
+    if find_cells(options.minutes, cells, options.records):
+        print(f'{options.records} is reused: delete it if a class has changed', file=sys.stderr)
     for times in TIMES:                                    # 1: all cells; 3, 9: unfitted cells
         runs = find_cells(options.minutes, cells, options.records)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
@@ -392,6 +394,8 @@ def main(argv):
             draw(runs, options.figure)
         return print('\n'.join(board_table(runs)))
     check_name('set', what, sets)
+    if removed := {key for run in sets[what] for key in run.options} - DEFAULTS.keys():
+        print('options that have been removed: ' + ', '.join(sorted(removed)))
     print('\n'.join(listing(sets[what], options.metric)))
 
 
