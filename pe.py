@@ -13,8 +13,7 @@ register it in ENCODINGS: it can then be trained, tested and probed like the oth
 
 In your own model, encodings = build(PEConfig(...)) returns one encoding per layer. Call state =
 encodings[0].state(x, pos) once per sequence, x = encodings[0].embed(x, pos) before layer 1, state =
-enc.restate(x, pos, state) before each later layer, and enc.attend(q, k, v, pos, state, x) in every
-layer, where x is the input of the layer's attention.
+enc.restate(x, pos, state) before each later one, and in each enc.attend(q, k, v, pos, state, x).
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
 """

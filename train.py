@@ -423,8 +423,7 @@ class Batches:
 
 
 def held_out(cfg, split, device):
-    """Yield (length, (tokens, targets)) of split eval or test, the same for every encoding. This is
-    a generator because the sets of all lengths may not fit in memory at once."""
+    """Yield (length, (tokens, targets)) of split eval or test, the same for every encoding."""
     n, task = cfg.n_eval if split == 'eval' else cfg.n_test, cfg.the_task
     lengths = [cfg.eval_lengths] if task.corpus else [[length] for length in cfg.eval_lengths]
     for some in lengths:                                   # a corpus cuts one text at all lengths
@@ -657,7 +656,7 @@ def evaluate(model, task, sets, autocast=None):
 #   seeds     {seed: {model: state_dict; step: of this model; failed: why the seed diverged;
 #             moments: AdamW's averages; batches: Batches.state(); rng: states of the generators
 #             that dropout uses; losses: of the steps since the last line of the log}}
-#   log_size  the size of log.jsonl in bytes
+#   log_size  the size of log.jsonl in bytes; first_log: its text at the first save, then ''
 #   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths;
 #             source: a checksum of its encoding's code
 
@@ -731,7 +730,8 @@ def save(cfg, checkpoint, trainers, step, log):
             f.write(lines)
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
-    checkpoint.update(step=step, log_size=len(lines) if first else os.path.getsize(path))
+    checkpoint.update(step=step, log_size=len(lines) if first else os.path.getsize(path),
+                      first_log=lines.decode() if first else '')   # begin() writes it again
     write_checkpoint(cfg, checkpoint)
     if first:                                              # now delete the replaced run, if any
         for name in os.listdir(cfg.out_dir):
@@ -974,6 +974,8 @@ def begin(cfg, device, checkpoint):
         except (LookupError, TypeError, AttributeError, RuntimeError):
             raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: '
                             'use --eval_only, or train again with --overwrite') from None
+        if log := checkpoint.get('first_log'):             # the process may have died before its log
+            write_file(os.path.join(cfg.out_dir, 'log.jsonl'), log)
         print(f'resuming the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
     what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
