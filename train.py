@@ -974,7 +974,7 @@ def begin(cfg, device, checkpoint):
         except (LookupError, TypeError, AttributeError, RuntimeError):
             raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: '
                             'use --eval_only, or train again with --overwrite') from None
-        if log := checkpoint.get('first_log'):             # the process may have died before its log
+        if log := checkpoint.get('first_log'):             # not on disk if killed before it
             write_file(os.path.join(cfg.out_dir, 'log.jsonl'), log)
         print(f'resuming the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
