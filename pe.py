@@ -296,8 +296,8 @@ def check_shapes(cfg, q, k, v, pos, x=None):
     got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
     need(q.dim() == k.dim() == v.dim() == 4, f'q, k and v must be [B, H, T, D], {got}')
     need(all((z.shape[1], z.shape[3]) == (cfg.heads, cfg.head_dim) for z in (q, k, v)),
-         f'built for {cfg.heads} heads of {cfg.head_dim}: [B, H, T, D], {got}; repeat grouped '
-         'keys and values: k.repeat_interleave(queries_per_key, dim=1)')
+         f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, [B, H, T, D], {got}; '
+         'repeat grouped keys and values: k.repeat_interleave(queries_per_key, dim=1)')
     B, _, T, _ = k.shape
     need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T and len(q) == B, 'k and v must have length '
          f'T and the batch size of q; q covers all T positions or the last few; {got}')
@@ -434,8 +434,8 @@ class RoPE(Encoding):
         return theta
 
     def qk(self, q, k, at):
-        return (rotate(q, at.t[..., None] * self.theta(q)),
-                rotate(k, at.s[..., None] * self.theta(k)))
+        theta = self.theta(q)
+        return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
 
 
 class LatentRoPE(RoPE):

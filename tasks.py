@@ -723,8 +723,8 @@ PART_NAMES = {part: part for part in PARTS} | dict(valid='val', validation='val'
 class Corpus(Task):
     """Documents in three parts. A subclass defines documents(path), a list of the documents in a
     file: arrays of symbols, memory-mapped if large; token = symbol + first. The name of a file or
-    folder says its part (PART_NAMES). If no name says val or test, the parts are 90, 5 and 5 % of
-    the documents, in a fixed random order, or of each document if there are fewer than 20."""
+    folder says its part (PART_NAMES). If no name says val or test, documents are dealt to the parts
+    at random, 90, 5 and 5 % of them. If there are fewer than 20, each document is cut instead."""
     corpus = True
     fixed = True
     min_length = 2

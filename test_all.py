@@ -689,14 +689,16 @@ def test_what_does_not_fit_together_says_what_to_do():
     rope = encoding('rope', heads=4)
     for enc, given, says in (
             (rope, (q, k[:, :2], v[:, :2], pos), 'built for 4 heads of 8.* repeat grouped keys'),
-            (rope, (q[0], k, v, pos), 'must be .B, H, T'), (rope, (q, k[:1], v[:1], pos), 'batch'),
+            (rope, (q[0], k, v, pos), r'q, k and v must be \[B, H, T, D\]'),
+            (rope, (q, k[:1], v[:1], pos), 'the batch size of q'),
             (rope, (q, k, v[:, :, :9], pos), 'k and v must have length T'),
             (rope, (q, k[:, :, :9], v[:, :, :9], pos[:9]), 'q covers all T positions or the last'),
             (rope, (q, k, v, pos[:9]), 'pos must have a position for each'),
             (rope, (q, k, v, pos, None, torch.randn(2, 1, 32)), 'the inputs of all 10 keys'),
-            (rope, (q, k, v, pos % 6), 'non-decreasing'), (rope, (q, k, v, pos - 1), 'at least 0'),
+            (rope, (q, k, v, pos % 6), 'non-decreasing in a row; put packed'),
+            (rope, (q, k, v, pos - 1), 'finite, at least 0'),
             (encoding('fox', heads=4), (q, k, v, pos), 'requires the attention input'),
-            (encoding('prism', heads=4), (q, k, v, pos), 'pass state=encodings')):
+            (encoding('prism', heads=4), (q, k, v, pos), 'requires a state: pass state=encodings')):
         with pytest.raises(pe.UserError, match=says):
             enc.attend(*given)
     for name in 'ape', 'learned':
@@ -1609,7 +1611,7 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
 
 
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
-    with train.locked(tmp_path), pytest.raises(train.UserError, match='another process is'):
+    with train.locked(tmp_path), pytest.raises(train.UserError, match='another process is train'):
         train.main(flags(out_dir=tmp_path))
     assert not list(tmp_path.iterdir())
     (tmp_path / 'log.jsonl').write_text('of another program')
@@ -1954,20 +1956,19 @@ def test_learning_rate_schedules(decay, rates):
 
 BAD = [
     ('--batchsize=3', "did you mean 'batch_size'"), ('--learning_rate=3', "did you mean 'lr'"),
-    ('--epochs=3', "'epochs'; --help lists them"),
+    ('--epochs=3', "'epochs'; --help lists them"), ('--graph', '--graph requires a CUDA device'),
     ('--lr=fast', "--lr=fast: lr must be a number >= 0, as in --lr=0.001; got 'fast'"),
     ('--task=pairty', "'parity'"), ('--pe=rop', "'rope'"), ('--n_head=5', 'divisible'),
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),
     ('--task=scan --train_lengths=23', 'no problems of these train_lengths'),
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
     ('--accumulate=9', 'at most batch_size'), ('--n_train=1', 'too few problems'),
-    ('--length_schedule=[(5,3)]', 'from step 0 on'), ('--length_schedule=5', 'must be pairs'),
-    ('--length_schedule=[(0,0)]', 'length_schedule at step 0 is below'),
+    ('--length_schedule=[(5,3)]', 'from step 0 on'), ('--task=jsb', 'add --data=PATH'),
+    ('--length_schedule=[(0,0)]', 'length_schedule at step 0 is below all train_lengths'),
+    ('--length_schedule=5', 'length_schedule must be pairs'),
     ('--length_schedule=[(0,1.5)]', 'length_schedule must be pairs'),
-    ('--d_model=32,33', 'even'), ('--task=jsb', 'add --data=PATH'),
-    ('configs/none.py', 'cannot read config file configs/none.py'),
-    ('--device=cuda:7', 'not available'), ('--graph', '--graph requires a CUDA device'),
-    ('--eval_only --out_dir=nowhere', 'no run in nowhere'),
+    ('configs/none.py', 'cannot read config file configs/none.py'), ('--d_model=32,33', 'even'),
+    ('--device=cuda:7', 'not available'), ('--eval_only --out_dir=nowhere', 'no run in nowhere'),
     ('--eval_only --pe=nope,rope', 'takes one trained run')]
 
 

@@ -1,6 +1,5 @@
-# PoPE on the source of Python's standard library, byte by byte; trained in contexts of 128 bytes,
-# evaluated in contexts of up to 1,280 (PoPE Figure 2). 3 minutes on 2 CPU cores. Compare:
-# --pe=rope,pope,alibi,nope
+# PoPE on the bytes of Python's library, trained in contexts of 128, evaluated in contexts of up to
+# 1,280 (PoPE Figure 2). 3 minutes on 2 CPU cores. Compare: --pe=rope,pope,alibi,nope
 task = 'stdlib'
 pe = 'pope'
 norm = 'rmsnorm'

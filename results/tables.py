@@ -254,10 +254,10 @@ def board(options):
     for row, column in cells:
         check_name('task of the board', column, COLUMNS)
         check_name('encoding', row.split('+')[0], ROWS)
-    if find_cells(options.minutes, cells, options.records):
-        print(f'{options.records} is reused: delete it if a class has changed', file=sys.stderr)
     for times in TIMES:                                    # 1: all cells; 3, 9: unfitted cells
         runs = find_cells(options.minutes, cells, options.records)
+        if runs and times == 1:
+            print(f'{options.records} is reused: delete it if a class has changed', file=sys.stderr)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
                 .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
         for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
