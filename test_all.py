@@ -2694,8 +2694,8 @@ def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch, tmp_path):
         assert tables.validation(tmp_path) == merit
     monkeypatch.setattr(tables, 'run_train', lambda folder, *flags: trained.append(flags))
     monkeypatch.setattr(tables, 'validation', lambda folder: (0, folder.endswith('lr=0.002'), 0.5))
-    assert tables.best_rate(0.5, 'nope', 'text') == '2e-3' and '--max_steps=800' in trained[0]
-    tables.run_cell(0.5, 'nope', 'text', 3, 2e-3, 'x.jsonl')
+    assert tables.best_rate(0.5, 'nope', 'stdlib') == '2e-3' and '--max_steps=800' in trained[0]
+    tables.run_cell(0.5, 'nope', 'stdlib', 3, 2e-3, 'x.jsonl')
     assert {'--lr=0.002', '--max_steps=2400'} <= {*trained[1]}
 
 
@@ -2716,8 +2716,8 @@ def test_a_cell_of_the_board(tmp_path):
     rows = train.tasks.make('mqar:keys=2:words=8').sample(2000, 9, generator(0))[0].tolist()
     pairs = [[x for x in zip(row[::2], row[1::2]) if x[0] <= 8] for row in rows]     # keys: 1 to 8
     right = [a != c or a[1] == b[1] for a, b, c, _ in pairs]               # a == c: they cross
-    assert [np.mean(right)] == pytest.approx([*tables.floor('recall', [9], 'exact')], abs=0.03)
-    assert tables.find_cells(0.5, [('rope', 'text')], 'out/none.jsonl') == {}      # no such file
+    assert [np.mean(right)] == pytest.approx([*tables.floor('mqar', [9], 'exact')], abs=0.03)
+    assert tables.find_cells(0.5, [('rope', 'stdlib')], 'out/none.jsonl') == {}      # no such file
 
 
 def test_the_headline_figure(tmp_path):

@@ -168,7 +168,7 @@ text)    # Python's library, chorales, SCAN; in `cross`, seeds 1 and 2 have the 
     run cross --task=scan --pe=rope --d_model=80 --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-22 --max_steps=1500 --batch_size=32 --n_eval=16 --n_test=256 --lr=1e-3,2e-3,4e-3 --seeds=0-2
     for delta in zero uniform; do run text_phases --task=stdlib --pe=rope,pope --pope_delta=$delta --n_head=2 --train_lengths=64 --eval_lengths=64,128,256 --batch_size=16 --n_test=64 --n_eval=16 --max_steps=800 --eval_interval=800 --lr=4e-3 --warmup_steps=80 --seeds=0-2; done
     # a trained RoPE with YaRN's frequencies, by evaluation alone; after `headline`
-    cp -r out/board/text/rope,800 out/yarn_text
+    cp -r out/board/stdlib/rope,800 out/yarn_text
     for pe in rope yarn; do python train.py --eval_only --pe=$pe --out_dir=out/yarn_text --eval_lengths=64,80,96,128,192,256 --results="$records"; done
     run stdlib configs/stdlib_pope.py --pe=rope,pope,alibi,nope --seeds=0-2
     run jsb configs/jsb_pope.py --data=Jsb16thSeparated.json --pe=rope,pope --d_model=64 --n_layer=3 --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500 --lr=2e-3 --min_lr=2e-4 --seeds=0-2
@@ -208,7 +208,7 @@ paper)    # the papers' own sizes; these need a GPU and have no records yet
     run paper_prism configs/stack_prism.py configs/paper_prism.py $baseline --prism_layers=1,4 --seeds=0-2
     ;;
 headline)    # the six panels of the front page; resumes where it was stopped
-    python results/tables.py board --pe=nope,rope,alibi,t5,fox,stickbreaking,pope,vipe,prism --task=parity,polynomial,reverse,flip-flop,recall,text --records="$records" --figure=assets/generalization.png
+    python results/tables.py board --pe=nope,rope,alibi,t5,fox,stickbreaking,pope,vipe,prism --task=parity,polynomial,string_reverse,flip_flop,mqar,stdlib --records="$records" --figure=assets/generalization.png
     ;;
 board)    # the board: every encoding on eight tasks, the headline's among them
     python results/tables.py board --records="$records"

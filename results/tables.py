@@ -3,7 +3,7 @@
     python results/tables.py                          list the sets of records
     python results/tables.py vipe_long                print a set: each run with all its seeds
                              --metric=token           score by token or last instead of exact
-    python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,recall    train, print
+    python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,mqar    train, print
     cp results/board.jsonl out/board.jsonl            before `board`: train only missing cells
     python results/tables.py refresh                  rewrite the board in results/README.md
 
@@ -157,12 +157,12 @@ TO_32, TO_64 = '10,12,14,16,20,24,32', '18,20,24,28,32,40,48,64'
 COLUMNS = {   # RoPE's steps per minute, training lengths, evaluated lengths, flags
     'parity': f'4000 1-16 1-16,{TO_64} --task=parity',
     'polynomial': f'3000 1-8 1-8,{TO_32} --task=polynomial',
-    'reverse': f'3000 1-8 1-8,{TO_32} --task=string_reverse',
-    'flip-flop': f'2400 2-16 2-16,{TO_64} --task=flip_flop',
-    'recall': f'3000 4-16 4-16,{TO_64} --task=mqar:keys=2:words=8',
-    'text': '1600 64 64,80,96,128,192,256 --task=stdlib --batch_size=16 --n_test=64',
-    'addition': '2000 1-5 1-8,10,12,16,20 --task=addition_cot',
-    'indirect': '6000 3-6 3-9,10,12 --task=indirect_indexing:letters=12:shift=2'}
+    'string_reverse': f'3000 1-8 1-8,{TO_32} --task=string_reverse',
+    'flip_flop': f'2400 2-16 2-16,{TO_64} --task=flip_flop',
+    'mqar': f'3000 4-16 4-16,{TO_64} --task=mqar:keys=2:words=8',
+    'stdlib': '1600 64 64,80,96,128,192,256 --task=stdlib --batch_size=16 --n_test=64',
+    'addition_cot': '2000 1-5 1-8,10,12,16,20 --task=addition_cot',
+    'indirect_indexing': '6000 3-6 3-9,10,12 --task=indirect_indexing:letters=12:shift=2'}
 ROWS = {name: f'--pe={name}' for name in train.encodings.ENCODINGS}
 ROWS['shifted_ape'] += ' --max_shift=256'                  # the longest evaluated length
 
@@ -274,7 +274,7 @@ def board_table(runs):
     yield ('Each cell: max length / longest training length (median of five seeds, least to most); '
            'tokens correct at 1.5 times the training length. *Italic* '
            f'({unfitted} of {len(runs)} cells): two seeds or more have not fitted the training '
-           'lengths. text: perplexity at 1, 2 and 4 times the training context.\n')
+           'lengths. stdlib: perplexity at 1, 2 and 4 times the training context.\n')
     yield '| ' + ' | '.join(['encoding', *columns]) + ' |'
     yield '|---' * len(['', *columns]) + '|'
     for row in rows:
@@ -299,8 +299,9 @@ def board_cell(run):
 
 
 # README's headline figure: {column of the board: metric} of its panels; colors by Okabe and Ito
-PANELS = {'parity': 'exact', 'polynomial': 'last', 'reverse': 'exact', 'flip-flop': 'exact',
-          'recall': 'exact', 'text': 'loss'}
+PANELS = dict(parity='exact', polynomial='last', string_reverse='exact', flip_flop='exact',
+              mqar='exact', stdlib='loss')
+NAMES = dict(string_reverse='reverse', flip_flop='flip-flop', mqar='recall', stdlib='text')
 TITLES = {'exact': 'answers correct', 'last': 'last states correct', 'loss': 'perplexity ratio'}
 COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
@@ -308,9 +309,9 @@ COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox
 
 def floor(column, lengths, metric):
     """Yield, at these lengths, the score of a model whose every answer is the most frequent token.
-    In recall it answers with the latest value not yet recalled. This is correct unless the two
+    In mqar it answers with the latest value not yet recalled. This is correct unless the two
     keys' pairs cross (probability 1/3) and have different values (7/8)."""
-    if column == 'recall':
+    if column == 'mqar':
         yield from [2 / 3 + 1 / 3 / 8] * len(lengths)
         return
     task = train.tasks.make(COLUMNS[column].split()[3].removeprefix('--task='))
@@ -331,12 +332,12 @@ def draw(runs, path):
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(2, 3, figsize=(9, 5.6), layout='constrained')
     for axis, (column, metric) in zip(axes.flat, PANELS.items()):
-        axis.set_title(f'{column}: {TITLES[metric]}', fontsize=9)
+        axis.set_title(f'{NAMES.get(column, column)}: {TITLES[metric]}', fontsize=9)
         axis.axvline(1, color='black', linestyle='--', linewidth=0.8)
         axis.set(xlim=(0, 4), ylim=(-0.03, 1.12))
         lengths, longest = map(parse_list, COLUMNS[column].split()[2:0:-1])
         x, means, bands = np.array(lengths) / max(longest), {}, {}
-        at = 3 if column in ('flip-flop', 'text') else 1.5         # x of the labels
+        at = 3 if column in ('flip_flop', 'stdlib') else 1.5     # x of the labels
         k = list(x).index(at)
         for row, color in COLORS.items():
             if (row, column) not in runs:
@@ -346,8 +347,7 @@ def draw(runs, path):
             if run.corpus:                                 # ratio to that at the training length
                 y = np.exp(y - y[:, :1])
                 axis.set(ylim=(0.8, 3))
-            style = '-' if fitted(run) else ':'
-            axis.plot(x, y.mean(axis=0), style, color=color, linewidth=1.8)
+            axis.plot(x, y.mean(axis=0), '-' if fitted(run) else ':', color=color, linewidth=1.8)
             means[row], bands[row] = y.mean(axis=0)[k], (y.min(axis=0), y.max(axis=0))
         labels = {}                                        # {height: [row]} far above the median
         for row, height in means.items():
@@ -357,7 +357,7 @@ def draw(runs, path):
         for rows in labels.values():                       # curves of equal height share a label
             axis.annotate(', '.join(rows), (x[k], means[rows[0]]), (1, 2), fontsize=8,
                           textcoords='offset points', ha='right' if at == 3 else 'left')
-        if column != 'text':
+        if column != 'stdlib':
             axis.plot(x, [*floor(column, lengths, metric)], color='gray', linewidth=0.8)
     figure.supxlabel('length / longest training length', fontsize=9)
     looks = {row: dict(color=color, linewidth=3) for row, color in COLORS.items()}
