@@ -253,6 +253,8 @@ def picture(name, T):
     enc, pos = pe.build(cfg)[0].eval(), torch.arange(T)
     for p in enc.parameters() if name == 't5' else ():              # zero-initialized
         nn.init.normal_(p)
+    if name == 'vipe':
+        enc.W_p.fill_(1)                                            # shows the distance itself
     x = torch.full((1, T, 32), float(pe.hooks_of(name) != ['embed']))  # 0: vectors of positions alone
     state = enc.state(x, pos)
     heads = enc.embed(x, pos).view(1, T, 2, 16).transpose(1, 2)     # (1, 2, T, 16)
