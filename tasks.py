@@ -386,10 +386,14 @@ class StringCopy(Characters):
 
 
 class StringReverse(Characters):
-    """Reverse a string of digits, from its end to the digit after ^ (PRISM's Figure 15)."""
+    """Reverse a string of digits, from its end to the digit after ^ (PRISM's Figure 15). Option:
+    `start`; with start=0 the prompt has no ^, as in PRISM's Table 3."""
+    def __init__(self, start=1):
+        self.start = '^' * start
+
     def write(self, n, length, draw):
         x = draw.integers(self.symbols, n, length)
-        return ['^', x, '='], [x.flip(1), '.']
+        return [self.start, x, '='], [x.flip(1), '.']
 
 
 class BucketSort(Characters):
