@@ -386,8 +386,8 @@ class StringCopy(Characters):
 
 
 class StringReverse(Characters):
-    """Reverse a string of digits, from its end to the digit after ^ (PRISM's Figure 15). Option:
-    `start`; with start=0 the prompt has no ^, as in PRISM's Table 3."""
+    """Reverse a string of digits, from its end to the digit after ^ (PRISM's Figure 15).
+    Option: `start`; with start=0 the prompt has no ^, as in PRISM's Table 3."""
     def __init__(self, start=1):
         self.start = '^' * start
 
