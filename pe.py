@@ -40,6 +40,14 @@ def need(condition, says):
         raise UserError(says)
 
 
+def check_name(what, name, known):
+    """Raise UserError, which suggests the nearest of the known names, if `name` is not known."""
+    near = difflib.get_close_matches(name, known, 1, 0.7)   # one name, similarity >= 0.7
+    hint = f', did you mean {near[0]!r}? If not,' if near else ';'
+    listed = 'choose from ' + ', '.join(known) if len(known) < 60 else '--help lists them'
+    need(name in known, f'unknown {what} {name!r}{hint} {listed}')
+
+
 @dataclass
 class SharedConfig:
     """The options of all encodings; PEConfig (below ENCODINGS) adds those of each class. Derived:
@@ -1058,10 +1066,7 @@ def build(cfg):
     """Return the encodings of cfg.pe, one per layer. Raise UserError if options do not fit."""
     names = cfg.pe.split('+')
     for name in names:
-        near = difflib.get_close_matches(name, ENCODINGS, 1)
-        hint = f', did you mean {near[0]!r}?' if near else '.'
-        need(name in ENCODINGS,
-             f'unknown encoding {name!r}{hint} The encodings are: {", ".join(ENCODINGS)}')
+        check_name('encoding', name, ENCODINGS)
     need(cfg.attention == 'mha' or cfg.pe in ('rope', 'nope'),
          f'attention=mla requires pe=rope or nope, got {cfg.pe}')
     need(not cfg.rope_heads or hooks_of(cfg.pe) != ['embed'], 'rope_heads requires an encoding of '

@@ -35,8 +35,7 @@ import pe as encodings
 import tasks
 import train
 from model import Attention, Transformer
-from pe import need
-from train import UserError, check_name
+from pe import UserError, check_name, need
 
 COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from pe import UserError, need
+from pe import UserError, check_name, need
 
 PAD, BOS, EOI, EOS = range(4)  # the same indices in every task that has these tokens
 PARTS = ('train', 'val', 'test')
@@ -1019,7 +1019,7 @@ def make(name, data=''):
     """Return the task for a name with options, as in 'parity' or 'distance:span=16'; `data` is the
     path for a task that reads files. Raise UserError if a name or option is unknown."""
     base, *options = name.split(':')
-    need(base in TASKS, f'unknown task {base!r}; the tasks are {", ".join(TASKS)}')
+    check_name('task', base, TASKS)
     task = copy.copy(TASKS[base])   # so that the registered task does not change
     need(data or not task.needs, f'{base} reads files: add --data=PATH, the path of {task.needs}')
     need(task.needs or not data, f'{base} reads no files: remove --data={data}')

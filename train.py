@@ -14,7 +14,6 @@ a finished run; --overwrite trains it again.
 import ast
 import contextlib
 import copy
-import difflib
 import gc
 import inspect
 import io
@@ -49,7 +48,7 @@ except ImportError:                                        # Windows: folders ar
 import pe as encodings
 import tasks
 from model import ModelConfig, Transformer
-from pe import UserError, need
+from pe import UserError, check_name, need
 
 # torchrun starts WORLD processes: each takes its rows of every batch, and RANK 0 writes and prints
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
@@ -172,17 +171,6 @@ TEXTS = 'out_dir', 'results', 'data'                       # a comma in these do
 
 
 # ---- reading options. The type of a field says which values are valid; its comment is its help ---
-
-def check_name(what, name, known):
-    """Raise UserError, which suggests the nearest known name, if `name` is not known."""
-    if name not in known:
-        aliases = dict(learning_rate='lr', steps='max_steps', heads='n_head', layers='n_layer')
-        near = [x for x in [aliases.get(name)] if x in known]
-        near += difflib.get_close_matches(name, known, 1, 0.7)     # one name, similarity >= 0.7
-        listed = 'choose from ' + ', '.join(known) if len(known) < 60 else '--help lists them'
-        hint = f', did you mean {near[0]!r}?' if near else f'; {listed}'
-        raise UserError(f'unknown {what} {name!r}{hint}')
-
 
 def slug(text):
     """The text with _ for characters that file names avoid: parity:steps=0 -> parity_steps=0."""
@@ -313,7 +301,6 @@ def default_out_dir(values):
 
 def make_config(values):
     """Return the Config of {option: value}. Raise UserError if the values are inconsistent."""
-    check_name('task', values['task'].partition(':')[0], tasks.TASKS)
     return Config(**{key: x for key, x in values.items() if key in keys(Config)})  # not DERIVED
 
 
