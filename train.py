@@ -516,9 +516,7 @@ class Trainer:
         saved = state['moments']                           # {number: {name: average, or step}}
         need(saved and all(x['exp_avg'].shape == params[i].shape for i, x in saved.items()),
              f'older code trained the run in {self.cfg.out_dir}: use --eval_only or --overwrite')
-        for i, moments in saved.items():
-            self.optimizer.state[params[i]] = {name: x.to(self.device)
-                                               for name, x in moments.items()}     # averages, step
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | dict(state=saved))
         torch.set_rng_state(state['rng'][0])
         if self.device.type == 'cuda':
             torch.cuda.set_rng_state(state['rng'][1])
@@ -690,16 +688,12 @@ def read_checkpoint(folder):
         if zipfile.ZipFile(path).testzip():                # compares checksums; torch does not
             raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
-        config, seeds, scores = (checkpoint.get(x, {}) for x in ('config', 'seeds', 'scores'))
-        assert all(type(x) is dict and x for x in (config, *seeds.values(), *scores.values()))
-        assert {*map(type, (*seeds, checkpoint['step']))} == {int} and checkpoint['step'] >= 0
-        assert all(x is None or isinstance(config.get(key, x), type(x))
-                   for key, x in defaults(Config).items())
+        checkpoint['config'] = defaults(Config) | checkpoint['config']
+        assert {'step', 'seeds'} <= checkpoint.keys()
     except (OSError, MemoryError):                         # the file itself may be valid
         raise
     except Exception:                                      # torch raises many types
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
-    checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
 
