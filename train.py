@@ -399,9 +399,6 @@ class Batches:
 
     def restore(self, state):
         """Resume in the middle of an epoch."""
-        need(state['start'].shape == self.generator.get_state().shape,
-             f'the run in {self.cfg.out_dir} was trained on another kind of device, whose random '
-             'numbers differ: use that --device')
         self.generator.set_state(state['start'])
         self.begin_epoch(state['lengths'])                 # draws the same pool and order again
         self.at = state['at']
@@ -953,8 +950,9 @@ def begin(cfg, device, checkpoint):
             for seed, trainer in trainers.items():
                 trainer.restore(checkpoint['seeds'][seed]) # weights, moments, batches, generators
         except (LookupError, TypeError, AttributeError, RuntimeError):
-            raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: '
-                            'use --eval_only, or train again with --overwrite') from None
+            raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: other code or '
+                            'another kind of device made it; use that --device, or --eval_only, '
+                            'or train again with --overwrite') from None
         if log := checkpoint.get('first_log'):             # not on disk if killed before it
             write_file(os.path.join(cfg.out_dir, 'log.jsonl'), log)
         print(f'resuming the run in {cfg.out_dir}')
