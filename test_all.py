@@ -1692,8 +1692,6 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     del whole['config']['pope_frequencies']
     torch.save(whole, path)
     assert train.load(tmp_path)[1].pope_frequencies == 'all'
-    whole['seeds'][0]['model']['blocks.0.attn.pe.table'] = torch.zeros(3)
-    refuses('has other parameters', '--eval_only')
     good = path.read_bytes()
     for bad in (good[:-99], good[:2000] + b'?' + good[2001:], b'hello'):
         path.write_bytes(bad)
