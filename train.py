@@ -30,7 +30,6 @@ import sys
 import time
 import traceback
 import zipfile
-import zlib
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
@@ -639,8 +638,7 @@ def evaluate(model, task, sets, autocast=None):
 #             moments: AdamW's averages; batches: Batches.state(); rng: states of the generators
 #             that dropout uses; losses: of the steps since the last line of the log}}
 #   log_size  the size of log.jsonl in bytes; first_log: its text at the first save, then ''
-#   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths;
-#             source: a checksum of its encoding's code
+#   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths
 
 @contextlib.contextmanager
 def locked(folder):
@@ -1009,27 +1007,18 @@ def run(cfg, stop):
         checkpoint['config'] = asdict(cfg)                 # options in FREE may have changed
         test_of = [cfg.n_test, cfg.eval_lengths]           # other values require a new test
         if checkpoint.get('test_of') == test_of:
-            by_seed, same = checkpoint['scores'], checkpoint.get('source') == source(cfg)
-            when = 'earlier' if same else 'earlier, before its encoding was changed'
-            print(f'{cfg.out_dir} was finished {when}; --overwrite trains it again')
+            by_seed = checkpoint['scores']
+            print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
         else:
             by_seed = train(cfg, device, checkpoint, stop)         # {} if every seed diverged
             if by_seed is None:
                 return None, []
-            checkpoint |= dict(test_of=test_of, scores=by_seed, source=source(cfg))
+            checkpoint |= dict(test_of=test_of, scores=by_seed)
             write_checkpoint(cfg, checkpoint)
         write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
         if cfg.results:
             append_record(cfg, device, by_seed, failures(checkpoint))
     return by_seed, failures(checkpoint)
-
-
-def source(cfg):
-    """A checksum of the code of the encoding's classes and of the functions in pe.py."""
-    code = [base for name in cfg.pe.split('+') for base in encodings.ENCODINGS[name].__mro__
-            if issubclass(base, encodings.Encoding)]
-    code += filter(inspect.isfunction, vars(encodings).values())   # such as rotate()
-    return zlib.crc32(''.join(map(inspect.getsource, code)).encode())
 
 
 def train_points(points, varied):
