@@ -9,7 +9,6 @@ includes pe.ENCODINGS, so an encoding that you register is tested, too. Tasks ar
 oracles, and kernels with their plain references, in Triton's interpreter if there is no GPU.
 """
 import collections
-import concurrent.futures
 import contextlib
 import doctest
 import importlib.util
@@ -159,12 +158,6 @@ def flags(**kw):
 def python(*argv, **kw):
     """Run a program of the repository; return its returncode, stdout and stderr."""
     return subprocess.run([sys.executable, *argv], cwd=HERE, capture_output=True, text=True, **kw)
-
-
-def pythons(*argvs):
-    """A list of python(*argv) for each argv, two at a time."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda argv: python(*argv), argvs))
 
 
 # ---- pe.py: each encoding against its equation, in loops and in float64 --------------------------
@@ -1510,12 +1503,8 @@ def small(eval_len=None, **kw):
     return read_config(*flags(**kw))
 
 
-def read_checkpoint(folder):
-    return torch.load(folder / 'ckpt.pt', weights_only=True)
-
-
 def weights(folder, seed=0):
-    return read_checkpoint(folder)['seeds'][seed]['model']
+    return train.read_checkpoint(folder)['seeds'][seed]['model']
 
 
 def same(a, b):
@@ -1604,7 +1593,7 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     assert 'the same command, without --overwrite' in capsys.readouterr().out
     names = {path.name for path in run.iterdir()}
     assert names == {'ckpt.pt', 'config.json', 'log.jsonl', 'report.md'}
-    assert read_checkpoint(run)['config']['lr'] == 0.5
+    assert train.read_checkpoint(run)['config']['lr'] == 0.5
 
 
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
@@ -1628,7 +1617,7 @@ def test_stopped_at_any_step_and_continued_is_bitwise_the_same(kw, tmp_path):
         folder = tmp_path / str(stop_at)
         with sigterm_in_step(stop_at):
             assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
-        assert read_checkpoint(folder)['step'] == stop_at
+        assert train.read_checkpoint(folder)['step'] == stop_at
         log = folder / 'log.jsonl'     # as if killed before its first log, or while it saves again
         log.write_text(log.read_text() + 'half a li' if stop_at > 4 else 'older')
         train.main(flags(out_dir=folder, **kw))
@@ -1670,7 +1659,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     """They are refused, but those of an older version are read if only options are missing."""
     command = flags(out_dir=tmp_path)
     train.main(command)
-    path, whole = tmp_path / 'ckpt.pt', read_checkpoint(tmp_path)
+    path, whole = tmp_path / 'ckpt.pt', train.read_checkpoint(tmp_path)
 
     def refuses(says, *argv, **changes):
         torch.save(whole | changes, path)
@@ -1741,7 +1730,7 @@ def test_a_failing_seed_does_not_disturb_the_others(tmp_path, monkeypatch, capsy
     for _ in range(2):
         with pytest.raises(train.UserError, match=f'2 diverged: {"; ".join(says)}. A lower --lr'):
             train.main(flags(out_dir=b, seeds='0,1,2', results=results))
-    record, seeds = read_json(results), read_checkpoint(b)['seeds']
+    record, seeds = read_json(results), train.read_checkpoint(b)['seeds']
     assert list(record['scores']) == ['0'] and record['failed'] == says
     assert same(weights(a, 0), weights(b, 0)) and not same(weights(b, 1), weights(b, 0))
     for seed in (1, 2):
@@ -1986,10 +1975,11 @@ def test_bad_config_files(text, says, tmp_path):
 
 
 def test_exit_code_2_without_a_traceback():
-    argvs = [['train.py', '--lr=fast'], ['tasks.py', 'pairty'], ['probe.py', 'cursor', 'nowhere']]
-    for argv, run in zip(argvs, pythons(*argvs)):
+    for program, *argv in (['train.py', '--lr=fast'], ['tasks.py', 'pairty'],
+                           ['probe.py', 'cursor', 'nowhere']):
+        run = python(program, *argv)
         assert run.returncode == 2, run.stderr
-        assert run.stderr.startswith(f'{argv[0]}: ') and run.stderr.count('\n') == 1, run.stderr
+        assert run.stderr.startswith(f'{program}: ') and run.stderr.count('\n') == 1, run.stderr
 
 
 def test_files_and_flags_chain(tmp_path):
@@ -2733,12 +2723,14 @@ def test_commands_name_options_and_configs_that_exist():
 # ---- all programs, and the code in README.md -----------------------------------------------------
 
 def test_every_program_has_help_and_lists_what_it_has():
-    programs = 'kernels.py', 'pe.py', 'probe.py', 'tasks.py', 'train.py'
-    lists = {'pe.py': pe.ENCODINGS, 'tasks.py': tasks.TASKS}
-    runs = pythons(*([program, '--help'] for program in programs), *([x] for x in lists))
-    assert all(run.returncode == 0 and run.stdout and not run.stderr for run in runs)
-    for run, names in zip(runs[len(programs):], lists.values()):
-        assert names.keys() <= {line.split(' ')[0] for line in run.stdout.splitlines()}
+    def first_words(*argv):
+        run = python(*argv)
+        assert run.returncode == 0 and run.stdout and not run.stderr
+        return {line.split(' ')[0] for line in run.stdout.splitlines()}
+    for program in ('kernels.py', 'pe.py', 'probe.py', 'tasks.py', 'train.py'):
+        first_words(program, '--help')
+    assert pe.ENCODINGS.keys() <= first_words('pe.py')
+    assert tasks.TASKS.keys() <= first_words('tasks.py')
 
 
 def test_readme_code_runs(tmp_path, capsys):
