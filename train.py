@@ -637,7 +637,7 @@ def evaluate(model, task, sets, autocast=None):
 #   seeds     {seed: {model: state_dict; step: of this model; failed: why the seed diverged;
 #             moments: AdamW's averages; batches: Batches.state(); rng: states of the generators
 #             that dropout uses; losses: of the steps since the last line of the log}}
-#   log_size  the size of log.jsonl in bytes; first_log: its text at the first save, then ''
+#   log       the text of log.jsonl
 #   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths
 
 @contextlib.contextmanager
@@ -693,27 +693,21 @@ def read_checkpoint(folder):
 
 
 def save(cfg, checkpoint, trainers, step, log):
-    """Append the points in `log` to log.jsonl; write ckpt.pt and config.json. A diverged seed keeps
-    the model of the last checkpoint before it diverged."""
+    """Add the points in `log` to the log; write ckpt.pt, config.json and log.jsonl. A diverged seed
+    keeps the model of the last checkpoint before it diverged."""
     if RANK:
         return
-    path, first = os.path.join(cfg.out_dir, 'log.jsonl'), not checkpoint['step']
-    lines = ''.join(json.dumps(point) + '\n' for point in log).encode()
-    if not first:
-        # the log first: if the process dies before ckpt.pt, the old log_size removes these points
-        with open(path, 'ab') as f:
-            f.truncate(min(f.tell(), checkpoint['log_size']))      # drops newer points
-            f.write(lines)
+    first = not checkpoint['step']
+    checkpoint['log'] += ''.join(json.dumps(point) + '\n' for point in log)
     for seed, trainer in trainers.items():
         checkpoint['seeds'][seed].update(trainer.state(), step=step)
-    checkpoint.update(step=step, log_size=len(lines) if first else os.path.getsize(path),
-                      first_log=lines.decode() if first else '')   # begin() writes it again
+    checkpoint['step'] = step
     write_checkpoint(cfg, checkpoint)
     if first:                                              # now delete the replaced run, if any
         for name in os.listdir(cfg.out_dir):
             if re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name):
                 os.remove(os.path.join(cfg.out_dir, name))
-        write_file(path, lines)
+    write_file(os.path.join(cfg.out_dir, 'log.jsonl'), checkpoint['log'])
 
 
 def write_checkpoint(cfg, checkpoint):
@@ -951,8 +945,11 @@ def begin(cfg, device, checkpoint):
             raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: other code or '
                             'another kind of device made it; use that --device, or --eval_only, '
                             'or train again with --overwrite') from None
-        if log := checkpoint.get('first_log'):             # not on disk if killed before it
-            write_file(os.path.join(cfg.out_dir, 'log.jsonl'), log)
+        path = os.path.join(cfg.out_dir, 'log.jsonl')
+        if 'log' not in checkpoint:                        # of an older version
+            with open(path) as f:
+                checkpoint['log'] = f.read(checkpoint.get('log_size'))
+        write_file(path, checkpoint['log'])                # log.jsonl can be older than ckpt.pt
         print(f'resuming the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
     what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
@@ -997,7 +994,7 @@ def run(cfg, stop):
     if cfg.results:
         open(cfg.results, 'a').close()                     # raises now rather than after training
     with locked(cfg.out_dir):
-        checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log_size': 0}
+        checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log': ''}
         there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}
         need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but other files with '
              f'the names of a run: {", ".join(sorted(there))}; use another --out_dir')
