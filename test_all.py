@@ -1532,8 +1532,7 @@ def sigterm_in_step(step):
             sent.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
         return learning_rate(cfg, number)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, 'learning_rate', learning_rate_and_signal)
+    with mock.patch.object(train, 'learning_rate', learning_rate_and_signal):
         yield
 
 
@@ -1581,10 +1580,8 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     with pytest.raises(train.UserError, match='trained with lr=0.001, not 0.5: .*--overwrite'):
         train.main([*argv, '--lr=0.5'])
     other = [*argv, '--lr=0.5', '--overwrite']
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, 'save', mock.Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            train.main(other)
+    with mock.patch.object(torch, 'save', side_effect=MemoryError), pytest.raises(MemoryError):
+        train.main(other)
     assert kept == {path: path.read_bytes() for path in run.iterdir()}
     for name in ('probe_axes.json', 'eval.json', 'report.md'):
         (run / name).touch()
