@@ -30,6 +30,7 @@ import sys
 import time
 import traceback
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
