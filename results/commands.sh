@@ -101,6 +101,8 @@ prism)    # PRISM's tasks and parts
     # 2 more runs of prism_stack need options of commit 670674a
     # 4 more runs of prism_stack_noise need options of commit 670674a
     run prism_stack_20 configs/stack_prism.py --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
+    run prism_four configs/odds_first_prism.py --seeds=0-2
+    run prism_bucket_20 configs/bucket_sort_prism.py --pe=nope,prism --train_lengths=1-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=1-20,25,30,40,60,80,100 --seeds=0-2
     run prism_width configs/stack_prism.py --pe=prism --rope_base=100 --seeds=0-2
     run prism_width configs/string_copy_prism.py --prism_d_pe=340 --seeds=0-2
     run prism_width configs/stack_prism.py --pe=prism --prism_alpha_lr=0.003 --prism_d_pe=32 --seeds=0-2
@@ -137,6 +139,9 @@ prism)    # PRISM's tasks and parts
     run prism_baseline configs/string_copy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
     run prism_baseline configs/dyn_str_cpy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
     # 3 more runs of prism_baseline need --positions=randomized of commit 670674a
+    run prism_start configs/string_reverse_prism.py --task=string_reverse:start=0 --seeds=0-3
+    run prism_dropout configs/string_copy_prism.py --dropout=0 --seeds=0-2
+    run prism_copy configs/dyn_str_cpy_prism.py --prism_copy=fixed,none --seeds=0-2
     run prism_dyn configs/dyn_str_cpy_prism.py --pe=prism --prism_copy=none,fixed --seeds=0-2
     run prism_dyn configs/dyn_str_cpy_prism.py --pe=prism --prism_copy=fixed --max_steps=1500 --seeds=0-2
     run ablation_prism --task=polynomial --pe=prism --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --prism_sharpen=True,False --prism_reset=True,False --prism_superpose=True,False '--length_schedule=[(0,4),(300,8)]' --lr=1e-3,2e-3,4e-3 --seeds=0-2

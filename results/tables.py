@@ -101,7 +101,7 @@ def read_runs(*paths):
             if 'scores' not in record:                     # of a probe, or of speed
                 continue
             options = {**DEFAULTS, **record['config']}
-            name = re.sub('.*out/', '', options['out_dir']).partition('/')[0]
+            name = re.sub('^(.*/)?out/', '', options['out_dir']).partition('/')[0]
             key = name, record['lengths'], key_of(options, ('seeds', 'out_dir'))
             seeds, n = set(parse_list(options['seeds'])), record.get('n', {})
             if key not in known or seeds & {*known[key].scores, *known[key].failed}:
