@@ -1,5 +1,6 @@
-# PRISM, trained to reverse strings of at most 10 digits, reverses 150 digits (6 of 8 seeds). The
-# start symbol tells a cursor where to stop (PRISM Figure 15). Compare: --pe=prism,shifted_ape,rope
+# PRISM, trained to reverse strings of at most 10 digits, reverses 20 digits (8 of 8 seeds), often
+# 150 (4 of 8). The start symbol tells a cursor where to stop (PRISM Figure 15).
+# Compare: --pe=prism,shifted_ape,rope
 task = 'string_reverse'
 pe = 'prism'
 n_head = 2

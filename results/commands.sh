@@ -140,6 +140,7 @@ prism)    # PRISM's tasks and parts
     run prism_baseline configs/dyn_str_cpy_prism.py --pe=shifted_ape --lr=1e-2 --min_lr=5e-3 --seeds=0-2
     # 3 more runs of prism_baseline need --positions=randomized of commit 670674a
     run prism_again configs/string_copy_prism.py --seeds=0-11
+    run prism_again configs/string_reverse_prism.py --seeds=0-7
     run prism_start configs/string_reverse_prism.py --task=string_reverse:start=0 --seeds=0-3
     run prism_dropout configs/string_copy_prism.py --dropout=0 --seeds=0-2
     run prism_copy configs/dyn_str_cpy_prism.py --prism_copy=fixed,none --seeds=0-2
