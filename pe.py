@@ -42,7 +42,8 @@ def need(condition, says):
 
 def check_name(what, name, known):
     """Raise UserError, which suggests the nearest of the known names, if `name` is not known."""
-    near = difflib.get_close_matches(name, known, 1, 0.7)   # one name, similarity >= 0.7
+    usual = {'learning_rate': 'lr'}.get(name, name)         # other programs use the long name
+    near = difflib.get_close_matches(usual, known, 1, 0.7)  # one name, similarity >= 0.7
     hint = f', did you mean {near[0]!r}? If not,' if near else ';'
     listed = 'choose from ' + ', '.join(known) if len(known) < 60 else '--help lists them'
     need(name in known, f'unknown {what} {name!r}{hint} {listed}')

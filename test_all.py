@@ -1665,6 +1665,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     refuses('trained with seeds', '--seeds=0,1')
     refuses('max_steps', '--max_steps=99')
     refuses('trained with train_len=3, not', config=whole['config'] | dict(train_len=3))
+    refuses('damaged, or not', config=whole['config'] | dict(train_lengths='abc'))
     entry = whole['seeds'][0]
     batches, again = entry['batches'], '--eval_lengths=1-6'        # without it, a run is finished
     for says, changes in (
@@ -1934,8 +1935,8 @@ def test_learning_rate_schedules(decay, rates):
 
 
 BAD = [
-    ('--batchsize=3', "did you mean 'batch_size'"), ('--epochs=3', "'epochs'; --help lists them"),
-    ('--graph', '--graph requires a CUDA device'),
+    ('--batchsize=3', "did you mean 'batch_size'"), ('--learning_rate=3', "did you mean 'lr'"),
+    ('--epochs=3', "'epochs'; --help lists them"), ('--graph', '--graph requires a CUDA device'),
     ('--lr=fast', "--lr=fast: lr must be a number >= 0, as in --lr=0.001; got 'fast'"),
     ('--task=pairty', "'parity'"), ('--pe=rop', "'rope'"), ('--n_head=5', 'divisible'),
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),

@@ -684,12 +684,16 @@ def read_checkpoint(folder):
         if zipfile.ZipFile(path).testzip():                # compares checksums; torch does not
             raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
-        checkpoint['config'] = defaults(Config) | checkpoint['config']
-        assert {'step', 'seeds'} <= checkpoint.keys()
+        config, seeds, scores = (checkpoint.get(x, {}) for x in ('config', 'seeds', 'scores'))
+        assert all(type(x) is dict and x for x in (config, *seeds.values(), *scores.values()))
+        assert {*map(type, (*seeds, checkpoint['step']))} == {int} and checkpoint['step'] >= 0
+        assert all(x is None or isinstance(config.get(key, x), type(x))
+                   for key, x in defaults(Config).items())
     except (OSError, MemoryError):                         # the file itself may be valid
         raise
     except Exception:                                      # torch raises many types
         raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
+    checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
 
