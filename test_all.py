@@ -911,6 +911,7 @@ ORACLES = {
     'trigger_count': (words(lambda x: [f'class{str(x).count("trigger")}'], **CLASSES), (1, 9, 128)),
     'string_copy': (characters(lambda x: x), TEXT),
     'string_reverse': (characters(lambda x: x[::-1], r'\^(\d+)='), TEXT),
+    'string_reverse:start=0': (characters(lambda x: x[::-1]), TEXT),
     'odds_first': (characters(lambda x: x[1::2] + x[::2]), TEXT),
     'bucket_sort': (characters(lambda x: ''.join(sorted(x)), '([0-4]+)='), TEXT),
     'stack': (characters(stack, '([01]+[234]*)='), TEXT),
