@@ -604,7 +604,7 @@ def evaluate(model, task, sets, autocast=None):
     scores, finite = {}, True
     for length, (tokens, targets) in sets:                 # (n, T) each
         T = tokens.shape[1]
-        rows = max(1, min(2 ** 15, 2 ** 25 // len(task.vocab)) // T)       # limits memory
+        rows = max(1, min(2 ** 13, 2 ** 25 // len(task.vocab)) // T)       # to fit caches
         correct, loss = [], 0
         for x, y in zip(tokens.split(rows), targets.split(rows)):  # (rows, T) each
             with autocast or contextlib.nullcontext():
