@@ -946,15 +946,12 @@ def begin(cfg, device, checkpoint):
         try:
             for seed, trainer in trainers.items():
                 trainer.restore(checkpoint['seeds'][seed]) # weights, moments, batches, generators
+            log = checkpoint['log']
         except (LookupError, TypeError, AttributeError, RuntimeError):
             raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: other code or '
                             'another kind of device made it; use that --device, or --eval_only, '
                             'or train again with --overwrite') from None
-        path = os.path.join(cfg.out_dir, 'log.jsonl')
-        if 'log' not in checkpoint:                        # of an older version
-            with open(path) as f:
-                checkpoint['log'] = f.read(checkpoint.get('log_size'))
-        write_file(path, checkpoint['log'])                # log.jsonl can be older than ckpt.pt
+        write_file(os.path.join(cfg.out_dir, 'log.jsonl'), log)    # it can be older than ckpt.pt
         print(f'resuming the run in {cfg.out_dir}')
     size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
     what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'

@@ -102,6 +102,7 @@ prism)    # PRISM's tasks and parts
     # 4 more runs of prism_stack_noise need options of commit 670674a
     run prism_stack_20 configs/stack_prism.py --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
     run prism_four configs/odds_first_prism.py --seeds=0-2
+    run prism_four configs/odds_first_prism.py --prism_cursors=2 --seeds=0-2
     run prism_bucket_20 configs/bucket_sort_prism.py --pe=nope,prism --train_lengths=1-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=1-20,25,30,40,60,80,100 --seeds=0-2
     run prism_width configs/stack_prism.py --pe=prism --rope_base=100 --seeds=0-2
     run prism_width configs/string_copy_prism.py --prism_d_pe=340 --seeds=0-2
