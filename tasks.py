@@ -1026,10 +1026,11 @@ def make(name, data=''):
     takes, given = inspect.signature(type(task)).parameters, {}
     for option in options:
         key, _, value = option.partition('=')   # value: text, an integer, or 0 or 1 for a bool
-        kind = type(takes[key].default) if key in takes else None
-        fits = kind is str or value.isdecimal() and (kind is int or kind is bool and value in '01')
-        need(fits, f'{option!r} is not an option of {base}, whose options are: '
+        need(key in takes, f'{key!r} is not an option of {base}, whose options are: '
              f'{options_of(task) or "none"}')
+        kind = type(takes[key].default)
+        need(kind is not bool or value in ('0', '1'), f'{key} must be 0 or 1, got {value!r}')
+        need(kind is not int or value.isdecimal(), f'{key} must be an integer, got {value!r}')
         given[key] = value if kind is str else kind(int(value))
     if given:
         task = type(task)(**given)

@@ -65,7 +65,7 @@ class Running:
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
-    accumulate: int = 1            # micro-batches per part of a batch (see Batches), to save memory
+    accumulate: int = 1            # micro-batches that a step is split into, to save memory
     compile: bool = None           # torch.compile; None: on CUDA, from 10 million parameters
     graph: bool = None             # replay each step as a CUDA graph; None: on CUDA, where possible
     overwrite: bool = False        # replace the run in out_dir by a new one
@@ -234,8 +234,9 @@ def convert(cls, key, value, where):
     names = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0', float: 'a number >= 0',
              bool: 'True or False', str: 'text'}
     what = names.get(kind) or 'one of ' + ', '.join(choices)
+    got = 'no value' if given is True else repr(given)     # the flag alone means True
     need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
-         f'{where}: {key} must be {what}, as in --{key}={as_typed(field.default)}; got {given!r}')
+         f'{where}: {key} must be {what}, as in --{key}={as_typed(field.default)}; got {got}')
     return value
 
 
@@ -258,14 +259,18 @@ def read_file(path, values):
         with open(path, encoding='utf-8-sig') as f:        # skips a byte-order mark
             exec(compile(f.read(), path, 'exec'), names)   # the traceback then contains the path
     except OSError as error:
-        raise UserError(f'cannot read config file {path}: {error.strerror}') from None
+        hint = f'; did you mean --out_dir={path}?' if os.path.isdir(path) else ''
+        raise UserError(f'cannot read config file {path}: {error.strerror}{hint}') from None
     except Exception as error:                             # whatever its lines raise
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         line = getattr(error, 'lineno', line)              # of a SyntaxError
-        raise UserError(f'{path}, line {line}: {type(error).__name__}: {error}') from None
+        says = getattr(error, 'msg', error)                # without the line again
+        raise UserError(f'{path}, line {line}: {type(error).__name__}: {says}') from None
     changed = {key: x for key, x in names.items() if not (         # what the file assigned
         key.startswith('_') or inspect.ismodule(x) or callable(x)
         or key in values and x is values[key])}
+    for key in changed:
+        check_name(f'option in {path} (names of helpers begin with _):', key, keys(Config))
     return values | {key: convert(Config, key, x, path) for key, x in changed.items()}
 
 
@@ -449,11 +454,13 @@ class Trainer:
         # a step calls self.update (possibly a CUDA graph), which calls self.forward
         self.forward = self.model
         large = sum(p.numel() for p in self.model.parameters()) >= 1e7
-        if on_gpu and large if cfg.compile is None else cfg.compile:
+        compiled = on_gpu and large if cfg.compile is None else cfg.compile
+        if compiled:
             self.forward = torch.compile(self.model, dynamic=False)        # recompiles per shape
-        captures = self.forward is self.model and WORLD == 1 and all(
+        captures = not compiled and WORLD == 1 and all(
             getattr(part, 'capturable', True) for part in self.model.modules())
-        if on_gpu and captures if cfg.graph is None else cfg.graph:
+        graph = on_gpu and captures if cfg.graph is None else cfg.graph
+        if graph:
             self.update = Graph(self.update)               # hides the method of this name
 
     def step(self, number):
@@ -692,7 +699,8 @@ def read_checkpoint(folder):
     except (OSError, MemoryError):                         # the file itself may be valid
         raise
     except Exception:                                      # torch raises many types
-        raise UserError(f'{path} is damaged, or not a checkpoint of train.py') from None
+        raise UserError(f'{path} is damaged, or not a checkpoint of train.py; use another '
+                        '--out_dir, or train again with --overwrite') from None
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
@@ -826,16 +834,18 @@ def brief(cfg, scores):
 
 def print_strips(cfg, rows):
     """Print a line per row: one character per length, then the texts of summary()."""
-    lengths = sorted(rows[0][1])[::math.ceil(len(rows[0][1]) / 64)]        # 64 at most
+    lengths = sorted(rows[0][1])
     inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # up to the longest trained
+    every = math.ceil(len(lengths) / 64)                   # shows at most 64, one of them `inside`
+    lengths, inside = lengths[(inside - 1) % every::every], math.ceil(inside / every)
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
     width = max(len(label) for label, _, _ in rows) + 2
     ticks = ' ' * len(lengths)                             # the numbers above the strips
-    for i in sorted({0, inside - 1, *range(7, len(lengths), 8)}):
+    for i in (inside - 1, len(lengths) - 1, 0, *range(7, len(lengths), 8)):
         text = str(lengths[i])
         start = max(0, i + 1 - len(text))                  # a number ends above its column
-        if not ticks[max(0, start - 1):start + len(text)].strip():         # if nothing is there yet
+        if i >= 0 and not ticks[max(0, start - 1):start + len(text) + 1].strip():  # free space
             ticks = ticks[:start] + text + ticks[start + len(text):]
     print(f'{"":{width}}{ticks[:inside]} {ticks[inside:]}  training    longer  max length')
     for label, scores, metric in rows:
@@ -992,6 +1002,7 @@ def run(cfg, stop):
         need(len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate, 'torchrun '
              f'trains one seed, with batch_size at least 2 x accumulate x {WORLD} processes')
         dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
+    need(not os.path.isfile(cfg.out_dir), f'{cfg.out_dir} is a file; use another --out_dir')
     os.makedirs(cfg.out_dir, exist_ok=True)
     if cfg.results:
         open(cfg.results, 'a').close()                     # raises now rather than after training
@@ -1063,7 +1074,8 @@ def load(run_dir, seed=None, cfg=None):
     need(cfg.the_task.vocab == trained.vocab and type(cfg.the_task) is type(trained),
          f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is another task '
          'or has another vocabulary')
-    check_same(cfg, checkpoint, ['vocab_size', 'train_len'] + ['data'] * cfg.the_task.own_vocab)
+    same = ['vocab_size', 'train_len', 'data'] if trained.own_vocab else ['vocab_size', 'train_len']
+    check_same(cfg, checkpoint, same)
     models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
               if 'model' in entry and 'failed' not in entry}
     seed = next(iter(models), None) if seed is None else seed
@@ -1082,6 +1094,8 @@ def evaluate_run(cfg):
     print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
     seeds = [seed for seed in cfg.seeds if 'failed' not in saved['seeds'].get(seed, {})]
     need(seeds, f'every seed of the run in {cfg.out_dir} diverged')
+    if saved['config']['pe'] != cfg.pe:
+        print(f'the run in {cfg.out_dir} was trained with pe={saved["config"]["pe"]}')
     for seed in seeds:
         model = load(cfg.out_dir, seed, cfg)[0].to(device)
         by_seed[seed] = evaluate(model, cfg.the_task, held_out(cfg, 'test', device),

@@ -330,7 +330,7 @@ probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last fou
         python train.py --task=distance:span=64 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=100 --train_lengths=64 --eval_lengths=64 --max_steps=100 --batch_size=32 --n_test=64 --n_eval=8 --embedding_std=$std --seeds=0-2 --out_dir=out/a1_std_$std
         for seed in 0 1 2; do python probe.py gradients out/a1_std_$std --seed=$seed --steps=48 --n=64; done
     done
-    for run in out/parity_rope/*/; do python probe.py alignment "$run"; done
+    for run in out/parity_rope/*/; do python probe.py alignment "$run" --n=256; done
     for run in out/parity_rope/*/; do python probe.py squeeze "$run"; done
     for run in out/parity_rope/*/ out/stdlib/*/*/; do python probe.py tuning "$run"; done
     for run in out/toeplitz/*/*/ out/toeplitz_64/*/*/; do python probe.py ablate "$run"; done
@@ -348,5 +348,6 @@ probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last fou
     ;;
 *)
     grep -E '^[a-z]+\)' "$0"
+    [ -z "$topic" ] || { echo "commands.sh: there is no topic $topic" >&2; exit 2; }
     ;;
 esac

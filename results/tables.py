@@ -2,7 +2,7 @@
 
     python results/tables.py                          list the sets of records
     python results/tables.py vipe_long                print a set: each run with all its seeds
-                             --metric=token           score by token or last instead of exact
+                             --metric=last --length=20    another score, another length
     python results/tables.py board --minutes=1 --pe=rope,mine --task=parity,mqar    train, print
     cp results/board.jsonl out/board.jsonl            before `board`: train only missing cells
     python results/tables.py refresh                  rewrite the board in results/README.md
@@ -127,19 +127,19 @@ def varying(runs):
     return keys
 
 
-def listing(runs, metric='exact'):
+def listing(runs, metric='exact', length=0):
     """Yield a header, then a line of text for each run, with a number for each seed."""
     keys = varying(runs)
     yield ' | '.join([*keys, f'{metric} on training lengths (percent; for text: perplexity)',
-                      'at twice the longest', 'max length with at least 95 %'])
+                      f'at {length or "twice the longest"}', 'max length with at least 95 %'])
     for run in runs:
         longest = max(run.trained)
         # SCAN lacks some lengths: take the longest that is at most twice the training length
-        twice = max((n for n in run.sizes if longest < n <= 2 * longest), default=None)
+        twice = max((n for n in run.sizes if longest < n <= 2 * longest), default=0)
         scale, digits = (1, 2) if run.corpus else (100, 1)
         cells = [str(run.options.get(key, '-')) for key in keys]
-        cells += [', '.join(f'{scale * run.mean(seed, lengths, metric):.{digits}f}'
-                            for seed in run.scores) for lengths in (run.trained, [twice])]
+        cells += [', '.join(f'{scale * run.mean(seed, lengths, metric):.{digits}f}' for seed
+                            in run.scores) for lengths in (run.trained, [length or twice])]
         cells.append(', '.join(str(run.reach(seed, metric)) for seed in run.scores))
         yield ' | '.join(cells + [f'{len(run.failed)} diverged'] * bool(run.failed))
 
@@ -240,6 +240,7 @@ def run_cell(minutes, row, column, times, rate, records):
 class Options:
     """The flags of this program."""
     metric: Literal['exact', 'token', 'last'] = 'exact'    # the score in the table of a set
+    length: int = 0                 # a length in the table of a set; 0: twice the longest trained
     minutes: float = 0.5            # board: training minutes of one RoPE model
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
@@ -260,6 +261,10 @@ def board(options):
             print(f'{options.records} is reused: delete it if a class has changed', file=sys.stderr)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
                 .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
+        models = 6 + 5 if times == 1 else 5                # tuning trains six
+        if todo:
+            hours = len(todo) * models * times * options.minutes / 60
+            print(f'{len(todo)} cells to train, about {hours:.1f} hours on a core', file=sys.stderr)
         for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
             known = runs.get((row, column))                # its learning rate is used again
             rate = known.options['lr'] if known else best_rate(options.minutes, row, column)
@@ -302,7 +307,7 @@ def board_cell(run):
 PANELS = dict(parity='exact', polynomial='last', string_reverse='exact', flip_flop='exact',
               mqar='exact', stdlib='loss')
 NAMES = dict(string_reverse='reverse', flip_flop='flip-flop', mqar='recall', stdlib='text')
-TITLES = {'exact': 'answers correct', 'last': 'last states correct', 'loss': 'perplexity ratio'}
+TITLES = {'exact': 'answers correct', 'last': 'last states correct', 'loss': 'perplexity / at 1x'}
 COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
 
@@ -396,7 +401,7 @@ def main(argv):
     check_name('set', what, sets)
     if removed := {key for run in sets[what] for key in run.options} - DEFAULTS.keys():
         print('options that have been removed: ' + ', '.join(sorted(removed)))
-    print('\n'.join(listing(sets[what], options.metric)))
+    print('\n'.join(listing(sets[what], options.metric, options.length)))
 
 
 if __name__ == '__main__':
