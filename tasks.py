@@ -825,11 +825,11 @@ class Corpus(Task):
         # each segment's document and start, as arrays because a large corpus has millions
         starts = [np.arange(0, len(document) - 1, step(longest)) for document in documents]
         which = np.repeat(np.arange(len(documents)), [*map(len, starts)])
-        left = np.array([*map(len, documents)])[which] - np.concatenate(starts)     # tokens left
+        starts = np.concatenate(starts)
+        short = np.array([*map(len, documents)])[which] - starts <= step(longest)
         order = torch.randperm(len(which), generator=generator(longest)).numpy()
-        order = order[np.argsort(left[order] <= step(longest), kind='stable')]  # full ones first
-        segments = [documents[which[i]][len(documents[which[i]]) - left[i]:][:step(longest) + 1]
-                    for i in order[:n]]
+        order = order[np.argsort(short[order], kind='stable')][:n]      # full ones first
+        segments = [documents[which[i]][starts[i]:][:step(longest) + 1] for i in order]
         sets = {}
         for length in lengths:
             pieces = [x for segment in segments for x in contexts(segment, length)]
