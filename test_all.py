@@ -1861,7 +1861,8 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
     again = ['--eval_only', f'--out_dir={tmp_path}']
     train.main([*again, '--eval_lengths=2,9', '--pe=yarn'])         # with the same weights
-    assert 'parity with yarn' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert 'parity with yarn' in out and 'was trained with pe=rope' in out
     assert list(read_json(tmp_path / 'eval.json')['0']) == list('29')
     assert kept == {path: path.read_bytes() for path in kept}
     with pytest.raises(train.UserError, match='task=parity; copy is another task'):
@@ -1947,6 +1948,7 @@ BAD = [
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),
     ('--task=scan --train_lengths=23', 'no problems of these train_lengths'),
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
+    ('--max_steps', 'as in --max_steps=4000; got no value'), ('--task=parity:steps=2', '0 or 1'),
     ('--accumulate=9', 'at most batch_size'), ('--n_train=1', 'too few problems'),
     ('--length_schedule=[(5,3)]', 'from step 0 on'), ('--task=jsb', 'add --data=PATH'),
     ('--length_schedule=[(0,0)]', 'length_schedule at step 0 is below all train_lengths'),
@@ -2638,11 +2640,13 @@ def test_a_listing_shows_planted_numbers_and_failed_seeds(tmp_path):
                 record({1: [1, 0.75, 0]}, seeds='1-2', warmup_steps=7),
                 record({}, seeds='0-1', pe='nope'),
                 corpus, rare, {'probe': 'alignment', 'rows': {}})
-    _, rope, nope, text, copy = tables.listing(tables.read_runs(tmp_path / 'x.jsonl')['planted'])
+    runs = tables.read_runs(tmp_path / 'x.jsonl')['planted']
+    _, rope, nope, text, copy = tables.listing(runs)
     assert rope == 'parity | rope | 97.5, 87.5 | 50.0, 0.0 | 2, 1 | 1 diverged'
     assert nope == 'parity | nope |  |  |  | 2 diverged'   # pe implies warmup_steps
     assert text == 'stdlib | rope | 12.18 | 7.69 | 0'
     assert copy == 'copy | rope | 99.0 | 90.0 | 2'
+    assert '| 97.5, 87.5 | 95.0, 75.0 |' in [*tables.listing(runs, length=2)][1]
 
 
 @pytest.fixture
