@@ -307,7 +307,8 @@ def board_cell(run):
 PANELS = dict(parity='exact', polynomial='last', string_reverse='exact', flip_flop='exact',
               mqar='exact', stdlib='loss')
 NAMES = dict(string_reverse='reverse', flip_flop='flip-flop', mqar='recall', stdlib='text')
-TITLES = {'exact': 'answers correct', 'last': 'last states correct', 'loss': 'perplexity relative to 1x'}
+TITLES = {'exact': 'answers correct', 'last': 'last states correct',
+          'loss': 'perplexity relative to 1x'}
 COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
 
