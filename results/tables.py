@@ -57,6 +57,7 @@ class Run:
     sizes: dict                     # {evaluated length: number of problems}
     scores: dict                    # {seed: {metric: values, one for each evaluated length}}
     failed: set                     # seeds that diverged
+    hardware: str                   # on which the last of these seeds was trained
 
     @property
     def corpus(self):
@@ -107,11 +108,13 @@ def read_runs(*paths):
             if key not in known or seeds & {*known[key].scores, *known[key].failed}:
                 lengths = parse_list(record['lengths'])
                 sizes = {length: n.get(str(length), options['n_test']) for length in lengths}
-                known[key] = Run(options, parse_list(options['train_lengths']), sizes, {}, set())
+                trained = parse_list(options['train_lengths'])
+                known[key] = Run(options, trained, sizes, {}, set(), '')
                 sets.setdefault(name, []).append(known[key])
             scores = {int(seed): scores for seed, scores in record['scores'].items()}
             known[key].scores |= scores
             known[key].failed |= seeds - scores.keys()
+            known[key].hardware = record.get('hardware', '')
     return sets
 
 
@@ -276,14 +279,19 @@ def board_table(runs):
     """Yield the lines of a Markdown table of {(row, column): Run}."""
     rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
     unfitted = sum(not fitted(run) for run in runs.values())
+    usual = statistics.mode([run.hardware for run in runs.values()] or [''])
+    others = ', '.join(sorted({run.hardware for run in runs.values()} - {usual}))
     yield ('Each cell: max length / longest training length (median of five seeds, least to most); '
            'tokens correct at 1.5 times the training length. *Italic* '
            f'({unfitted} of {len(runs)} cells): two seeds or more have not fitted the training '
-           'lengths. stdlib: perplexity at 1, 2 and 4 times the training context.\n')
+           'lengths. stdlib: perplexity at 1, 2 and 4 times the training context.'
+           + f' †: trained on {others}, others on {usual}.' * bool(others) + '\n')
     yield '| ' + ' | '.join(['encoding', *columns]) + ' |'
     yield '|---' * len(['', *columns]) + '|'
     for row in rows:
-        cells = [board_cell(runs.get((row, column))) for column in columns]
+        there = [runs.get((row, column)) for column in columns]
+        cells = [board_cell(run) + '†' * (run is not None and run.hardware != usual)
+                 for run in there]
         yield '| ' + ' | '.join([row, *cells]) + ' |'
 
 
