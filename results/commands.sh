@@ -43,6 +43,7 @@ pope)    # indirect indexing; parts of PoPE (all seeds at all rates, as in `cros
     run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=rope --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4,1e-3,2e-3 --seeds=0-2
     run indirect_16 --task=indirect_indexing:letters=16:shift=3 --pe=pope --pope_delta=zero,uniform --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=10000 --n_test=512 --norm=rmsnorm --decay=cosine --lr=5e-4,1e-3,2e-3 --seeds=0-2
     run indirect_24 --task=indirect_indexing:letters=24:shift=3 --pe=rope,pope --pope_delta=uniform --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=15000 --n_test=512 --norm=rmsnorm --decay=cosine --eval_interval=250 --seeds=0,1
+    run indirect_24_long --task=indirect_indexing:letters=24:shift=3 --pe=rope,pope --pope_delta=uniform --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=4-8 --eval_lengths=4-16 --max_steps=40000 --n_test=512 --norm=rmsnorm --decay=cosine --eval_interval=2500 --seeds=0-2
     run indirect_52 --task=indirect_indexing --pe=rope,pope --pope_delta=uniform --n_layer=3 --n_head=2 --warmup_steps=100 --train_lengths=6-8 --eval_lengths=6-8 --max_steps=15000 --n_test=512 --norm=rmsnorm --decay=cosine --eval_interval=250 --seeds=0,1
     run ablation_pope --task=polynomial --pe=pope --n_layer=3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --pope_softplus=True,False --pope_frequencies=all,half --pope_delta=zero,uniform,none --lr=1e-3,2e-3,4e-3 --seeds=0-2
     run ablation_pope --task=indirect_indexing:letters=12:shift=2 --pe=pope --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --pope_softplus=True,False --pope_frequencies=all,half --pope_delta=zero,uniform,none --lr=5e-4,1e-3,2e-3 --seeds=0-2
@@ -102,11 +103,14 @@ prism)    # PRISM's tasks and parts
     # 4 more runs of prism_stack_noise need options of commit 670674a
     run prism_stack_20 configs/stack_prism.py --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
     run prism_stack_20 configs/stack_prism.py --pe=nope,rope,shifted_ape --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
+    run prism_stack_20 configs/stack_prism.py --prism_absolute=True --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
     run prism_stack_40 configs/stack_prism.py --train_lengths=2-40 '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)]' --eval_lengths=2-40,50,60,80,100 --seeds=0-2
+    run prism_stack_40 configs/stack_prism.py --pe=nope,rope,shifted_ape --train_lengths=2-40 '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)]' --eval_lengths=2-40,50,60,80,100 --seeds=0-2
     run prism_four configs/odds_first_prism.py --seeds=0-2
     run prism_four configs/odds_first_prism.py --pe=nope,rope,shifted_ape --seeds=0-2
     run prism_four configs/odds_first_prism.py --prism_cursors=2 --seeds=0-2
     run prism_four configs/addition_prism.py --seeds=0-2
+    for task in stack bucket_sort scan_cot; do run prism_four configs/${task}_prism.py --seeds=0-2; done
     run prism_bucket_20 configs/bucket_sort_prism.py --pe=nope,prism --train_lengths=1-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=1-20,25,30,40,60,80,100 --seeds=0-2
     run prism_width configs/stack_prism.py --pe=prism --rope_base=100 --seeds=0-2
     run prism_width configs/string_copy_prism.py --prism_d_pe=340 --seeds=0-2
@@ -185,7 +189,7 @@ text)    # Python's library, chorales, SCAN; in `cross`, seeds 1 and 2 have the 
     run stdlib configs/stdlib_pope.py --pe=rope,pope,alibi,nope --seeds=0-2
     run jsb configs/jsb_pope.py --data=Jsb16thSeparated.json --pe=rope,pope --d_model=64 --n_layer=3 --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500 --lr=2e-3 --min_lr=2e-4 --seeds=0-2
     run jsb configs/jsb_pope.py --data=Jsb16thSeparated.json --pe=pope --pope_delta=zero --d_model=64 --n_layer=3 --n_head=4 --train_lengths=512 --batch_size=8 --max_steps=1500 --lr=2e-3 --min_lr=2e-4 --seeds=0-2
-    run scan configs/scan_vipe.py --pe=vipe,nope,rope,ape --d_model=64 --n_layer=3 --batch_size=64 --max_steps=4000 --lr=1e-3 --warmup_steps=200
+    run scan configs/scan_vipe.py --pe=vipe,nope,rope,ape --d_model=64 --n_layer=3 --batch_size=64 --max_steps=4000 --lr=1e-3 --warmup_steps=200 --seeds=0-2
     ;;
 paper)    # the papers' own sizes; these need a GPU and have no records yet
     # PRISM's tasks that the paper trains up to length 10, SCAN's up to 22 actions, and its baseline (section 6.2)
