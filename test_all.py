@@ -2702,6 +2702,9 @@ def test_a_cell_of_the_board(tmp_path):
     run.failed.clear()
     run.scores[1]['exact'] = [1, 1, 1]
     assert tables.board_cell(run) == '2; 100 %' and tables.board_cell(None) == ''
+    cells = {(x, 'y'): tables.Run(**vars(run) | {'hardware': x[0]}) for x in ('a1', 'a2', 'b1')}
+    lines = [*tables.board_table(cells)]
+    assert 'trained on b, others on a' in lines[0] and '| b1 | 2; 100 %† |' == lines[-1]
     assert [*tables.floor('polynomial', [2], 'last')] == pytest.approx([0.36], abs=0.05)
     rows = train.tasks.make('mqar:keys=2:words=8').sample(2000, 9, generator(0))[0].tolist()
     pairs = [[x for x in zip(row[::2], row[1::2]) if x[0] <= 8] for row in rows]     # keys: 1 to 8

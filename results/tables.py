@@ -14,12 +14,11 @@ A record is one line of JSON about a run, which `train.py --results=FILE` append
      "lengths": "1-16,20", "scores": {"0": {"exact": [1, ...], "token": [...], "last": [...]}},
      "n": {"1": 2}, "failed": ["seed 1: ..."], "torch": ..., "commit": ..., "hardware": ...}
 
-config has pe, task, out_dir and the options that differ from train.Config's defaults, except
-train.NOT_RECORDED; lists are written as on the command line. If you change a default, rewrite the
-records. The first folder below out/ names the set. scores has, for each seed that did not diverge,
-each metric (for a corpus also loss) at each of the lengths, to four decimals; a metric equal to
-exact is omitted. n: the number of problems of the lengths where it differs from n_test. This
-program skips records of probes ({"probe", ...}) and speed ({"benchmark", ...}).
+config has pe, task, out_dir and the options that differ from train.Config's defaults (rewrite the
+records if you change one), except train.NOT_RECORDED. The first folder below out/ names the set.
+scores has, for each seed that did not diverge, each metric (for a corpus also loss) at each length;
+a metric equal to exact is omitted. n: the number of problems of a length, where it is not n_test.
+Records of probes ({"probe", ...}) and speed ({"benchmark", ...}) are skipped.
 """
 import importlib.util
 import itertools
@@ -57,7 +56,7 @@ class Run:
     sizes: dict                     # {evaluated length: number of problems}
     scores: dict                    # {seed: {metric: values, one for each evaluated length}}
     failed: set                     # seeds that diverged
-    hardware: str                   # on which the last of these seeds was trained
+    hardware: str = ''              # on which the last of these seeds was trained
 
     @property
     def corpus(self):
@@ -108,8 +107,7 @@ def read_runs(*paths):
             if key not in known or seeds & {*known[key].scores, *known[key].failed}:
                 lengths = parse_list(record['lengths'])
                 sizes = {length: n.get(str(length), options['n_test']) for length in lengths}
-                trained = parse_list(options['train_lengths'])
-                known[key] = Run(options, trained, sizes, {}, set(), '')
+                known[key] = Run(options, parse_list(options['train_lengths']), sizes, {}, set())
                 sets.setdefault(name, []).append(known[key])
             scores = {int(seed): scores for seed, scores in record['scores'].items()}
             known[key].scores |= scores
