@@ -760,6 +760,7 @@ def time_attention(D, B=4, T=4096, width=2048):
     dy, param, baseline = torch.randn_like(q), param.detach(), None     # param: delta, or u
     for name, forward in dict(
             sdpa=lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            plain=lambda: attention(q, k, v)[0],
             pope=lambda: pope_attention(q, k, v, param),
             vipe=lambda: vipe_attention(q, k, v, param)[0]).items():
         ms = [do_bench(f, return_mode='median')

@@ -1,7 +1,7 @@
 # PoPE's diagnostic task: the letter at a given shift from a given letter. Compare: --pe=rope,pope.
-# A model long guesses from the shift alone: use a GPU and append configs/paper_pope.py. On a CPU
-# (a minute, partly solved): --task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6
-# --eval_lengths=3-12 --d_model=64 --n_layer=2 --n_head=2 --lr=2e-3 --max_steps=2500 --warmup_steps=100
+# A model long guesses from the shift alone: use a GPU, append configs/paper_pope.py. On a CPU (a
+# minute, partly solved): --task=indirect_indexing:letters=12:shift=2 --train_lengths=3-6 --n_head=2
+# --eval_lengths=3-12 --d_model=64 --n_layer=2 --lr=2e-3 --max_steps=2500 --warmup_steps=100
 task = 'indirect_indexing'
 pe = 'pope'
 norm = 'rmsnorm'

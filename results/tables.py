@@ -140,8 +140,8 @@ def listing(runs, metric='exact', length=0):
         scale, digits = (1, 2) if run.corpus else (100, 1)
         cells = [str(run.options.get(key, '-')) for key in keys]
         cells += [', '.join(f'{scale * run.mean(seed, lengths, metric):.{digits}f}' for seed
-                            in run.scores) for lengths in (run.trained, [length or twice])]
-        cells.append(', '.join(str(run.reach(seed, metric)) for seed in run.scores))
+                            in sorted(run.scores)) for lengths in (run.trained, [length or twice])]
+        cells.append(', '.join(str(run.reach(seed, metric)) for seed in sorted(run.scores)))
         yield ' | '.join(cells + [f'{len(run.failed)} diverged'] * bool(run.failed))
 
 
@@ -313,8 +313,7 @@ def board_cell(run):
 PANELS = dict(parity='exact', polynomial='last', string_reverse='exact', flip_flop='exact',
               mqar='exact', stdlib='loss')
 NAMES = dict(string_reverse='reverse', flip_flop='flip-flop', mqar='recall', stdlib='text')
-TITLES = {'exact': 'answers correct', 'last': 'last states correct',
-          'loss': 'perplexity relative to 1x'}
+TITLES = dict(exact='answers correct', last='last states correct', loss='perplexity relative to 1x')
 COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
 
