@@ -359,8 +359,8 @@ def draw(runs, path):
                 y = np.exp(y - y[:, :1])
                 axis.set(ylim=(0.8, 3))
             axis.plot(x, y.mean(axis=0), '-' if fitted(run) else ':', color=color, linewidth=1.8)
-            means[row], bands[row] = y.mean(axis=0)[k], (y.min(axis=0), y.max(axis=0))
-        labels = {}                                        # {height: [row]} far above the median
+            means[row], bands[row] = fitted(run) * y.mean(axis=0)[k], (y.min(0), y.max(0))
+        labels = {}           # {height: [row]} of fitted curves far above the median (others: 0)
         for row, height in means.items():
             if height - np.median([*means.values()]) > 0.2:
                 labels.setdefault(round(5 * height), []).append(row)
