@@ -110,7 +110,7 @@ def read_runs(*paths):
                 known[key] = Run(options, parse_list(options['train_lengths']), sizes, {}, set())
                 sets.setdefault(name, []).append(known[key])
             scores = {int(seed): scores for seed, scores in record['scores'].items()}
-            known[key].scores |= scores
+            known[key].scores = dict(sorted((known[key].scores | scores).items()))
             known[key].failed |= seeds - scores.keys()
             known[key].hardware = record.get('hardware', '')
     return sets
@@ -140,8 +140,8 @@ def listing(runs, metric='exact', length=0):
         scale, digits = (1, 2) if run.corpus else (100, 1)
         cells = [str(run.options.get(key, '-')) for key in keys]
         cells += [', '.join(f'{scale * run.mean(seed, lengths, metric):.{digits}f}' for seed
-                            in sorted(run.scores)) for lengths in (run.trained, [length or twice])]
-        cells.append(', '.join(str(run.reach(seed, metric)) for seed in sorted(run.scores)))
+                            in run.scores) for lengths in (run.trained, [length or twice])]
+        cells.append(', '.join(str(run.reach(seed, metric)) for seed in run.scores))
         yield ' | '.join(cells + [f'{len(run.failed)} diverged'] * bool(run.failed))
 
 
