@@ -137,11 +137,17 @@ def close(a, b, tol=1e-10):
         f'largest error {(a - b)[a != b].abs().max():.1e}')
 
 
+def refused(says, call, *args, **kw):
+    """Assert that call(*args, **kw) raises a UserError of one line that matches `says`."""
+    with pytest.raises(pe.UserError, match=says) as error:
+        call(*args, **kw)
+    assert '\n' not in str(error.value)
+
+
 def gpu(test):
     """Mark a test that requires a GPU."""
-    with warnings.catch_warnings(action='ignore'):
-        needs = pytest.mark.skipif(not torch.cuda.is_available(), reason='requires a GPU')
-        return pytest.mark.gpu(needs(test))
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason='requires a GPU')
+    return pytest.mark.gpu(needs(test))
 
 
 # options of train.py for a run of a few seconds
@@ -675,8 +681,7 @@ def test_what_does_not_fit_together_says_what_to_do():
             (dict(pe='prism+prism'), 'PRISM and PRISM cannot be added: each appends features'),
             (dict(pe='stickbreaking+vipe'), 'weights that sum to 1'),
             (dict(pe='pope+rope'), 'PoPE and RoPE cannot be added')):
-        with pytest.raises(pe.UserError, match=says):
-            Transformer(ModelConfig(**kw))
+        refused(says, make, **kw)
 
     q, k, v, pos = qkv(4)
     rope = encoding('rope', heads=4)
@@ -692,26 +697,14 @@ def test_what_does_not_fit_together_says_what_to_do():
             (rope, (q, k, v, pos - 1), 'finite, at least 0'),
             (encoding('fox', heads=4), (q, k, v, pos), 'requires the attention input'),
             (encoding('prism', heads=4), (q, k, v, pos), 'requires a state: pass state=encodings')):
-        with pytest.raises(pe.UserError, match=says):
-            enc.attend(*given)
+        refused(says, enc.attend, *given)
     for name in 'ape', 'learned':
-        with pytest.raises(pe.UserError, match='for each of the 1 keys'):
-            encoding(name).embed(torch.zeros(2, 1, 16), pos)
+        refused('for each of the 1 keys', encoding(name).embed, torch.zeros(2, 1, 16), pos)
     for shape in (4,), (3, 10, 10), (4, 10, 9), (2, 1, 4, 10, 10):
         rope.bias = lambda at, shape=shape: torch.zeros(shape)
-        with pytest.raises(pe.UserError, match=r'bias\(\) of RoPE must .*\[2, 4, 10, 10\], got'):
-            rope.attend(q, k, v, pos)
+        refused(r'bias\(\) of RoPE must .*\[2, 4, 10, 10\], got', rope.attend, q, k, v, pos)
     rope.qk = lambda q, k, at: (q, k[..., :4])
-    with pytest.raises(pe.UserError, match=r'qk\(\) of RoPE must return q and k of one width'):
-        rope.attend(q, k, v, pos)
-
-
-def readme_code(marker):
-    """The one block of Python in README.md that contains `marker`."""
-    with open(os.path.join(HERE, 'README.md'), encoding='utf-8') as f:
-        blocks = re.findall(r'```python\n(.*?)```', f.read(), re.DOTALL)
-    block, = (block for block in blocks if marker in block)
-    return block
+    refused(r'qk\(\) of RoPE must return q and k of one width', rope.attend, q, k, v, pos)
 
 
 # ---- model.py ------------------------------------------------------------------------------------
@@ -781,8 +774,7 @@ def test_generate_pads_rows_after_their_end_and_never_draws_padding():
     model.forward = forward
     rows = model.generate(torch.ones(2, 1, dtype=torch.int64), 5, end=2)
     assert rows.tolist() == [[1, 3, 2, 0], [1, 4, 5, 2]]
-    with pytest.raises(pe.UserError, match='of one length, without padding'):
-        model.generate(rows, 5)
+    refused('of one length, without padding', model.generate, rows, 5)
 
 
 def test_starting_weights_and_optimizer_groups():
@@ -854,17 +846,14 @@ def stack(x):
     return (left[::-1] + '2').ljust(len(x) + 1, '0')
 
 
-def reversed_sum(a, b):
-    return str(int(a[::-1]) + int(b[::-1]))[::-1]
-
-
 def addition_cot(a, b):
     """The digits of a, b, carry and sum in each column, lowest first; then the sum."""
     steps, carry = [], 0
     for x, y in itertools.zip_longest(a, b, fillvalue='0'):
         carry, digit = divmod(int(x) + int(y) + carry, 10)
         steps.append(f'{x}{y}{carry}{digit}')
-    return f'{",".join(steps)}→{reversed_sum(a, b)}'
+    total = int(a[::-1]) + int(b[::-1])
+    return f'{",".join(steps)}→{str(total)[::-1]}'
 
 
 def multiplication_cot(a, b):
@@ -1092,9 +1081,7 @@ def test_mistakes_are_reported_in_a_line(argv, says, planted, monkeypatch):
     for package in ('tiktoken', 'miditok'):
         monkeypatch.setitem(sys.modules, package, None)     # as if it were not installed
     tasks.make.cache_clear()                                # cached tasks may use the stubs
-    with pytest.raises(pe.UserError, match=says) as error:
-        tasks.main(argv.split())
-    assert '\n' not in str(error.value)
+    refused(says, tasks.main, argv.split())
 
 
 @pytest.mark.parametrize('name, data, texts, size', [
@@ -1376,7 +1363,7 @@ def test_auto_takes_the_reference_where_shared_memory_is_small(monkeypatch):
     monkeypatch.setattr(kernels, 'shared_memory', sizes.get)
     for device in sizes:
         q = types.SimpleNamespace(is_cuda=True, shape=(1, 1, 512, 64), dtype=BF16, device=device)
-        with warnings.catch_warnings(record=True, action='always') as said:
+        with warnings.catch_warnings(record=True) as said:
             takes = [auto.takes_kernel(q, q, torch.arange(512)) for _ in range(2)]
         assert takes == 2 * [device == 'large'] and len(said) == (device == 'small')
 
@@ -1436,8 +1423,7 @@ def test_without_triton_everything_but_the_kernels_works(monkeypatch):
     assert 'RuntimeError: the kernels require Triton' in python('-c', code).stderr
     monkeypatch.setitem(sys.modules, 'kernels', None)
     assert pe.kernels(required=False) is None
-    with pytest.raises(pe.UserError, match='requires kernels.py beside pe.py'):
-        pe.kernels()
+    refused('requires kernels.py beside pe.py', pe.kernels)
     if kernels.triton and not CUDA:
         monkeypatch.delenv('TRITON_INTERPRET')
         assert 'too late to choose' in python('-c', 'import triton, kernels').stderr
@@ -1498,14 +1484,9 @@ def test_kernels_compile(arch, shared, calls):
 CPU = torch.device('cpu')
 
 
-def read_config(*argv):
-    """The configuration that train.py makes from a command line."""
-    return train.make_config(train.read_options(list(argv)))
-
-
 def small(eval_len=None, **kw):
     """TINY's configuration with the given options. eval_len is ignored: it follows from others."""
-    return read_config(*flags(**kw))
+    return train.make_config(train.read_options(flags(**kw)))
 
 
 def weights(folder, seed=0):
@@ -1564,8 +1545,7 @@ def test_a_run_and_its_files(tmp_path, capsys):
         again = train.evaluate(model, cfg.the_task, train.held_out(cfg, split, 'cpu'))
         assert found == {str(n): score for n, score in again.items()}
     assert same(train.load(run)[0].state_dict(), weights(run, 3))
-    with pytest.raises(train.UserError, match='seed 9 in .*found: 3; 4'):
-        train.load(run, seed=9)
+    refused('seed 9 in .*found: 3; 4', train.load, run, seed=9)
 
 
 def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
@@ -1582,8 +1562,7 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     assert read_json(run / 'lengths.json')['0']['1']['n'] == 20
     train.main(argv)
     kept = {path: path.read_bytes() for path in run.iterdir()}
-    with pytest.raises(train.UserError, match='trained with lr=0.001, not 0.5: .*--overwrite'):
-        train.main([*argv, '--lr=0.5'])
+    refused('trained with lr=0.001, not 0.5: .*--overwrite', train.main, [*argv, '--lr=0.5'])
     other = [*argv, '--lr=0.5', '--overwrite']
     with mock.patch.object(torch, 'save', side_effect=MemoryError), pytest.raises(MemoryError):
         train.main(other)
@@ -1603,8 +1582,7 @@ def test_a_second_process_in_a_folder_is_refused(tmp_path):
         train.main(flags(out_dir=tmp_path))
     assert not list(tmp_path.iterdir())
     (tmp_path / 'log.jsonl').write_text('of another program')
-    with pytest.raises(train.UserError, match='the names of a run: log.jsonl'):
-        train.main(flags(out_dir=tmp_path))
+    refused('the names of a run: log.jsonl', train.main, flags(out_dir=tmp_path))
 
 
 RESUMED = [dict(pe='shifted_ape', dropout=0.1, log_interval=5),
@@ -1652,8 +1630,7 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / 'ckpt.pt'
     path.write_bytes(b'old')
     monkeypatch.setattr(os, 'fsync', mock.Mock(side_effect=OSError(28, 'No space left on device')))
-    with pytest.raises(train.UserError, match='No space left'):
-        train.write_file(str(path), b'new')
+    refused('No space left', train.write_file, str(path), b'new')
     assert path.read_bytes() == b'old' and list(tmp_path.iterdir()) == [path]
 
 
@@ -1665,8 +1642,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
 
     def refuses(says, *argv, **changes):
         torch.save(whole | changes, path)
-        with pytest.raises(train.UserError, match=says):
-            train.main([*command, *argv])
+        refused(says, train.main, [*command, *argv])
     refuses('trained with seeds', '--seeds=0,1')
     refuses('max_steps', '--max_steps=99')
     refuses('trained with train_len=3, not', config=whole['config'] | dict(train_len=3))
@@ -1684,8 +1660,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     good = path.read_bytes()
     for bad in (good[:-99], good[:2000] + b'?' + good[2001:], b'hello'):
         path.write_bytes(bad)
-        with pytest.raises(train.UserError, match='damaged, or not a checkpoint'):
-            train.main(command)
+        refused('damaged, or not a checkpoint', train.main, command)
 
 
 def test_a_step_is_adamw_on_the_clipped_gradient():
@@ -1834,8 +1809,7 @@ def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
     """A point that diverges does not stop the sweep, and is not trained again."""
     results = tmp_path / 'r.jsonl'
     argv = flags(pe='nope,rope', lr='1e-3,1e30', out_dir=tmp_path / 'sweep', results=results)
-    with pytest.raises(train.UserError, match=r'2 diverged: nope 1e\+30.*; rope 1e\+30'):
-        train.main(argv)
+    refused(r'2 diverged: nope 1e\+30.*; rope 1e\+30', train.main, argv)
     names = [f'pe={name},lr={lr}' for name in ('nope', 'rope') for lr in ('0.001', '1e+30')]
     assert sorted(path.name for path in (tmp_path / 'sweep').iterdir()) == names
     assert re.findall(r'^(nope|rope) 0.001 .*│', capsys.readouterr().out, re.M) == ['nope', 'rope']
@@ -1844,8 +1818,7 @@ def test_sweep_makes_one_table_and_continues(tmp_path, capsys):
     assert list(json.loads(good)['scores']) == ['0'] and 'failed' not in json.loads(good)
     for path in (tmp_path / 'sweep' / names[2]).iterdir():           # as if killed in the third run
         path.unlink()
-    with pytest.raises(train.UserError, match='2 diverged'):
-        train.main(argv)
+    refused('2 diverged', train.main, argv)
     assert capsys.readouterr().out.count('finished earlier') == 3
     assert results.read_text().splitlines() == lines       # the same run is recorded once
     diverged = tmp_path / 'sweep' / names[1]
@@ -1865,10 +1838,8 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     assert 'parity with yarn' in out and 'was trained with pe=rope' in out
     assert list(read_json(tmp_path / 'eval.json')['0']) == list('29')
     assert kept == {path: path.read_bytes() for path in kept}
-    with pytest.raises(train.UserError, match='task=parity; copy is another task'):
-        train.main([*again, '--task=copy'])
-    with pytest.raises(train.UserError, match='has other parameters'):
-        train.main([*again, '--pe=fire'])
+    refused('task=parity; copy is another task', train.main, [*again, '--task=copy'])
+    refused('has other parameters', train.main, [*again, '--pe=fire'])
 
 
 def test_evaluate_counts():
@@ -1913,8 +1884,7 @@ def test_batches_mix_lengths_within_the_schedule_and_repeat_fixed_data():
 def test_a_token_outside_the_vocabulary_names_its_task(monkeypatch):
     monkeypatch.setattr(tasks.Parity, 'states', lambda self, x: x + 2)
     batches = train.Batches(small(), 0, tasks.make('parity'), CPU)
-    with pytest.raises(train.UserError, match='Parity returned token 7, .* has 6 tokens'):
-        batches.next(0)
+    refused('Parity returned token 7, .* has 6 tokens', batches.next, 0)
 
 
 @pytest.mark.parametrize('n_train', [0, 1500])
@@ -1926,8 +1896,7 @@ def test_held_out_problems_are_never_trained_on(n_train):
                          for row in tokens.tolist()} for split in ('eval', 'test'))
     assert len(trained) > 1000
     assert not (trained & validation or trained & test or validation & test)
-    with pytest.raises(train.UserError, match='seeds'):          # seeds are below 2 ** 28
-        small(seeds=2 ** 40)
+    refused('seeds', small, seeds=2 ** 40)          # seeds are below 2 ** 28
 
 
 @pytest.mark.parametrize('decay, rates', [
@@ -1962,11 +1931,8 @@ BAD = [
 @pytest.mark.parametrize('argv, says', BAD)
 def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {word.split('=')[0] for word in argv.split()}
-    others = [word for word in flags() if word.split('=')[0] not in given]
-    with pytest.raises(train.UserError, match=re.escape(says)) as error:
-        train.main(others + argv.split())
-    assert '\n' not in str(error.value) and not list(tmp_path.rglob('ckpt.pt'))
+    refused(re.escape(says), train.main, flags() + argv.split())
+    assert not list(tmp_path.rglob('ckpt.pt'))
 
 
 @pytest.mark.parametrize('text, says', [
@@ -1974,8 +1940,7 @@ def test_bad_input_is_one_clear_line(argv, says, tmp_path, monkeypatch):
     ('lr = = 2', 'line 1: SyntaxError'), ('lr = 1\nseeds = [x]', 'line 2: NameError')])
 def test_bad_config_files(text, says, tmp_path):
     (tmp_path / 'bad.py').write_text(text)
-    with pytest.raises(train.UserError, match=f'bad.py.*{says}'):
-        train.main([str(tmp_path / 'bad.py')])
+    refused(f'bad.py.*{says}', train.main, [str(tmp_path / 'bad.py')])
 
 
 def test_exit_code_2_without_a_traceback():
@@ -1993,8 +1958,8 @@ def test_files_and_flags_chain(tmp_path):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    cfg = read_config(str(a), str(b), '--pe=learned', '—max_steps=1e3', '--eval_lengths=1-3,7',
-                      '--n_head=2')
+    cfg = train.make_config(train.read_options([
+        str(a), str(b), '--pe=learned', '—max_steps=1e3', '--eval_lengths=1-3,7', '--n_head=2']))
     assert (cfg.task, cfg.lr, cfg.max_steps, cfg.n_head) == ('copy', 0.25, 1000, 2)
     assert cfg.eval_lengths == [1, 2, 3, 7] and cfg.out_dir == 'out/copy_learned'
     assert torch.rand(1) == expected                       # torch's random state is unchanged
@@ -2012,8 +1977,7 @@ def test_files_and_flags_chain(tmp_path):
     ('compile', '2', None), ('data', 3, None), ('seeds', '1-', None), ('n_layer', -1, None)])
 def test_a_value_takes_the_type_of_its_field_or_is_refused(key, given, value):
     if value is None and given != 'None':
-        with pytest.raises(train.UserError, match=f'{key} must be'):
-            train.convert(train.Config, key, given, 'a test')
+        refused(f'{key} must be', train.convert, train.Config, key, given, 'a test')
     else:
         found = train.convert(train.Config, key, given, 'a test')
         assert found == value and type(found) is type(value)
@@ -2136,8 +2100,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
             ('axes by_hand:mode', 'by_hand:mode: .* copy, parity, polynomial'),
             ('axes --hf=RUN', 'requires a text'), ('axes --hf=RUN --seed=3', 'without --seed'),
             ('axes --hf=none --text=RUN', 'no such file or folder: none')):
-        with pytest.raises(train.UserError, match=says):
-            probe.main(line.replace('RUN', str(run)).split())
+        refused(says, probe.main, line.replace('RUN', str(run)).split())
     capsys.readouterr()
     probe.main([])
     listed = re.findall(r'(?m)^  (\w+) *\*? +[A-Z].*[?.]$', capsys.readouterr().out)
@@ -2158,8 +2121,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     ('stretch', {}, dict(layer=3), 'must be 1 to 2'),
     *[('disentangle', dict(pe=x), {}, f'pe=rope, not {x}') for x in ('ape', 'fire', 'vipe')]])
 def test_a_probe_says_what_it_requires(name, kw, given, says):
-    with pytest.raises(train.UserError, match=says):
-        probe.PROBES[name](*nano(**kw), **given)
+    refused(says, probe.PROBES[name], *nano(**kw), **given)
 
 
 def test_problems_are_those_of_the_scores_and_constants_have_no_correlation():
@@ -2596,8 +2558,7 @@ def test_a_llama_as_one_of_ours(tmp_path):
     assert tokens.tolist() == [[1, 0, 1, 0, 0], [1, 1, 0, 1, 0]]
     assert targets.tolist() == [[0, 1, -100, -100, -100], [1, 0, 1, 0, -100]]  # 0 is a token
     probe.load_llama(str(path), str(text), 8)
-    with pytest.raises(train.UserError, match='at 9 tokens, .* changes the logits by'):
-        probe.load_llama(str(path), str(text), 9)
+    refused('at 9 tokens, .* changes the logits by', probe.load_llama, str(path), str(text), 9)
 
 
 # ---- results/tables.py: records, tables, the board in results/README.md, commands ----------------
@@ -2649,9 +2610,8 @@ def test_a_listing_shows_planted_numbers_and_failed_seeds(tmp_path):
     assert '| 97.5, 87.5 | 95.0, 75.0 |' in [*tables.listing(runs, length=2)][1]
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """A board of one column in a temporary folder, which is returned."""
+def test_the_board_trains_what_is_missing(tmp_path, monkeypatch, capsys):
+    """On a board of one column in a temporary folder."""
     os.symlink(tables.ROOT / 'train.py', tmp_path / 'train.py')
     (tmp_path / 'results').mkdir()
     (tmp_path / 'results/board.jsonl').touch()
@@ -2659,22 +2619,17 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, 'RATES', '1e-3,2e-3')
     monkeypatch.setattr(tables, 'SHAPE', '--d_model=8 --n_layer=1 --batch_size=8 --n_eval=8')
     monkeypatch.setattr(tables, 'COLUMNS', {'tiny': '1 1-2 1-4 --task=parity'})
-    return tmp_path
-
-
-def test_the_board_trains_what_is_missing(tiny, monkeypatch, capsys):
     command = ['board', '--minutes=1', '--task=tiny', '--pe=nope']
     tables.main(command)
     first = capsys.readouterr().out
     assert first.splitlines()[2] == '| encoding | tiny (1-2) |' and '\n| nope | ' in first
-    lines = [json.loads(x) for x in (tiny / 'out/board.jsonl').read_text().splitlines()]
+    lines = [json.loads(x) for x in (tmp_path / 'out/board.jsonl').read_text().splitlines()]
     assert all(x['config']['seeds'] == '0-4' and x['lengths'] == '1-4' for x in lines)
     assert [x['config']['max_steps'] for x in lines] == [10, 30, 90]       # until it is fitted
     monkeypatch.setattr(tables, 'run_train', None)         # nothing is left to train
     tables.main(command)
     assert capsys.readouterr().out == first
-    with pytest.raises(train.UserError, match="unknown task of the board 'tyni'"):
-        tables.main(['board', '--task=tyni'])
+    refused("unknown task of the board 'tyni'", tables.main, ['board', '--task=tyni'])
 
 
 def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch, tmp_path):
@@ -2744,10 +2699,11 @@ def test_every_program_has_help_and_lists_what_it_has():
 
 def test_readme_code_runs(tmp_path, capsys):
     """The block with PoPE in another model, and the one that loads a trained model."""
-    names = {}
-    exec(readme_code('enc.attend'), names)
+    text, names = (tables.ROOT / 'README.md').read_text('utf-8'), {}
+    in_a_model, on_a_run = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+    exec(in_a_model, names)
     assert names['y'].shape == (8, 4, 100, 16) and names['y'].isfinite().all()
     run = python('train.py', *flags(n_layer=2, out_dir=tmp_path, pe='rope'))
     assert run.returncode == 0, run.stderr
-    exec(readme_code('train.load').replace('out/parity_rope', str(tmp_path)), {'torch': torch})
+    exec(on_a_run.replace('out/parity_rope', str(tmp_path)), {'torch': torch})
     assert capsys.readouterr().out.startswith('BoS ')
