@@ -74,6 +74,7 @@ class SharedConfig:
         # numbers with a positive default, such as widths, must be positive
         check_positive(self, *(f.name for f in fields(PEConfig)
                                if type(f.default) in (int, float) and f.default > 0))
+        need(self.rope_base > 1, f'rope_base must be above 1, got {self.rope_base}')
         need(self.d_model % self.n_head == 0,
              f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         need(self.attention == 'mha' or self.n_head % 2 == 0,
@@ -917,9 +918,10 @@ class PRISM(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         need(cfg.prism_d_pe % 2 == 0, f'prism_d_pe must be even, got {cfg.prism_d_pe}')
+        need(1 in cfg.prism_layers and all(n in range(1, cfg.n_layer + 1)
+                                           for n in cfg.prism_layers), 'prism_layers must contain '
+             f'1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
-        need(starts and min(starts) == 0 and max(starts) < cfg.n_layer, 'prism_layers must '
-             f'contain 1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}    # PRISM 6.4
         self.capturable = cfg.prism_recurrent != 'orthogonal'   # that parametrization is not
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # 0 at a PRISM layer

@@ -708,10 +708,11 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
         with hooked(*hooks):
             found = train.evaluate(model, task, [(length, (tokens, targets))])[length][metric]
         return -found if task.corpus else 100 * found
-    if not score():
-        metric = 'token'  # no problem is exact
-    unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens correct (%)')[metric]
     base = score()
+    if not base:
+        metric = 'token'  # no problem is exact
+        base = score()
+    unit = dict(loss='loss (nats)', exact='exact match (%)', token='tokens correct (%)')[metric]
     summary = dict(length=length, n=len(tokens), unit=unit, base=number(abs(base)))
     if what == 'heads':
         rows, found, lines = without_heads(model, cfg, base, score)
@@ -1778,4 +1779,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    train.run_program(main, encodings.InputMissing)
+    train.run_program(main)

@@ -1597,6 +1597,7 @@ def test_stopped_at_any_step_and_continued_is_bitwise_the_same(kw, tmp_path):
         folder = tmp_path / str(stop_at)
         with sigterm_in_step(stop_at):
             assert train.main(flags(out_dir=folder, **kw)) == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL          # as before the run
         assert train.read_checkpoint(folder)['step'] == stop_at
         log = folder / 'log.jsonl'     # as if killed before its first log, or while it saves again
         log.write_text(log.read_text() + 'half a li' if stop_at > 4 else 'older')
@@ -1916,6 +1917,8 @@ BAD = [
     ('--task=pairty', "'parity'"), ('--pe=rop', "'rope'"), ('--n_head=5', 'divisible'),
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),
     ('--task=scan --train_lengths=23', 'no problems of these train_lengths'),
+    ('--seeds=[[1]]', 'seeds must be integers'), ('--pe=yarn --rope_base=1', 'must be above 1'),
+    ('--pe=prism --prism_layers=["a"]', 'prism_layers must contain 1'),
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
     ('--max_steps', 'as in --max_steps=4000; got no value'),
     ('--accumulate=9', 'at most batch_size'), ('--n_train=1', 'too few problems'),

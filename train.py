@@ -52,6 +52,7 @@ from pe import UserError, check_name, need
 
 # torchrun starts WORLD processes: each takes its rows of every batch, and RANK 0 writes and prints
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
+THREADS = torch.get_num_threads()                          # PyTorch's choice for this machine
 
 # ---- options -------------------------------------------------------------------------------------
 
@@ -138,10 +139,11 @@ class Config(ModelConfig, Running):
         """Sort the lengths and keep those that the task has. Raise UserError if none is left, or if
         length_schedule or batch_size does not fit."""
         for key in 'seeds', 'train_lengths', 'eval_lengths':
-            values = list(dict.fromkeys(getattr(self, key)))       # without repeats
+            values = getattr(self, key)
             need(0 < len(values) < 10 ** 6
                  and all(type(x) is int and 0 <= x < 2 ** 28 for x in values),
                  f'{key} must be integers in [0, 2^28), as in 1-16 or 1,2,4; got {values[:99]}')
+            values = list(dict.fromkeys(values))           # without repeats
             if key != 'seeds':
                 part = 'train' if key == 'train_lengths' else None
                 values = self.the_task.existing(sorted(values), part)
@@ -191,7 +193,7 @@ def as_typed(value):
     """A value as it is written on the command line; a list of integers as 1-16,20,24."""
     if not isinstance(value, (list, tuple, range)):
         return str(value)
-    if any(type(x) is not int for x in value):
+    if not value or any(type(x) is not int for x in value):
         return str(list(value))
     spans = []                                             # [first, last] of consecutive numbers
     for x in value:
@@ -578,8 +580,8 @@ def pick_device(cfg):
         torch.cuda.set_device(device)                      # for calls that name no device
     need(device.type == 'cuda' or not cfg.graph, '--graph requires a CUDA device; leave it out')
     work = cfg.batch_size * cfg.train_len * cfg.d_model    # B T C, the size of an activation
-    if work <= 2 ** 18 and 'OMP_NUM_THREADS' not in os.environ:
-        torch.set_num_threads(1)
+    if 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(1 if work <= 2 ** 18 else THREADS)
     return device
 
 
@@ -885,17 +887,21 @@ def show(cfg, by_seed):
 
 # ---- the training loop ---------------------------------------------------------------------------
 
-def catch_signals():
-    """Return a list to which Ctrl-C or SIGTERM appends its signal number. The loop then saves and
-    stops. The same signal again ends the process at once."""
+@contextlib.contextmanager
+def caught_signals():
+    """A list to which Ctrl-C or SIGTERM appends its signal number. The loop then saves and stops.
+    The same signal again ends the process at once."""
     caught = []
 
     def catch(number, frame):
         caught.append(number)                              # nothing else: a step may be running
         signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, catch)
-    return caught
+    before = {x: signal.signal(x, catch) for x in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():             # for a notebook, which continues
+            signal.signal(number, handler)
 
 
 def train(cfg, device, checkpoint, stop):
@@ -998,9 +1004,9 @@ def run(cfg, stop):
     """Train one configuration, or resume it from its checkpoint. Return ({seed: {length: scores}}
     or, if a signal stopped it, None; one line per diverged seed)."""
     device = pick_device(cfg)
+    need(WORLD == 1 or len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate,
+         f'torchrun trains one seed, with batch_size at least 2 x accumulate x {WORLD} processes')
     if WORLD > 1 and not dist.is_initialized():
-        need(len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate, 'torchrun '
-             f'trains one seed, with batch_size at least 2 x accumulate x {WORLD} processes')
         dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
     need(not os.path.isfile(cfg.out_dir), f'{cfg.out_dir} is a file; use another --out_dir')
     os.makedirs(cfg.out_dir, exist_ok=True)
@@ -1031,10 +1037,9 @@ def run(cfg, stop):
     return by_seed, failures(checkpoint)
 
 
-def train_points(points, varied):
+def train_points(points, varied, stop):
     """Train each (label, config) of a run, or of a sweep over the options `varied`, and print a
     table. Return the exit status. Raise UserError if a seed diverged."""
-    stop = catch_signals()
     scores, failed = {}, []                                # {label: {seed: {length: scores}}}
     for label, cfg in points:
         if varied:
@@ -1134,9 +1139,10 @@ def main(argv):
                for key, usual in defaults(Config).items()
                if key in ('task', 'pe') or values[key] != usual}
     print(shlex.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
-    if not cfg.eval_only:
-        return train_points(points, varied)
-    show(cfg, evaluate_run(cfg))
+    if cfg.eval_only:
+        return show(cfg, evaluate_run(cfg))
+    with caught_signals() as stop:
+        return train_points(points, varied, stop)
 
 
 def run_program(main, *errors):
