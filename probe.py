@@ -402,7 +402,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         row |= {head: number(weights[head]) for head in listed}
         row['as trained'] = number(nearer[row['length']][heads.index(best)].double().mean())
     summary = dict(n=len(tokens), head=best)
-    title = f'{titled(cfg)}: attention to the correct key. Do answers fail where it falls?'
+    title = f'{titled(cfg)}: attention to the correct key, and accuracy.'
     shown = {f'head {best}: weight on x_t (grey: other heads); accuracy': [
         best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
     if distances:
@@ -417,7 +417,7 @@ def squeeze(model, task, cfg, length=0, n=256):
     --length: longest; 0: max(eval_lengths). Columns: fractions of correct problems (exact) and
     tokens. squeezed: if T tokens exceed the longest training sequence, T_0, token t is at position
     t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023): distances are below T_0.
-    hidden: keys T_0 or more tokens back are masked. Control: squeezing has no effect on NoPE.
+    masked: without keys T_0 or more tokens back. Control: squeezing has no effect on NoPE.
     """
     longest, rows = length or max(cfg.eval_lengths), []
     lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
@@ -426,12 +426,12 @@ def squeeze(model, task, cfg, length=0, n=256):
         tokens, targets = fewer(cfg, *pair, limit=2 ** 23)  # (n, T)
         t = torch.arange(tokens.shape[1])
         far = t[:, None] - t >= cfg.train_len  # (T, T): distances that are not in training
-        found = dict.fromkeys(('', ', squeezed', ', hidden'), model(tokens)[0])
-        if len(t) > cfg.train_len:  # else nothing is squeezed or hidden
+        found = dict.fromkeys(('', ', squeezed', ', masked'), model(tokens)[0])
+        if len(t) > cfg.train_len:  # else nothing is squeezed or masked
             squeezed = t * ((cfg.train_len - 1) / t[-1].item())  # the last token is at T_0 - 1
             found[', squeezed'] = model(tokens, pos=squeezed)[0]
             with recording(model, lambda i, x, far=far: x.logits.masked_fill(far, -torch.inf)):
-                found[', hidden'] = model(tokens)[0]
+                found[', masked'] = model(tokens)[0]
         row, asked = dict(length=L), targets != -100
         for name, logits in found.items():  # (n, T, V)
             right = logits.argmax(dim=-1) == targets  # (n, T)
@@ -439,7 +439,7 @@ def squeeze(model, task, cfg, length=0, n=256):
             row['tokens' + name] = number(right.sum() / asked.sum())
         rows.append(row)
     title = (f'{titled(cfg)}: accuracy with positions squeezed into the trained range, and with '
-             'far keys hidden. If squeezing helps, the model fails at unseen distances.')
+             'far keys masked. If squeezing helps, the model fails at unseen distances.')
     shown = {key: [key + name for name in found] for key in ('exact', 'tokens')}
     return rows, dict(n=len(tokens)), by_length(cfg, title, rows, shown)
 

@@ -2192,7 +2192,7 @@ def test_linear():
 
 def test_squeeze():
     """In problems of over 13 tokens, the longest in training, squeezed positions are fractions up
-    to 12, and hidden keys are 13 or more tokens back."""
+    to 12, and masked keys are 13 or more tokens back."""
     model, task, cfg = nano('parity', pe='rope', longest=5, n_layer=1)
     tokens, targets = probe.problems(task, [9], 20)[9]  # 21 tokens
     windows = [model(tokens[:, max(0, t - 12):t + 1])[0][:, -1] for t in range(21)]
@@ -2200,7 +2200,7 @@ def test_squeeze():
              torch.stack(windows, dim=1)]
     right = [(x.argmax(dim=-1) == targets).sum() / (targets != -100).sum() for x in found]
     row = probe.squeeze(model, task, cfg, n=20)[0][8]
-    close([row['tokens' + name] for name in ('', ', squeezed', ', hidden')], right, 6e-5)
+    close([row['tokens' + name] for name in ('', ', squeezed', ', masked')], right, 6e-5)
     assert len({*right}) == 3
 
 
