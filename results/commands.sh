@@ -105,8 +105,10 @@ prism)    # PRISM's tasks and parts
     run prism_stack_20 configs/stack_prism.py --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
     run prism_stack_20 configs/stack_prism.py --pe=nope,rope,shifted_ape --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
     run prism_stack_20 configs/stack_prism.py --prism_absolute=True --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=0-2
+    run prism_stack_20 configs/stack_prism.py --prism_absolute=True --train_lengths=2-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=2-20,25,30,40,60,80,100 --seeds=8-11
     run prism_stack_40 configs/stack_prism.py --train_lengths=2-40 '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)]' --eval_lengths=2-40,50,60,80,100 --seeds=0-2
     run prism_stack_40 configs/stack_prism.py --pe=nope,rope,shifted_ape --train_lengths=2-40 '--length_schedule=[(0,5),(400,10),(1000,20),(1800,40)]' --eval_lengths=2-40,50,60,80,100 --seeds=0-2
+    run prism_four configs/multiplication_cot_prism.py --seeds=0-2
     run prism_four configs/odds_first_prism.py --seeds=0-2
     run prism_four configs/odds_first_prism.py --pe=nope,rope,shifted_ape --seeds=0-2
     run prism_four configs/odds_first_prism.py --prism_cursors=2 --seeds=0-2
