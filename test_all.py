@@ -1364,6 +1364,7 @@ def test_auto_takes_the_reference_where_shared_memory_is_small(monkeypatch):
     for device in sizes:
         q = types.SimpleNamespace(is_cuda=True, shape=(1, 1, 512, 64), dtype=BF16, device=device)
         with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
             takes = [auto.takes_kernel(q, q, torch.arange(512)) for _ in range(2)]
         assert takes == 2 * [device == 'large'] and len(said) == (device == 'small')
 

@@ -15,7 +15,7 @@ case $topic in
 first)    # RoPE and other encodings on parity, polynomials of one variable; seeds together and alone
     run parity configs/parity_rope.py --n_head=1 --max_steps=4000 --pe=nope,ape,rope,alibi,t5,yarn,fire,vipe,pope,vrope,learned,random,shifted_ape --n_test=1024 --seeds=0-2
     run parity_rope configs/parity_rope.py --seeds=0-7
-    run parity_rope configs/parity_rope.py --n_head=1 --max_steps=3500 --seeds=0-7
+    for seed in {0..7}; do run parity_one_head configs/parity_rope.py --n_head=1 --max_steps=3500 --seeds=$seed; done
     run polynomial configs/polynomial_vipe.py --pe=vipe,rope,nope
     run seeds configs/parity_rope.py --n_head=1 --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --n_test=1024 --seeds=0-15
     for seed in {0..15}; do run seeds configs/parity_rope.py --n_head=1 --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --n_test=1024 --seeds=$seed; done
@@ -341,7 +341,7 @@ probes)    # after `first`, `toeplitz`, `vipe`, `text` and `prism`; the last fou
         python train.py --task=distance:span=64 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=100 --train_lengths=64 --eval_lengths=64 --max_steps=100 --batch_size=32 --n_test=64 --n_eval=8 --embedding_std=$std --seeds=0-2 --out_dir=out/a1_std_$std
         for seed in 0 1 2; do python probe.py gradients out/a1_std_$std --seed=$seed --steps=48 --n=64; done
     done
-    for run in out/parity_rope/*/; do for seed in {0..7}; do python probe.py alignment "$run" --seed=$seed --n=256; python probe.py squeeze "$run" --seed=$seed; done; done
+    for run in out/parity_rope/*/; do for seed in {0..7}; do for probe in 'alignment --n=256' squeeze; do python probe.py $probe "$run" --seed=$seed --out_dir=out/why_$seed; done; done; done
     for run in out/stdlib/*/*/; do python probe.py tuning "$run"; done
     for run in out/toeplitz/*/*/ out/toeplitz_64/*/*/; do python probe.py ablate "$run"; done
     for run in out/toeplitz/*/task=distance*/; do python probe.py toeplitz "$run"; done

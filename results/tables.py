@@ -282,7 +282,7 @@ def board_table(runs):
     yield ('Each cell: max length / longest training length (median of five seeds, least to most); '
            'tokens correct at 1.5 times the training length. *Italic* '
            f'({unfitted} of {len(runs)} cells): two seeds or more have not fitted the training '
-           'lengths (in brackets). stdlib: perplexity at 1, 2 and 4 times the training context.'
+           'lengths (top row). stdlib: perplexity at 1, 2 and 4 times the training context.'
            + f' †: trained on {others}, others on {usual}.' * bool(others) + '\n')
     heads = (f'{column} ({COLUMNS[column].split()[1]})' for column in columns)
     yield '| ' + ' | '.join(['encoding', *heads]) + ' |'
