@@ -74,7 +74,6 @@ class SharedConfig:
         # numbers with a positive default, such as widths, must be positive
         check_positive(self, *(f.name for f in fields(PEConfig)
                                if type(f.default) in (int, float) and f.default > 0))
-        need(self.rope_base > 1, f'rope_base must be above 1, got {self.rope_base}')
         need(self.d_model % self.n_head == 0,
              f'd_model={self.d_model} is not divisible by n_head={self.n_head}')
         need(self.attention == 'mha' or self.n_head % 2 == 0,
@@ -463,6 +462,10 @@ class YaRN(RoPE):
 
     s = max(1, T / train_len), T the final length (pass `total_len`). As in the authors' code, w_c
     is linear in c: 0 at the pair of 32 rotations over train_len, 1 at the pair of one rotation."""
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        need(cfg.rope_base > 1, f'rope_base must be above 1 for yarn, got {cfg.rope_base}')
+
     def state(self, x, pos, total_len=None):
         return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
 
@@ -918,9 +921,9 @@ class PRISM(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         need(cfg.prism_d_pe % 2 == 0, f'prism_d_pe must be even, got {cfg.prism_d_pe}')
-        need(1 in cfg.prism_layers and all(n in range(1, cfg.n_layer + 1)
-                                           for n in cfg.prism_layers), 'prism_layers must contain '
-             f'1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
+        valid = range(1, cfg.n_layer + 1)
+        need(1 in cfg.prism_layers and all(n in valid for n in cfg.prism_layers), 'prism_layers '
+             f'must contain 1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}    # PRISM 6.4
         self.capturable = cfg.prism_recurrent != 'orthogonal'   # that parametrization is not

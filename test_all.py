@@ -1918,7 +1918,7 @@ BAD = [
     ('--task=pairty', "'parity'"), ('--pe=rop', "'rope'"), ('--n_head=5', 'divisible'),
     ('--task=distance --train_lengths=8,9 --causal=False', 'one training length'),
     ('--task=scan --train_lengths=23', 'no problems of these train_lengths'),
-    ('--seeds=[[1]]', 'seeds must be integers'), ('--pe=yarn --rope_base=1', 'must be above 1'),
+    ('--seeds=[[1]]', 'seeds must be integers'), ('--pe=yarn --rope_base=1', 'above 1 for yarn'),
     ('--pe=prism --prism_layers=["a"]', 'prism_layers must contain 1'),
     ('--max_steps=0', 'max_steps must be positive'), ('--beta1=1.5', 'below 1'),
     ('--max_steps', 'as in --max_steps=4000; got no value'),

@@ -1,5 +1,5 @@
-# RoPE computes the parity of 1 to 16 bits exactly and fails at 17. A minute on one CPU core. The
-# first 500 steps train on at most 8 bits, which allows a small batch.
+# RoPE computes the parity of 1 to 16 bits exactly and fails at 17. About a minute on one CPU core.
+# The first 500 steps train on at most 8 bits, which allows a small batch.
 task = 'parity'
 pe = 'rope'
 length_schedule = [(0, 8), (500, 16)]
