@@ -235,14 +235,14 @@ def curves(title, lines, xlabel, ylabel, **settings):
 
 def show_curves(ax, each, mark=None, ls='-', **settings):
     """Draw {label: y or (x, y)} and a red line at `mark`. Curves whose label begins with _ are thin
-    and grey, and not in the legend. settings: arguments of ax.set(), such as title and ylim."""
+    and gray, and not in the legend. settings: arguments of ax.set(), such as title and ylim."""
     ax.set_prop_cycle(color=COLOURS)
     for i, (label, y) in enumerate(each.items()):
         x, y = y if isinstance(y, tuple) else (range(len(y)), y)
         # larger markers below, so that equal curves remain visible
         look = dict(ls=ls, marker='.' if len(y) < 60 else '', ms=max(5, 11 - 3 * i))
         if label.startswith('_'):
-            look = dict(color='0.7', lw=0.7, zorder=1)  # grey, behind the others
+            look = dict(color='0.7', lw=0.7, zorder=1)  # gray, behind the others
         ax.plot(x, y, label=label, **look)
     if mark is not None:
         ax.axvline(mark, **RED)
@@ -289,7 +289,7 @@ def correct_keys(cfg, length):
 def by_length(cfg, title, rows, shown):
     """Return draw(plt) of columns of the rows by input length, from {panel title: [columns]}."""
     x, trained = [row['length'] for row in rows], max(cfg.train_lengths)
-    lines = {name: {key: (x, [row.get(key.lstrip('_'), np.nan) for row in rows])  # _: in grey
+    lines = {name: {key: (x, [row.get(key.lstrip('_'), np.nan) for row in rows])  # _: in gray
                     for key in columns} for name, columns in shown.items()}
     return curves(title, lines, f'input length (red line: training length {trained})', 'fraction',
                   mark=trained, ylim=(-0.03, 1.03))
@@ -403,7 +403,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         row['as trained'] = number(nearer[row['length']][heads.index(best)].double().mean())
     summary = dict(n=len(tokens), head=best)
     title = f'{titled(cfg)}: attention to the correct key, and accuracy.'
-    shown = {f'head {best}: weight on x_t (grey: other heads); accuracy': [
+    shown = {f'head {best}: weight on x_t (gray: other heads); accuracy': [
         best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
     if distances:
         shown['states predicted d tokens after EoI (Figure 4)'] = [f'd={d}' for d in distances]
@@ -533,9 +533,9 @@ def linear(model, task, cfg, n=32):
         if layer == min(at[target], cfg.n_layer):  # the layer that the paper reports
             summary[f'{target} from layer {layer}, r2 {part}'] = scores['r2']
         rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()  # for each y
-        label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in grey
+        label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in gray
         lines.setdefault(f'{target} (tokens)', {})[label] = rmse
-    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Fig. 5); grey: seen lengths'
+    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Fig. 5); gray: seen lengths'
     return rows, summary, curves(title, lines, 'position, or distance to EoI',
                                  'root mean squared error (tokens)')
 
@@ -678,9 +678,9 @@ def tuning(model, task, cfg, length=0, contents=24):
     summary['distances'] = length
     strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()  # heads to draw
     lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
-        f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: drawn in grey
+        f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: drawn in gray
         for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
-    title = f'{titled(cfg)}: logits by distance. Grey: single pairs; blue: the mean of all pairs.'
+    title = f'{titled(cfg)}: logits by distance. Gray: single pairs; blue: the mean of all pairs.'
     return head_rows(columns), summary, curves(
         title, lines, f'distance (red line: training length {cfg.train_len})', 'logit',
         mark=cfg.train_len, xlim=(0, length))
@@ -1329,7 +1329,7 @@ def tuples(model, task, cfg, length=0, n=4):
     lines = {'': {'slow dominating pairs': ((np.pi - arg.abs())[slow], turn[slow]),
                   '_equal': ([0, np.pi], [0, np.pi])}}
     title = (f'{titled(cfg)}: slow dominating pairs (position generalization, Figure 4). Points '
-             'below the diagonal (grey) rotate by less than their gap: Observation 1.')
+             'below the diagonal (gray) rotate by less than their gap: Observation 1.')
     return rows, summary, curves(title, lines, 'gap between the initial angle and pi (radians)',
                                  'rotation over the training length (radians)', ls='')
 

@@ -901,7 +901,7 @@ def caught_signals():
         yield caught
     finally:
         for number, handler in before.items():             # for a notebook, which continues
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)       # None: set by C code
 
 
 def train(cfg, device, checkpoint, stop):

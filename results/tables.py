@@ -162,8 +162,8 @@ COLUMNS = {   # RoPE's steps per minute, training lengths, evaluated lengths, fl
     'flip_flop': f'2400 2-16 2-16,{TO_64} --task=flip_flop',
     'mqar': f'3000 4-16 4-16,{TO_64} --task=mqar:keys=2:words=8',
     'stdlib': '1600 64 64,80,96,128,192,256 --task=stdlib --batch_size=16 --n_test=64',
-    'addition_cot': '2000 1-5 1-8,10,12,16,20 --task=addition_cot',
-    'indirect_indexing': '6000 3-6 3-9,10,12 --task=indirect_indexing:letters=12:shift=2'}
+    'string_copy': f'3000 1-8 1-8,{TO_32} --task=string_copy',
+    'bucket_sort': f'3000 1-8 1-8,{TO_32} --task=bucket_sort'}
 ROWS = {name: f'--pe={name}' for name in train.encodings.ENCODINGS}
 ROWS['shifted_ape'] += ' --max_shift=256'                  # the longest evaluated length
 
@@ -390,7 +390,7 @@ def refreshed(text):
 
 def main(argv):
     """List the sets of records, print one, train and print the board, or refresh the page."""
-    if '--help' in argv:
+    if {'-h', '--help'} & set(argv):
         return train.print_help(__doc__, Options)
     flags, words = train.parse(Options, argv)
     options, sets, what = Options(**flags), read_runs(), ' '.join(words)
