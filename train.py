@@ -514,7 +514,7 @@ class Trainer:
 
     def restore(self, state):
         """Resume from the state of a run with the same configuration."""
-        load_weights(self.model, state['model'], self.cfg.out_dir)
+        self.model.load_state_dict(state['model'])
         self.batches.restore(state['batches'])
         self.losses = state['losses']
         # the optimizer numbers its parameters in the order of its groups
@@ -743,15 +743,6 @@ def check_same(cfg, checkpoint, names):
         saved, now = checkpoint['config'].get(key), getattr(cfg, key)
         need(saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
              'use the same value, another --out_dir, or --overwrite')
-
-
-def load_weights(model, weights, folder):
-    """model.load_state_dict(weights). Raise UserError if names or shapes of parameters differ."""
-    try:
-        model.load_state_dict(weights)
-    except (RuntimeError, TypeError):
-        raise UserError(f'the run in {folder} has other parameters than this configuration: an '
-                        'option, pe.py or model.py has changed') from None
 
 
 def failures(checkpoint):
@@ -1087,7 +1078,11 @@ def load(run_dir, seed=None, cfg=None):
     need(seed in models, f'no model of seed {seed} in {run_dir}; found: '
          + '; '.join([*map(str, models), *failures(checkpoint)]))
     model = Transformer(cfg).to(cfg.weights_dtype)
-    load_weights(model, models[seed], run_dir)
+    try:
+        model.load_state_dict(models[seed])
+    except (RuntimeError, TypeError):                      # other names or shapes
+        raise UserError(f'the run in {run_dir} has other parameters than this configuration: an '
+                        'option, pe.py or model.py has changed') from None
     cfg.seeds = [seed]
     return model.eval(), cfg
 
