@@ -2630,6 +2630,7 @@ def test_the_board_trains_what_is_missing(tmp_path, monkeypatch, capsys):
     lines = [json.loads(x) for x in (tmp_path / 'out/board.jsonl').read_text().splitlines()]
     assert all(x['config']['seeds'] == '0-4' and x['lengths'] == '1-4' for x in lines)
     assert [x['config']['max_steps'] for x in lines] == [10, 30, 90]       # until it is fitted
+    assert len({x['config'].get('lr') for x in lines}) == 1
     monkeypatch.setattr(tables, 'run_train', None)         # nothing is left to train
     tables.main(command)
     assert capsys.readouterr().out == first
@@ -2643,9 +2644,8 @@ def test_a_cell_trains_at_the_rate_that_was_best(monkeypatch, tmp_path):
         assert tables.validation(tmp_path) == merit
     monkeypatch.setattr(tables, 'run_train', lambda folder, *flags: trained.append(flags))
     monkeypatch.setattr(tables, 'validation', lambda folder: (0, folder.endswith('lr=0.002'), 0.5))
-    assert tables.best_rate(0.5, 'nope', 'stdlib') == '2e-3' and '--max_steps=800' in trained[0]
-    tables.run_cell(0.5, 'nope', 'stdlib', 3, 2e-3, 'x.jsonl')
-    assert {'--lr=0.002', '--max_steps=2400'} <= {*trained[1]}
+    tables.board(tables.Options(pe='nope', task='stdlib', records='out/none.jsonl'))
+    assert '--max_steps=800' in trained[0] and {'--lr=2e-3', '--max_steps=800'} <= {*trained[1]}
 
 
 def test_the_page_shows_the_board_of_its_records():

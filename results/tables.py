@@ -230,13 +230,6 @@ def best_rate(minutes, row, column):
     return max(merits, key=merits.get)                     # the first if several are equal
 
 
-def run_cell(minutes, row, column, times, rate, records):
-    """Train the five seeds of a cell."""
-    steps = steps_of(minutes, column, times)
-    run_train(f'out/board/{slug(column)}/{slug(row)},{steps}', *flags_of(steps, row, column),
-              '--seeds=0-4', '--n_eval=1', f'--lr={rate}', f'--results={records}')
-
-
 @dataclass
 class Options:
     """The flags of this program."""
@@ -269,7 +262,10 @@ def board(options):
         for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
             known = runs.get((row, column))                # its learning rate is used again
             rate = known.options['lr'] if known else best_rate(options.minutes, row, column)
-            run_cell(options.minutes, row, column, times, rate, options.records)
+            steps = steps_of(options.minutes, column, times)
+            run_train(f'out/board/{slug(column)}/{slug(row)},{steps}',
+                      *flags_of(steps, row, column), '--seeds=0-4', '--n_eval=1', f'--lr={rate}',
+                      f'--results={options.records}')
     return find_cells(options.minutes, cells, options.records)
 
 
