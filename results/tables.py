@@ -88,7 +88,7 @@ class Run:
 
 def key_of(config, free):
     """A string of all options, defaults included, except those in `free` and those not recorded."""
-    return str([(key, value) for key, value in sorted({**DEFAULTS, **config}.items())
+    return str([(key, train.as_typed(x)) for key, x in sorted({**DEFAULTS, **config}.items())
                 if key not in free and key not in train.NOT_RECORDED])
 
 
@@ -196,9 +196,7 @@ def find_cells(minutes, cells, records):
     known, found = {key_of(run.options, free): run for run in runs}, {}
     for (row, column), times in itertools.product(cells, TIMES):
         flags = flags_of(steps_of(minutes, column, times), row, column)
-        flags = train.parse(train.Config, flags)[0].items()
-        key = key_of({name: train.as_typed(value) if isinstance(value, list) else value
-                      for name, value in flags}, free)
+        key = key_of(train.parse(train.Config, flags)[0], free)
         if key in known:
             found[row, column] = known[key]
     return found
