@@ -96,12 +96,18 @@ def encoding(name, heads=2, head_dim=8, **kw):
     return pe.build(cfg)[0].double().eval()
 
 
-def qkv(heads=2, T=10, head_dim=8, seed=1):
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def at_random(*shape, seed=0):
+    """Normal numbers of this shape in float64."""
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def qkv(heads=2, T=10, head_dim=8):
     """Random q, k, v [2, heads, T, head_dim] in float64, and the positions 0..T-1."""
-    g = torch.Generator().manual_seed(seed)
-    shape = 2, heads, T, head_dim
-    q, k, v = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(3))
-    return q, k, v, torch.arange(T)
+    return *at_random(3, 2, heads, T, head_dim), torch.arange(T)
 
 
 def content(q, k):
@@ -805,10 +811,6 @@ def test_starting_weights_and_optimizer_groups():
 
 # ---- tasks.py, against oracles; SCAN against its published counts; readers of files --------------
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 # An oracle returns the length and the correct answer of a prompt, given as text.
 
 def words(states, pattern='BoS (.*) EoI', end=' EoS'):
@@ -1385,7 +1387,7 @@ def test_encodings_by_kernels(name):
     kw, T = VARIANTS[name] | dict(n_layer=1, rope_base=100.0), 17
     if name == 'prism copy':  # the kernel of its cursors is slow in the interpreter
         kw, T = kw | dict(n_head=2, prism_cursors=1), 6
-    tokens = torch.randint(1, 11, (2, T + 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tokens = torch.randint(1, 11, (2, T + 1), generator=generator(0)).to(DEVICE)
     batch = tokens[:, :-1], tokens[:, 1:], 30
     plain, model = (make(FULL, kernel=x, **kw).to(DEVICE) for x in ('reference', 'triton'))
     (exact, loss), (_, by_kernel) = plain(*batch), model(*batch)
@@ -1834,7 +1836,7 @@ def test_evaluate_counts():
         def forward(self, tokens):
             return F.one_hot(self.answers, 8).float(), None
     task = tasks.make('copy')
-    tokens, targets = task.sample(4, 3, torch.Generator().manual_seed(0))
+    tokens, targets = task.sample(4, 3, generator(0))
     model = Fixed()
     model.answers = targets.clamp(min=0)
     model.answers[0, 4] += 1                               # row 0: its first state is wrong
@@ -2004,11 +2006,6 @@ def nano(task='copy', dtype=torch.float64, longest=8, **kw):
     return Transformer(cfg).to(dtype).eval().requires_grad_(False), cfg.the_task, cfg
 
 
-def at_random(*shape, seed=0):
-    """Normal numbers of this shape in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def rotated_products(zq, zk, theta, pos):
     """Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) [H, T, T] of zq, zk [H, T, n]."""
     turn = torch.exp(-1j * (pos[:, None] - pos)[..., None] * theta)  # (T, T, n)
@@ -2019,7 +2016,7 @@ def rotated_products(zq, zk, theta, pos):
 def test_a_trace_is_what_the_model_computes(kw):
     """For every layer and encoding, mix() of the traced weights and values is the traced output."""
     model = make(**kw).requires_grad_(False)
-    tokens = torch.randint(1, 11, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(1, 11, (2, 12), generator=generator(0))
     for layer, block in zip(probe.trace(model, tokens), model.blocks):
         v = probe.project(layer.attn, layer.x)[2]
         y = layer.enc.mix(layer.weights, v, layer.pos, layer.state, layer.x)
@@ -2327,7 +2324,7 @@ def test_gradients_jacobians_and_edges():
                heads.max() - heads.min()], 1e-3)
     close(rows[0]['growth'], rows[0]['margin'] / rows[1]['margin'], 2e-3)
     task = tasks.make('distance')
-    tokens, _ = task.sample(200, 12, torch.Generator().manual_seed(0))
+    tokens, _ = task.sample(200, 12, generator(0))
     b, u, j, d = probe.edges(task, tokens)
     assert (tokens[b, u] == task.query).all()
     assert (tokens[b, j] + tokens[b, j - d] == 2 * task.first_trigger + 1).all()
