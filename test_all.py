@@ -1506,9 +1506,8 @@ def log_lines(folder):
     return [{key: x for key, x in point.items() if key != 'steps_per_s'} for point in points]
 
 
-@contextlib.contextmanager
 def sigterm_in_step(step):
-    """Send SIGTERM to this process in training step number `step`, counted from 1."""
+    """A context in which training step number `step`, from 1, sends SIGTERM to this process."""
     learning_rate, sent = train.learning_rate, []
 
     def learning_rate_and_signal(cfg, number):
@@ -1516,8 +1515,7 @@ def sigterm_in_step(step):
             sent.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
         return learning_rate(cfg, number)
-    with mock.patch.object(train, 'learning_rate', learning_rate_and_signal):
-        yield
+    return mock.patch.object(train, 'learning_rate', learning_rate_and_signal)
 
 
 def draw(batches, n, step=0):
