@@ -1826,18 +1826,14 @@ def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
 
 
 def test_evaluate_counts():
-    class Fixed(torch.nn.Module):
-        """A model that predicts the tokens in self.answers."""
-        def forward(self, tokens):
-            return F.one_hot(self.answers, 8).float(), None
-    task = tasks.make('copy')
+    task, model = tasks.make('copy'), torch.nn.Module()
     tokens, targets = task.sample(4, 3, generator(0))
-    model = Fixed()
-    model.answers = targets.clamp(min=0)
-    model.answers[0, 4] += 1                               # row 0: its first state is wrong
-    model.answers[1, 6] += 1                               # row 1: its last state
-    model.answers[2, 6] += 1                               # row 2: its last state
-    model.answers[3, 7] += 1                               # row 3: its end token
+    answers = targets.clamp(min=0)
+    model.forward = lambda tokens: (F.one_hot(answers, 8).float(), None)
+    answers[0, 4] += 1                                     # row 0: its first state is wrong
+    answers[1, 6] += 1                                     # row 1: its last state
+    answers[2, 6] += 1                                     # row 2: its last state
+    answers[3, 7] += 1                                     # row 3: its end token
     scores = train.evaluate(model, task, [(3, (tokens, targets))])[3]
     assert scores == dict(exact=0, token=0.75, last=0.5, n=4)
     runs = {seed: {1: dict(exact=seed, n=4)} for seed in (0, 1)}
