@@ -343,15 +343,13 @@ def draw(runs, path):
         x, means, bands = np.array(lengths) / max(longest), {}, {}
         at = 3 if column in ('flip_flop', 'stdlib') else 1.5     # x of the labels
         k = list(x).index(at)
-        for row, color in COLORS.items():
-            if (row, column) not in runs:
-                continue
+        for row in [row for row in COLORS if (row, column) in runs]:
             run = runs[row, column]
             y = np.array([[*run.by_length(seed, metric).values()] for seed in run.scores])
             if run.corpus:                                 # ratio to that at the training length
                 y = np.exp(y - y[:, :1])
                 axis.set(ylim=(0.8, 3))
-            axis.plot(x, y.mean(axis=0), '-' if fitted(run) else ':', color=color, linewidth=1.8)
+            axis.plot(x, y.mean(axis=0), '-' if fitted(run) else ':', color=COLORS[row], lw=1.8)
             means[row], bands[row] = fitted(run) * y.mean(axis=0)[k], (y.min(0), y.max(0))
         labels = {}           # {height: [row]} of fitted curves far above the median (others: 0)
         for row, height in means.items():
