@@ -825,15 +825,21 @@ def brief(cfg, scores):
             f'max length >= 95 %: {largest}')
 
 
-def print_strips(cfg, rows):
-    """Print a line per row: one character per length, then the texts of summary()."""
-    lengths = sorted(rows[0][1])
+def print_rows(cfg, rows):
+    """Print a table by length: for a corpus, perplexities; for other tasks, a line per row with one
+    character per length, then the texts of summary()."""
+    lengths, width = sorted(rows[0][1]), max(len(label) for label, _, _ in rows) + 2
+    if cfg.the_task.corpus:
+        print(f'{"context":{width}}' + ''.join(f'{n:>9}' for n in lengths))
+        for label, scores, _ in rows:
+            cells = (f'{perplexity(scores[n]):>9.3f}' for n in lengths)
+            print(f'{label:{width}}' + ''.join(cells))
+        return
     inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # up to the longest trained
     every = math.ceil(len(lengths) / 64)                   # shows at most 64, one of them `inside`
     lengths, inside = lengths[(inside - 1) % every::every], math.ceil(inside / every)
     unicode = (sys.stdout.encoding or '').lower().startswith('utf')
     shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
-    width = max(len(label) for label, _, _ in rows) + 2
     ticks = ' ' * len(lengths)                             # the numbers above the strips
     for i in (inside - 1, len(lengths) - 1, 0, *range(7, len(lengths), 8)):
         text = str(lengths[i])
@@ -848,17 +854,6 @@ def print_strips(cfg, rows):
               f'{longer:>7}  {largest:>10}')
     print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
           f'100 %; {bar} ends the training lengths; max length: at least 95 % up to this length')
-
-
-def print_rows(cfg, rows):
-    """Print a table by length: perplexity for a corpus, accuracy for other tasks."""
-    if not cfg.the_task.corpus:
-        return print_strips(cfg, rows)
-    width = max(len(label) for label, *_ in rows) + 2
-    print(f'{"context":{width}}' + ''.join(f'{n:>9}' for n in sorted(rows[0][1])))
-    for label, scores, _ in rows:
-        cells = (f'{perplexity(scores[n]):>9.3f}' for n in sorted(scores))
-        print(f'{label:{width}}' + ''.join(cells))
 
 
 def show(cfg, by_seed):
