@@ -1,15 +1,17 @@
 # PRISM adds with a chain of thought (829+03=8008,2305,9009→859.). It is trained on numbers of up to
-# 8 digits and has four cursors per head. Compare: --pe=prism,shifted_ape,rope,nope
+# 10 digits and has four cursors per head. After 7,000 steps (an hour on one CPU core) 17, 67
+# and 61 % of sums of 20 digits are exact (three seeds), after 3,500 steps at most 2 %.
+# Compare: --pe=prism,shifted_ape,rope,nope
 task = 'addition_cot'
 pe = 'prism'
 n_head = 4
 prism_cursors = 4
-train_lengths = range(1, 9)
-length_schedule = [(0, 3), (500, 5), (1000, 8)]
-eval_lengths = [*range(1, 13), 14, 16, 20, 24]
+train_lengths = range(1, 11)
+length_schedule = [(0, 3), (500, 5), (1000, 10)]
+eval_lengths = [*range(1, 13), 14, 16, 20, 24, 30]
 dropout = 0.1
 batch_size = 32
-max_steps = 3500
+max_steps = 7000
 min_lr = 2.5e-4
 eval_interval = 500
 n_eval = 16
