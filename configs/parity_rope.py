@@ -9,5 +9,5 @@ d_ff = 128                      # hidden width of the MLP: half the usual, for s
 n_eval = 32                     # problems per length, during training
 n_test = 256                    # and after it
 batch_size = 32
-max_steps = 2700
-lr = 3e-3
+max_steps = 3000
+lr = 2e-3
