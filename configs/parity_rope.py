@@ -1,4 +1,4 @@
-# RoPE computes the parity of 1 to 16 bits exactly and fails at 17. About a minute on one CPU core.
+# RoPE computes the parity of 1 to 16 bits exactly and fails at 17. One to two minutes on one core.
 # The first 500 steps train on at most 8 bits, which allows a small batch.
 task = 'parity'
 pe = 'rope'
