@@ -1,6 +1,6 @@
 # PRISM adds with a chain of thought (829+03=8008,2305,9009→859.). It is trained on numbers of up to
-# 10 digits and has four cursors per head. 7,000 steps take over an hour on one CPU core. Then 17,
-# 67 and 61 % of sums of 20 digits are exact (three seeds). After 3,500 steps it was at most 2 %.
+# 10 digits and has four cursors per head. 7,000 steps take over an hour on one CPU core. All seven
+# seeds then fit the training lengths. They solve 0 to 67 % of sums of 20 digits (median 5 %).
 # Compare: --pe=prism,shifted_ape,rope,nope
 task = 'addition_cot'
 pe = 'prism'
