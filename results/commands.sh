@@ -13,13 +13,13 @@ run() {    # run SET FLAGS: train in a folder of out/SET that the flags name
 
 case $topic in
 first)    # RoPE and other encodings on parity, polynomials of one variable; seeds together and alone
-    run parity configs/parity_rope.py --n_head=1 --d_ff=0 --max_steps=4000 --pe=nope,ape,rope,alibi,t5,yarn,fire,vipe,pope,vrope,learned,random,shifted_ape --n_test=1024 --seeds=0-2
+    run parity configs/parity_rope.py --n_head=1 --d_ff=0 '--length_schedule=[(0,8),(500,16)]' --lr=2e-3 --max_steps=4000 --pe=nope,ape,rope,alibi,t5,yarn,fire,vipe,pope,vrope,learned,random,shifted_ape --n_test=1024 --seeds=0-2
     run parity_rope configs/parity_rope.py --seeds=0-7
     run parity_held_out configs/parity_rope.py --seeds=8-11
-    for seed in {0..7}; do run parity_one_head configs/parity_rope.py --n_head=1 --d_ff=0 --max_steps=3500 --seeds=$seed; done
+    for seed in {0..7}; do run parity_one_head configs/parity_rope.py --n_head=1 --d_ff=0 '--length_schedule=[(0,8),(500,16)]' --lr=2e-3 --max_steps=3500 --seeds=$seed; done
     run polynomial configs/polynomial_vipe.py --pe=vipe,rope,nope
-    run seeds configs/parity_rope.py --n_head=1 --d_ff=0 --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --n_test=1024 --seeds=0-15
-    for seed in {0..15}; do run seeds configs/parity_rope.py --n_head=1 --d_ff=0 --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --n_test=1024 --seeds=$seed; done
+    run seeds configs/parity_rope.py --n_head=1 --d_ff=0 --lr=2e-3 --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --n_test=1024 --seeds=0-15
+    for seed in {0..15}; do run seeds configs/parity_rope.py --n_head=1 --d_ff=0 --lr=2e-3 --d_model=32 --batch_size=32 --train_lengths=1-8 --eval_lengths=1-16 --max_steps=2000 --eval_interval=2000 --length_schedule=[] --n_test=1024 --seeds=$seed; done
     ;;
 vipe)    # ViPE's tasks, parts and longer training
     run vipe --task=polynomial,copy,parity,count,reverse,mode,sort --pe=vipe,nope,rope,ape,alibi,t5,fire,yarn --n_layer=2,3 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=2000 --batch_size=32 --n_eval=64 --n_test=512 --seeds=0-2
