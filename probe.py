@@ -365,10 +365,11 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     """Does attention still find x_t from s_(t-1) where the answers are wrong?
 
     ViPE section 3.1, A.3. --length: longest; 0: max(eval_lengths). Columns are fractions. exact:
-    problems with every answer token correct. states: correct states. early: problems with EoS in
-    place of a state. LAYER.HEAD: mean weight on the correct key. as trained (reverse: ignore): the
-    best head's weight on the key at the longest training distance. --distances=1,3,7 adds Figure 4
-    (best with --n=512): correct states predicted d tokens after EoI, at trained positions only.
+    problems with every answer token correct. states: correct states. first: problems whose first L
+    states are correct, L the longest training length. early: problems with EoS in place of a state.
+    LAYER.HEAD: mean weight on the correct key. as trained (reverse: ignore): the best head's weight
+    on the key at the longest training distance. --distances=1,3,7 adds Figure 4 (best with
+    --n=512): correct states predicted d tokens after EoI, at trained positions only.
     """
     trained, longest = max(cfg.train_lengths), length or max(cfg.eval_lengths)
     need(correct_keys(cfg, longest), f'{cfg.task} does not define a unique correct key for each '
@@ -389,6 +390,7 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
         found = model(tokens)[0].argmax(dim=-1)  # (n, T)
         right = found == targets
         columns = dict(exact=(right | (targets == -100)).all(dim=1), states=right[:, q],
+                       first=right[:, q[:trained]].all(dim=1),
                        early=(found[:, q] == task.end).any(dim=1))
         columns |= {f'd={d}': right[:, L + 1 + d] for d in distances
                     if d < L and L + d + 2 < cfg.train_len}

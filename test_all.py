@@ -2119,11 +2119,13 @@ def test_alignment_finds_the_iteration_head():
     model, cfg = probe.iteration_head('copy')
     rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=120, n=2)
     assert summary == dict(n=2, head='2.1')
-    assert all(row['2.1'] == row['exact'] == row['states'] == 1 - row['early'] == 1 for row in rows)
+    assert all(row['2.1'] == row['exact'] == row['states'] == row['first'] == 1 for row in rows)
+    assert not any(row['early'] for row in rows)
     longest = max(cfg.train_lengths)  # in longer problems, another key is at this distance
     assert all(row['as trained'] == (row['length'] <= longest) for row in rows)
     model.head.weight[cfg.the_task.end, len(cfg.the_task.vocab)] = 1e4  # EoS always
-    assert probe.alignment(model, cfg.the_task, cfg, length=9, n=2)[0][-1]['early'] == 1
+    row = probe.alignment(model, cfg.the_task, cfg, length=9, n=2)[0][-1]
+    assert (row['early'], row['first']) == (1, 0)
     model.head.weight[cfg.the_task.end, len(cfg.the_task.vocab)] = 0
     model.head.weight[4] = 0  # the symbol 0 is never predicted
     rows, summary, _ = probe.alignment(model, cfg.the_task, cfg, length=17, n=99, distances=[1])
