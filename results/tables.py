@@ -161,9 +161,9 @@ COLUMNS = {   # RoPE's steps per minute, training lengths, evaluated lengths, fl
     'string_reverse': f'3000 1-8 1-8,{TO_32} --task=string_reverse',
     'flip_flop': f'2400 2-16 2-16,{TO_64} --task=flip_flop',
     'mqar': f'3000 4-16 4-16,{TO_64} --task=mqar:keys=2:words=8',
-    'stdlib': '1600 64 64,80,96,128,192,256 --task=stdlib --batch_size=16 --n_test=64',
     'string_copy': f'3000 1-8 1-8,{TO_32} --task=string_copy',
-    'bucket_sort': f'3000 1-8 1-8,{TO_32} --task=bucket_sort'}
+    'bucket_sort': f'3000 1-8 1-8,{TO_32} --task=bucket_sort',
+    'stdlib': '1600 64 64,80,96,128,192,256 --task=stdlib --batch_size=16 --n_test=64'}
 ROWS = {name: f'--pe={name}' for name in train.encodings.ENCODINGS}
 ROWS['shifted_ape'] += ' --max_shift=256'                  # the longest evaluated length
 
