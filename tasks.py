@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import re
+import signal
 import string
 import sys
 
@@ -1077,6 +1078,8 @@ def main(argv):
 
 
 if __name__ == '__main__':
+    if hasattr(signal, 'SIGPIPE'):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # python tasks.py | head
     try:
         main(sys.argv[1:])
     except (UserError, OSError, MemoryError, RuntimeError) as error:    # a length can be too large
