@@ -1,5 +1,6 @@
 # PRISM multiplies with a chain of thought (675x12=675x[1*(1+1)(2+0)+2*(2+1)].). It is trained on
-# numbers of up to 5 digits and has four cursors per head. Compare: --pe=prism,shifted_ape,rope
+# numbers of up to 5 digits and has four cursors per head. Three seeds fit these lengths, but solve
+# no product of longer ones. Compare: --pe=prism,shifted_ape,rope
 task = 'multiplication_cot'
 pe = 'prism'
 n_head = 4

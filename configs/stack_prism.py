@@ -1,5 +1,5 @@
 # PRISM on stack manipulation (0110422=11020000), with four cursors per head and two PRISM layers
-# (in the paper, before layers 1 and 4 of 5). Cursors of the second can follow the stack's height.
+# (in the paper, before layers 1 and 4 of 5). Three seeds solve 2, 0, 30 % of problems of length 20.
 task = 'stack'
 pe = 'prism'
 n_head = 4
