@@ -2,8 +2,8 @@
 # 10 digits and has four cursors per head. 7,000 steps take over an hour on one CPU core. All seven
 # seeds then fit the training lengths. They solve 0 to 67 % of sums of 20 digits (median 5 %).
 # To 16 digits: --train_lengths=1-16 '--length_schedule=[(0,3),(500,5),(1000,10),(1750,16)]'
-# --max_steps=3500 --eval_lengths=1-16,20,32. An hour later, three seeds solve 0, 64, 0 % of sums of
-# 32 digits and 0, 100, 34 % of 20.
+# --max_steps=3500 --eval_lengths=1-16,20,32. This takes about an hour. Seven seeds solve 0 to 100 %
+# of sums of 20 digits (median 75 %) and of 32 digits (median 0 %).
 # Compare: --pe=prism,shifted_ape,rope,nope
 task = 'addition_cot'
 pe = 'prism'

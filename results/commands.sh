@@ -118,6 +118,7 @@ prism)    # PRISM's tasks and parts
     run prism_four configs/addition_prism.py --pe=prism,rope,shifted_ape --seeds=0-2
     run prism_four configs/addition_prism.py --seeds=8-11
     run prism_four configs/addition_prism.py --pe=prism,rope,shifted_ape --train_lengths=1-16 '--length_schedule=[(0,3),(500,5),(1000,10),(1750,16)]' --max_steps=3500 --eval_lengths=1-12,14,16,18,20,24,32 --seeds=0-2
+    run prism_four configs/addition_prism.py --train_lengths=1-16 '--length_schedule=[(0,3),(500,5),(1000,10),(1750,16)]' --max_steps=3500 --eval_lengths=1-12,14,16,18,20,24,32 --seeds=8-11
     run prism_four configs/addition_prism.py --train_lengths=1-16 '--length_schedule=[(0,3),(500,5),(1000,10),(1750,16)]' --max_steps=3500 --eval_lengths=1-12,14,16,18,20,24,32 --grad_clip=0.1 --seeds=0
     for task in stack bucket_sort scan_cot; do run prism_four configs/${task}_prism.py --seeds=0-2; done
     run prism_bucket_20 configs/bucket_sort_prism.py --pe=nope,prism,rope,shifted_ape --train_lengths=1-20 '--length_schedule=[(0,5),(400,10),(1000,20)]' --eval_lengths=1-20,25,30,40,60,80,100 --seeds=0-2
