@@ -203,8 +203,8 @@ def find_cells(minutes, cells, records):
 
 
 def run_train(folder, *flags):
-    """Run `train.py FLAGS`; raise UserError if it fails, unless a seed diverged."""
-    command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}']
+    """Run `train.py FLAGS` anew; raise UserError if it fails, unless a seed diverged."""
+    command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}', '--overwrite']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
     train.need(not done.returncode or re.search('NaN|diverged', says), f'{folder}: {says}')
@@ -236,7 +236,7 @@ class Options:
     minutes: float = 0.5            # board: training minutes of one RoPE model
     pe: str = ','.join(ROWS)        # rows of the board: these, or any encoding
     task: str = ','.join(COLUMNS)   # columns of the board
-    records: str = 'out/board.jsonl'  # trained cells: delete it if an encoding's class changes
+    records: str = 'out/board.jsonl'  # trained cells: delete it if a class or a default changes
     figure: str = ''                # file to which the board's curves are drawn
 
 
@@ -250,13 +250,15 @@ def board(options):
     for times in TIMES:                                    # 1: all cells; 3, 9: unfitted cells
         runs = find_cells(options.minutes, cells, options.records)
         if runs and times == 1:
-            print(f'{options.records} is reused: delete it if a class has changed', file=sys.stderr)
+            print(f'{options.records} is reused: delete it if a class or a default has changed',
+                  file=sys.stderr)
         todo = [cell for cell in cells if cell not in runs or not fitted(runs[cell]) and runs[cell]
                 .options['max_steps'] < steps_of(options.minutes, cell[1], times)]
         models = 6 + 5 if times == 1 else 5                # tuning trains six
         if todo:
-            hours = len(todo) * models * times * options.minutes / 60
-            print(f'{len(todo)} cells to train, about {hours:.1f} hours on a core', file=sys.stderr)
+            minutes = len(todo) * models * times * options.minutes
+            print(f'{len(todo)} cells to train, about {minutes:.0f} minutes on a core',
+                  file=sys.stderr)
         for row, column in tqdm(todo, f'{times} x steps', unit='cell', disable=not todo):
             known = runs.get((row, column))                # its learning rate is used again
             rate = known.options['lr'] if known else best_rate(options.minutes, row, column)
@@ -273,11 +275,14 @@ def board_table(runs):
     unfitted = sum(not fitted(run) for run in runs.values())
     usual = statistics.mode([run.hardware for run in runs.values()] or [''])
     others = ', '.join(sorted({run.hardware for run in runs.values()} - {usual}))
-    yield ('Each cell: max length / longest training length (median of five seeds, least to most); '
-           'tokens correct at 1.5 times the training length. *Italic* '
-           f'({unfitted} of {len(runs)} cells): two seeds or more have not fitted the training '
-           'lengths (top row). stdlib: perplexity at 1, 2 and 4 times the training context.'
-           + f' †: trained on {others}, others on {usual}.' * bool(others) + '\n')
+    yield ('Each cell: the longest length up to which all are at least 95 % exact, relative to the '
+           'longest training length (at most 4, the longest tested; median of five seeds, least to '
+           'most if they differ); mean of tokens correct at 1.5 times the training length. '
+           f'*Italic* ({unfitted} of {len(runs)} cells): two seeds or more have not fitted the '
+           'training lengths (in the header). stdlib: mean perplexity at 1, 2 and 4 times the '
+           'training context (least to most). Floor: a constant answer; in mqar, the latest value '
+           'not yet recalled.' + f' †: trained on {others}, others on {usual}.' * bool(others)
+           + '\n')
     heads = (f'{column} ({COLUMNS[column].split()[1]})' for column in columns)
     yield '| ' + ' | '.join(['encoding', *heads]) + ' |'
     yield '|---' * len(['', *columns]) + '|'
@@ -286,6 +291,20 @@ def board_table(runs):
         cells = [board_cell(run) + '†' * (run is not None and run.hardware != usual)
                  for run in there]
         yield '| ' + ' | '.join([row, *cells]) + ' |'
+    floors = ['' if column == 'stdlib' else floor_cell(column) for column in columns]
+    yield '| ' + ' | '.join(['floor', *floors]) + ' |'
+
+
+def floor_cell(column):
+    """The cell of a model that knows only the floor; no floor is exact on 95 % at any length."""
+    trained, lengths = map(parse_list, COLUMNS[column].split()[1:3])
+    score, = floor(column, [further(trained, lengths)], 'token')
+    return f'0; {100 * score:.0f} %'
+
+
+def further(trained, lengths):
+    """The shortest of `lengths` that is at least 1.5 times the longest training length."""
+    return min(n for n in lengths if n >= 1.5 * max(trained))
 
 
 def board_cell(run):
@@ -294,12 +313,12 @@ def board_cell(run):
         return 'diverged' if run else ''
     longest = max(run.trained)
     if run.corpus:
-        return ', '.join(f'{statistics.mean(x):.3g}' for x in (
-            [run.mean(seed, [n * longest], 'loss') for seed in run.scores] for n in (1, 2, 4)))
+        values = [[run.mean(seed, [n * longest], 'loss') for seed in run.scores] for n in (1, 2, 4)]
+        return ', '.join(f'{statistics.mean(x):.3g} ({min(x):.3g} to {max(x):.3g})' for x in values)
     reach = [run.reach(seed, 'exact') / longest for seed in run.scores] + [0] * len(run.failed)
     middle, least, most = (f'{f(reach):.3g}' for f in (statistics.median, min, max))
-    further = min(n for n in run.sizes if n >= 1.5 * longest)
-    tokens = statistics.mean(run.mean(seed, [further], 'token') for seed in run.scores)
+    size = further(run.trained, run.sizes)
+    tokens = statistics.mean(run.mean(seed, [size], 'token') for seed in run.scores)
     text = middle + f' ({least} to {most})' * (least != most) + f'; {100 * tokens:.0f} %'
     return text if fitted(run) else f'*{text}*'
 
@@ -308,17 +327,19 @@ def board_cell(run):
 PANELS = dict(parity='exact', polynomial='last', string_reverse='exact', flip_flop='exact',
               mqar='exact', stdlib='loss')
 NAMES = dict(string_reverse='reverse', flip_flop='flip-flop', mqar='recall', stdlib='text')
-TITLES = dict(exact='answers correct', last='last states correct', loss='perplexity relative to 1x')
+TITLES = dict(exact='answers correct', last='last states correct',
+              loss='relative perplexity (lower: better)')
 COLORS = dict(nope='#999999', rope='#D55E00', alibi='#56B4E9', t5='#F0E442', fox='#009E73',
               stickbreaking='#000000', pope='#CC79A7', vipe='#0072B2', prism='#E69F00')
 
 
 def floor(column, lengths, metric):
     """Yield, at these lengths, the score of a model whose every answer is the most frequent token.
-    In mqar it answers with the latest value not yet recalled. This is correct unless the two
-    keys' pairs cross (probability 1/3) and have different values (7/8)."""
+    In mqar it answers with the latest value not yet recalled: the second answer is always correct,
+    the first unless the two keys' pairs cross (probability 1/3) and have other values (7/8)."""
     if column == 'mqar':
-        yield from [2 / 3 + 1 / 3 / 8] * len(lengths)
+        first = 2 / 3 + 1 / 3 / 8
+        yield from [{'exact': first, 'token': (first + 1) / 2}[metric]] * len(lengths)
         return
     task = train.tasks.make(COLUMNS[column].split()[3].removeprefix('--task='))
     model = torch.nn.Module()
@@ -335,36 +356,38 @@ def draw(runs, path):
     train.need(importlib.util.find_spec('matplotlib'), '--figure requires: pip install matplotlib')
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(2, 3, figsize=(9, 5.6), layout='constrained')
+    colors = COLORS | {row: 'brown' for row, _ in runs if row not in COLORS}     # one's own
     for axis, (column, metric) in zip(axes.flat, PANELS.items()):
         axis.set_title(f'{NAMES.get(column, column)}: {TITLES[metric]}', fontsize=9)
         axis.axvline(1, color='black', linestyle='--', linewidth=0.8)
         axis.set(xlim=(0, 4), ylim=(-0.03, 1.12))
         lengths, longest = map(parse_list, COLUMNS[column].split()[2:0:-1])
         x, means, bands = np.array(lengths) / max(longest), {}, {}
-        at = 3 if column in ('flip_flop', 'stdlib') else 1.5     # x of the labels
+        at = 4 if column in ('flip_flop', 'stdlib') else 1.5     # x of the labels
         k = list(x).index(at)
-        for row in [row for row in COLORS if (row, column) in runs]:
+        for row in [row for row in colors if (row, column) in runs]:
             run = runs[row, column]
             y = np.array([[*run.by_length(seed, metric).values()] for seed in run.scores])
             if run.corpus:                                 # ratio to that at the training length
                 y = np.exp(y - y[:, :1])
                 axis.set(ylim=(0.8, 3))
-            axis.plot(x, y.mean(axis=0), '-' if fitted(run) else ':', color=COLORS[row], lw=1.8)
+            axis.plot(x, y.mean(axis=0), '-' if fitted(run) else ':', color=colors[row], lw=1.8)
             means[row], bands[row] = fitted(run) * y.mean(axis=0)[k], (y.min(0), y.max(0))
         labels = {}           # {height: [row]} of fitted curves far above the median (others: 0)
         for row, height in means.items():
             if height - np.median([*means.values()]) > 0.2:
                 labels.setdefault(round(5 * height), []).append(row)
-                axis.fill_between(x, *bands[row], color=COLORS[row], alpha=0.12)
+                axis.fill_between(x, *bands[row], color=colors[row], alpha=0.12)
+        place = dict(xytext=(-3, 7), ha='right') if at == 4 else dict(xytext=(1, 3))
         for rows in labels.values():                       # curves of equal height share a label
-            axis.annotate(', '.join(rows), (x[k], means[rows[0]]), (1, 2), fontsize=8,
-                          textcoords='offset points', ha='right' if at == 3 else 'left')
+            axis.annotate(', '.join(rows), (x[k], means[rows[0]]), textcoords='offset points',
+                          fontsize=8, **place)
         if column != 'stdlib':
-            axis.plot(x, [*floor(column, lengths, metric)], color='gray', linewidth=0.8)
+            axis.plot(x, [*floor(column, lengths, metric)], 'k-.', linewidth=0.6)
     figure.supxlabel('length / longest training length', fontsize=9)
-    looks = {row: dict(color=color, linewidth=3) for row, color in COLORS.items()}
+    looks = {row: dict(color=color, linewidth=3) for row, color in colors.items()}
     looks |= {'training lengths not fitted': dict(color='black', linestyle=':'),
-              'floor': dict(color='gray', linewidth=0.8)}
+              'floor': dict(color='black', linestyle='-.', linewidth=0.6)}
     handles = [pyplot.Line2D([], [], **look) for look in looks.values()]
     figure.legend(handles, looks, loc='outside upper center', ncols=6, fontsize=8)
     figure.savefig(path, dpi=100)
