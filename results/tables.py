@@ -292,7 +292,8 @@ def board_table(runs):
                  for run in there]
         yield '| ' + ' | '.join([row, *cells]) + ' |'
     floors = ['' if column == 'stdlib' else floor_cell(column) for column in columns]
-    yield '| ' + ' | '.join(['floor', *floors]) + ' |'
+    if any(floors):
+        yield '| ' + ' | '.join(['floor', *floors]) + ' |'
 
 
 def floor_cell(column):
