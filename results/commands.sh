@@ -233,7 +233,7 @@ paper)    # the papers' own sizes; these need a GPU and have no records yet
     run paper_prism configs/multiplication_cot_prism.py configs/paper_prism.py $short $baseline --train_lengths=1-9 '--length_schedule=[(0,5),(5000,9)]' --eval_lengths=1-18 --seeds=0-2
     run paper_prism configs/stack_prism.py configs/paper_prism.py $baseline --prism_layers=1,4 --seeds=0-2
     ;;
-headline)    # the six panels of the front page; resumes where it was stopped
+headline)    # the six panels of the front page; resumes after the last finished cell
     python results/tables.py board --pe=nope,rope,alibi,t5,fox,stickbreaking,pope,vipe,prism --task=parity,polynomial,string_reverse,flip_flop,mqar,stdlib --records="$records" --figure=assets/generalization.png
     ;;
 board)    # the board: every encoding on eight tasks, the headline's among them (no records yet: random, shifted_ape, vrope)
