@@ -236,7 +236,7 @@ paper)    # the papers' own sizes; these need a GPU and have no records yet
 headline)    # the six panels of the front page; resumes after the last finished cell
     python results/tables.py board --pe=nope,rope,alibi,t5,fox,stickbreaking,pope,vipe,prism --task=parity,polynomial,string_reverse,flip_flop,mqar,stdlib --records="$records" --figure=assets/generalization.png
     ;;
-board)    # the board: every encoding on eight tasks, the headline's among them (no records yet: random, shifted_ape, vrope)
+board)    # the board: every encoding on eight tasks, the headline's among them
     python results/tables.py board --records="$records"
     ;;
 speed)    # milliseconds of a training step of every encoding and their ratio to NoPE, by turns, one thread
