@@ -419,7 +419,7 @@ def main(argv):
         if options.figure:
             draw(runs, options.figure)
         return print('\n'.join(board_table(runs)))
-    check_name('set', what, sets)
+    train.need(what in sets, f'unknown set {what!r}; python results/tables.py lists them')
     if removed := {key for run in sets[what] for key in run.options} - DEFAULTS.keys():
         print('options that have been removed: ' + ', '.join(sorted(removed)))
     print('\n'.join(listing(sets[what], options.metric, options.length)))
