@@ -2603,7 +2603,7 @@ def test_the_board_trains_what_is_missing(tmp_path, monkeypatch, capsys):
     command = ['board', '--minutes=1', '--task=tiny', '--pe=nope']
     tables.main(command)
     first = capsys.readouterr().out
-    assert first.splitlines()[2] == '| encoding | tiny (1-2) |' and '\n| nope | ' in first
+    assert first.splitlines()[2] == '| encoding | tiny (1-2) |' and '\n| **nope** | ' in first
     lines = [json.loads(x) for x in (tmp_path / 'out/board.jsonl').read_text().splitlines()]
     assert all(x['config']['seeds'] == '0-4' and x['lengths'] == '1-4' for x in lines)
     assert [x['config']['max_steps'] for x in lines] == [10, 30, 90]       # until it is fitted
@@ -2641,7 +2641,7 @@ def test_a_cell_of_the_board(tmp_path):
     cells = {(x, 'mqar'): tables.Run(**vars(run) | {'hardware': x[0]}) for x in ('a1', 'a2', 'b1')}
     lines = [*tables.board_table(cells)]
     assert 'trained on b, others on a' in lines[0]
-    assert lines[-2:] == ['| b1 | 2; 100 %† |', '| floor | 85 % |']
+    assert lines[-2:] == ['| **b1** | 2; 100 %† |', '| floor | 85 % |']  # bold: not published
     assert [*tables.floor('polynomial', [2], 'last')] == pytest.approx([0.36], abs=0.05)
     rows = train.tasks.make('mqar:keys=2:words=8').sample(2000, 9, generator(0))[0].tolist()
     right = []                                             # two answers for each problem
