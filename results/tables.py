@@ -274,7 +274,7 @@ def board_table(runs):
     rows, columns = ([*dict.fromkeys(names)] for names in (*zip(*runs), (), ())[:2])
     unfitted = sum(not fitted(run) for run in runs.values())
     published = Path(ROOT, 'results/board.jsonl').read_text()
-    names = {row: row if f'"pe":"{row}"' in published else f'**{row}**' for row in rows}
+    own = [row for row in rows if f'"pe":"{row}"' not in published]
     usual = statistics.mode([run.hardware for run in runs.values()] or [''])
     others = ', '.join(sorted({run.hardware for run in runs.values()} - {usual}))
     yield ('Each cell: the longest length up to which all are at least 95 % exact, relative to the '
@@ -284,7 +284,7 @@ def board_table(runs):
            'training lengths (in the header). stdlib: mean perplexity at 1, 2 and 4 times the '
            'training context (least to most). Floor: tokens correct by a constant answer; in mqar, '
            'by the latest value not yet recalled.'
-           + ' **Bold**: not in results/board.jsonl.' * ([*names] != [*names.values()])
+           + ' **Bold**: not in results/board.jsonl.' * bool(own)
            + f' †: trained on {others}, others on {usual}.' * bool(others) + '\n')
     heads = (f'{column} ({COLUMNS[column].split()[1]})' for column in columns)
     yield '| ' + ' | '.join(['encoding', *heads]) + ' |'
@@ -293,7 +293,7 @@ def board_table(runs):
         there = [runs.get((row, column)) for column in columns]
         cells = [board_cell(run) + '†' * (run is not None and run.hardware != usual)
                  for run in there]
-        yield '| ' + ' | '.join([names[row], *cells]) + ' |'
+        yield '| ' + ' | '.join([f'**{row}**' if row in own else row, *cells]) + ' |'
     floors = ['' if column == 'stdlib' else floor_cell(column) for column in columns]
     if any(floors):
         yield '| ' + ' | '.join(['floor', *floors]) + ' |'
