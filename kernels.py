@@ -43,7 +43,7 @@ except ImportError:  # Triton requires Linux; the references run everywhere
 # Triton requires that globals read by kernels are constexpr
 INTERPRETED = constexpr(os.environ.get('TRITON_INTERPRET') == '1')
 LOG2E = constexpr(1 / math.log(2))  # exp(x) = 2^(LOG2E x)
-EPSILON = constexpr(1e-8)  # added to histograms before sharpening; equal to pe.EPS
+EPS = constexpr(1e-8)  # added to histograms before sharpening; equal to pe.EPS
 
 
 # ---- public functions, each below its reference; the reference of cursor_scan is in pe.py --------
@@ -70,12 +70,16 @@ def attention(q, k, v, mean_distance=False):
     return y, e if mean_distance else None
 
 
+def angles(T, D, base, device):
+    """t theta_c [T, D] in float64, theta_c = base^(-c/D): a frequency for each of D features."""
+    c = torch.arange(D, device=device, dtype=torch.float64)     # (D,)
+    return torch.arange(T, device=device)[:, None] * base ** (-c / D)
+
+
 def polar_reference(x, delta, base, softplus):
     """PoPE eq. 7-10: x_t -> mu(x_t) [cos, sin](t theta + delta), theta_c = base^(-c/D).
     x [B, H, T, D], delta [H, D] or None -> [B, H, T, 2D]. mu: softplus, or the identity."""
-    T, D = x.shape[2:]
-    c = torch.arange(D, device=x.device, dtype=torch.float64)   # (D,): a frequency for each feature
-    angle = torch.arange(T, device=x.device)[:, None] * base ** (-c / D)  # t theta_c (T, D)
+    angle = angles(*x.shape[2:], base, x.device)                # (T, D)
     if delta is not None:
         angle = angle + delta[:, None]                          # (H, T, D)
     mu = F.softplus(x) if softplus else x                       # (B, H, T, D) magnitudes
@@ -97,25 +101,24 @@ def pope_attention(q, k, v, delta, base=10000.0):
     return attention(q, k, v)[0]
 
 
-def vipe_factors(q, k, u, s):
-    """ViPE's factors: s log(n) of the query n = 1..T [T, 1], 1 + <u, k_i> of key i [B, H, T, 1]."""
+def vipe_scaled(q, k, u, s):
+    """ViPE's q_n s log(n), queries n = 1..T, and k_i (1 + <u, k_i>), in the dtypes of q and k."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     n = torch.arange(1, q.shape[2] + 1, device=q.device).to(dtype)  # (T,)
     # <u, k> is not written as a matrix product, which autocast would compute in half precision
-    return (s * n.log())[:, None], 1 + (k.to(dtype) * u[:, None].to(dtype)).sum(-1, keepdim=True)
+    col = 1 + (k.to(dtype) * u[:, None].to(dtype)).sum(-1, keepdim=True)    # (B, H, T, 1)
+    return (q * (s * n.log())[:, None]).to(q.dtype), (k * col).to(k.dtype)
 
 
 def vipe_attention_reference(q, k, v, u, s=1.0):
     """ViPE eq. 7-9: logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(D), queries n = 1..T.
     q, k, v [B, H, T, D], u [H, D], s a number or a tensor -> (y [B, H, T, D], e [B, H, T])."""
-    row, col = vipe_factors(q, k, u, s)                         # (T, 1), (B, H, T, 1)
-    return attention_reference((q * row).to(v.dtype), (k * col).to(v.dtype), v)
+    return attention_reference(*vipe_scaled(q, k, u, s), v)
 
 
 def vipe_attention(q, k, v, u, s=1.0):
     """vipe_attention_reference, computed by the kernels: (y, e in float32)."""
-    row, col = vipe_factors(q, k, u, s)                         # (T, 1), (B, H, T, 1)
-    return attention((q * row).to(v.dtype), (k * col).to(v.dtype), v, mean_distance=True)
+    return attention(*vipe_scaled(q, k, u, s), v, mean_distance=True)
 
 
 def cursor_scan(reset, step, gamma, table, copy=None):
@@ -127,8 +130,7 @@ def cursor_scan(reset, step, gamma, table, copy=None):
     (B, C, T), P = reset.shape, len(table) // 2
     assert step.shape == (B, C, T, 3) and (gamma is None or gamma.shape == (C,))
     assert copy is None or copy.shape == (B, C, T, T + 1)
-    assert len(table) % 2 == 1, 'the table must be [2P+1, d_pe]'
-    assert P >= T, f'the table must have the offsets -{T}..{T}, which cursors can reach'
+    assert len(table) == 2 * P + 1 > 2 * T, f'table must be [2P+1, d_pe], with offsets -{T}..{T}'
     reset, step, gamma, copy = (x if x is None else x.float() for x in (reset, step, gamma, copy))
     h = scan_forward(reset, step, gamma, copy)                  # (B, C, T+1, L), L = 2T + 1
     return (h @ table[P - T:P + T + 1].float())[:, :, 1:]       # Algorithm 2: sum_d h[d] f(d)
@@ -372,14 +374,15 @@ def keys_kernel(Q, K, V, LSE, DY, DE, MEAN, DK, DV,
 
 # ---- attention: launches and operators -----------------------------------------------------------
 
-LARGE, SMALL = 220 * 1024, 99 * 1024  # bytes of shared memory for BLOCKS: column 3, other columns
-# (M, N, warps, stages), the fastest on an H100, for q and k of width <= 64; 128 with v 64 (PoPE);
-# 128 with v 128; 256; and, not timed, 256 without LARGE shared memory. N divides M (in keys_kernel
-# M divides N), as the loops require
-BLOCKS = {
-    'forward': [(64, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)],
-    'queries': [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)],
-    'keys': [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 1)]}
+LARGE, SMALL = 220 * 1024, 99 * 1024  # bytes of shared memory for the fourth row, and the others
+# (greatest width of q and k, and of v, least shared memory, {kernel: (M, N, warps, stages)}), the
+# fastest on an H100 (the last row: not timed). N must divide M, but in keys_kernel M must divide N
+BLOCKS = [
+    (64, 64, 0, dict(forward=(64, 64, 4, 3), queries=(64, 64, 4, 3), keys=(64, 64, 4, 3))),
+    (128, 64, 0, dict(forward=(128, 64, 4, 3), queries=(64, 64, 4, 3), keys=(64, 64, 4, 2))),
+    (128, 128, 0, dict(forward=(64, 64, 4, 3), queries=(64, 64, 4, 2), keys=(32, 64, 4, 2))),
+    (256, 128, LARGE, dict(forward=(128, 64, 8, 3), queries=(128, 64, 8, 2), keys=(32, 128, 8, 2))),
+    (256, 128, 0, dict(forward=(64, 32, 4, 2), queries=(64, 32, 4, 2), keys=(32, 64, 8, 1)))]
 
 
 def shared_memory(device):
@@ -404,20 +407,21 @@ def launch(kernel, *tensors):
     The kernel's arguments are the tensors (q, k and v first), then their strides."""
     q, _, v, *_ = tensors                                       # (B, H, T, D), v (B, H, T, D_V)
     (B, H, T, D), D_V = q.shape, v.shape[3]
-    small = D > 128 and shared_memory(q.device) < LARGE         # take the last column instead
-    column = (D > 64) + (max(D // 2, D_V) > 64) + (D > 128) + small
-    M, N, warps, stages = BLOCKS[kernel.__name__.removesuffix('_kernel')][column]
+    memory = shared_memory(q.device)
+    blocks = next(row for wide, wide_v, least, row in BLOCKS
+                  if D <= wide and D_V <= wide_v and memory >= least)
+    M, N, warps, stages = blocks[kernel.__name__.removesuffix('_kernel')]
     if q.dtype == torch.float32:  # takes twice the memory of half precision
         M, N, warps, stages = (32, 32, 8, 1) if D <= 64 else (16, 16, 8, 1)
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == 'highest'
     M, N = min(M, power_of_2(T)), min(N, power_of_2(T))         # a short sequence is one block
-    blocks = triton.cdiv(T, N if kernel is keys_kernel else M)
+    count = triton.cdiv(T, N if kernel is keys_kernel else M)   # blocks of a head
     steps = [x.stride(2) for x in tensors if x is not None and x.dim() == 4]
     with torch.cuda.device_of(q):
-        kernel[blocks * B * H,](*tensors, *steps, H, T, D_V ** -0.5,
-                                D=D, BD=power_of_2(D), D_V=D_V, BD_V=power_of_2(D_V),
-                                PRECISION='ieee' if exact else 'tf32',
-                                M=M, N=N, num_warps=warps, num_stages=stages)
+        kernel[count * B * H,](*tensors, *steps, H, T, D_V ** -0.5,
+                               D=D, BD=power_of_2(D), D_V=D_V, BD_V=power_of_2(D_V),
+                               PRECISION='ieee' if exact else 'tf32',
+                               M=M, N=N, num_warps=warps, num_stages=stages)
 
 
 def empty_attention(q, k, v, mean_distance):
@@ -509,9 +513,8 @@ def polar_backward_kernel(X, DELTA, COS_SIN, DY, DX, DDELTA, x_step, dy_step, dx
 
 @functools.cache  # never evicts a table, because captured CUDA graphs may read it
 def cos_sin_table(T, D, base, device):
-    """cos and sin of t theta_c, theta_c = base^(-c/D) [T, 2D], rounded from float64."""
-    c = torch.arange(D, device=device, dtype=torch.float64)     # (D,)
-    angle = torch.arange(T, device=device)[:, None] * base ** (-c / D)  # (T, D)
+    """cos and sin of angles(T, D, base) [T, 2D], rounded from float64."""
+    angle = angles(T, D, base, device)                          # (T, D)
     return torch.cat([angle.cos(), angle.sin()], dim=1).float()  # (T, 2D)
 
 
@@ -620,7 +623,7 @@ def scan_kernel(RESET, STEP, GAMMA, COPY, HISTORY, first, last, T, C, BL: tl.con
             JUMPS = COPY + row * (T + 1)                        # (T+1,) p_copy of token t
             h = tl.load(JUMPS + T) * h + tl.load(JUMPS + d, mask=(d >= 0) & (d <= t), other=0.0)
         if gamma is not None:                                   # (5): (h + eps)^gamma, normalized
-            x = tl.where(within(d, t + 1), gamma * tl.log(h + EPSILON), float('-inf'))  # (BL,)
+            x = tl.where(within(d, t + 1), gamma * tl.log(h + EPS), float('-inf'))  # (BL,)
             h = tl.exp(x - tl.max(x, axis=0))                   # (BL,)
             h *= 1.0 / tl.sum(h, axis=0)
         tl.store(ROW + L + d, h, mask=within(d, t + 1))         # (BL,) to row t + 1
@@ -656,8 +659,8 @@ def scan_backward_kernel(DHISTORY, RESET, STEP, GAMMA, COPY, HISTORY, DRESET, DS
         if gamma is not None:                                   # (5): softmax(gamma log(x + eps))
             y = load_bins(ROW + L, d, t + 1)                    # (BL,) h_(t+1)
             dh = y * (dh - tl.sum(y * dh, axis=0))
-            dgamma += dh * tl.log(x + EPSILON)                  # (BL,)
-            dh = gamma * dh / (x + EPSILON)                     # (BL,) 0 where y is 0
+            dgamma += dh * tl.log(x + EPS)                  # (BL,)
+            dh = gamma * dh / (x + EPS)                     # (BL,) 0 where y is 0
         if COPY is not None:                                    # (4)
             tl.store(DJUMPS + d, dh, mask=past)                 # dp_copy[k] at k = d
             tl.store(DJUMPS + T, tl.sum(moved * dh, axis=0))    # dp_no-copy
@@ -727,7 +730,7 @@ def sample_inputs(name, B, H, T, D, dtype=torch.float32, device='cpu', P=None):
     else:
         inputs = [torch.randn(B, H, T, D).to(dtype) for _ in range(3)]  # q, k, v
         own = dict(pope_attention=-6 * torch.rand(H, D), vipe_attention=0.3 * torch.randn(H, D))
-        inputs += [own[name]] if name in own else []            # delta or u [H, D]
+        inputs.append(own[name])                                # delta or u [H, D]
     return [x.to(device).requires_grad_() for x in inputs]
 
 

@@ -22,7 +22,7 @@ class ModelConfig(encodings.PEConfig):
     d_compress: int = 0            # mla: width of the compressed vector; 0: d_model / 2
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'    # before attention, MLP and output matrix
     dropout: float = 0.0           # of the embedding, and of the outputs of attention and MLP
-    embedding_std: float = 0.1     # standard deviation of the token embedding at initialization
+    embedding_std: float = None    # std of the initial token embedding; None: 0.1, or 0.02 if tied
     tie: bool = False              # True: the output matrix is the token embedding
 
     def __post_init__(self):
@@ -104,10 +104,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        layers = encodings.build(cfg)                           # one encoding per layer
         self.drop = nn.Dropout(cfg.dropout)
         self.tap_resid = nn.Identity()
-        self.blocks = nn.ModuleList(Block(cfg, enc) for enc in layers)
+        self.blocks = nn.ModuleList(Block(cfg, enc) for enc in encodings.build(cfg))
         self.norm = NORMS[cfg.norm](cfg.d_model)
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
@@ -121,7 +120,8 @@ class Transformer(nn.Module):
             if '.pe.' in name:
                 continue                                        # encodings initialize themselves
             if name == 'embedding.weight':                      # if tied, the output matrix too
-                nn.init.normal_(p, std=self.cfg.embedding_std)
+                std = self.cfg.embedding_std or (0.02 if self.cfg.tie else 0.1)
+                nn.init.normal_(p, std=std)
             elif p.dim() == 2:
                 writes = name.endswith(('proj.weight', 'mlp.2.weight'))
                 fan_in = p.shape[1] * (2 * self.cfg.n_layer if writes else 1)   # outputs add up
@@ -132,9 +132,9 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets=None, total_len=None, pos=None):
         """tokens [B, T] int64 -> (logits [B, T, V], loss, or None without targets).
 
-        loss: mean cross-entropy over targets [B, T] other than -100, plus the encodings' penalties
-        in training mode. total_len: the final length of the sequence, which ViPE and YaRN need if
-        tokens are only its beginning. pos: positions [T] or [B, T], by default 0..T-1."""
+        loss: mean cross-entropy over targets [B, T] other than -100 (0 if there are none), plus, in
+        training mode, the encodings' penalties. total_len: the final length, which ViPE and YaRN
+        need if tokens are only the beginning. pos: positions [T] or [B, T], by default 0..T-1."""
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device)   # (T,)
         x = self.embedding(tokens)                              # (B, T, C)
@@ -149,18 +149,20 @@ class Transformer(nn.Module):
         if targets is None:
             return logits, None
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least float32
-        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction='sum')
+        loss = loss / (targets != -100).sum().clamp(min=1)      # -100: ignored, PyTorch's default
         if self.training:
             loss = loss + sum(block.attn.pe.penalty() for block in self.blocks) # PRISM section 6.3
         return logits, loss
 
     @torch.no_grad()
     def generate(self, tokens, n, temperature=0.0, end=None):
-        """tokens [B, T] -> [B, up to T + n]: append tokens sampled from softmax(logits /
-        temperature), or greedily at temperature 0. After the token `end`, a row gets padding."""
+        """tokens [B, T] -> [B, up to T + n]: without dropout, append tokens sampled from
+        softmax(logits / temperature), greedily at temperature 0. After `end`, a row is padded."""
         encodings.need(self.cfg.causal, 'generate() requires a causal mask: causal=True')
         encodings.need(tokens.all(), 'prompts must be of one length, without padding (token 0)')
-        total_len = tokens.shape[1] + n
+        total_len, was_training = tokens.shape[1] + n, self.training
+        self.eval()
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
         for _ in range(n):                                      # no cache: recompute all positions
             logits = self(tokens, total_len=total_len)[0][:, -1].float()    # (B, V)
@@ -173,6 +175,7 @@ class Transformer(nn.Module):
             done = done | (new == end)                          # never, if end is None
             if done.all():
                 break
+        self.train(was_training)
         return tokens
 
     def optim_groups(self, lr, weight_decay):

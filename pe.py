@@ -140,9 +140,7 @@ class Encoding(nn.Module):
     fp32 = False              # True: attention must not run in half precision
     order = 0                 # rank of qk() in a sum: 0 rotates, 1 appends features, 2 scales
     mean_distance = False     # True: attend_by_kernel appends sum_s alpha_ts (t - s) to y
-    triton_pays = False       # True: kernels.attention is faster than PyTorch's
-    capturable = True         # False: a CUDA graph cannot capture a training step
-    reads_content = False     # True: state() computes positions from the content
+    triton = 'no faster'      # kernels.attention is faster | no faster | unable to compute it
     own = {}                  # {parameter: its optimizer settings, such as lr, or clamp=(a, b)}
 
     def __init__(self, cfg):
@@ -156,9 +154,8 @@ class Encoding(nn.Module):
             setattr(self, key, getattr(cfg, key, default))  # default: for classes added later
         self.out_dim = cfg.head_dim          # width per head that out() returns
         self.scale = cfg.head_dim ** -0.5    # softmax scale, whatever width qk() returns
-        self.dense = changed(self, 'weigh')  # True: attend() stores all logits
-        # kernels.attention accepts no bias, and q and k of at most 256 features
-        self.fusable = not (self.dense or changed(self, 'bias') or self.order == 1)
+        if changed(type(self), 'bias') or changed(type(self), 'weigh') or self.order == 1:
+            self.triton = 'unable'           # the kernels add no bias and take <= 256 features
 
     def embed(self, x, pos):                    # -> [B, T, C], before layer 1
         return x
@@ -201,12 +198,13 @@ class Encoding(nn.Module):
     def bias_rows(self, at, q, k):
         """Return the last Tq rows of bias(), or None. Raise UserError if its shape is wrong."""
         bias, (B, H, Tq, _), T = self.bias(at), q.shape, k.shape[2]
-        if bias is not None:
-            fits = zip(bias.shape[::-1], ((1, T), (1, Tq, T), (1, H), (1, B)))
-            need(2 <= bias.dim() <= 4 and all(n in sizes for n, sizes in fits),
-                 f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T] = '
-                 f'{[B, H, Tq, T]}, got {list(bias.shape)}')
-            return bias[..., -Tq:, :]
+        if bias is None:
+            return None
+        sizes = ((1, B), (1, H), (1, Tq, T), (1, T))[-bias.dim():]      # allowed on each axis
+        need(2 <= bias.dim() <= 4 and all(n in allowed for n, allowed in zip(bias.shape, sizes)),
+             f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T] = '
+             f'{[B, H, Tq, T]}, got {list(bias.shape)}')
+        return bias[..., -Tq:, :]
 
     def mask(self, like):
         """Return the mask [Tq, T] in the dtype of `like` [.., Tq, T]: 0, or -inf at masked keys."""
@@ -223,7 +221,7 @@ class Encoding(nn.Module):
         return self.out(weights @ self.value(v, at), at)
 
     def attend(self, q, k, v, pos, state=None, x=None):
-        """Return mix(weigh(logits), v) [B, H, Tq, out_dim]; only if `dense`, the logits are stored.
+        """Return mix(weigh(logits), v) [B, H, Tq, out_dim]; stores the logits only for weigh().
 
         q: queries at all T positions, or at the last Tq when decoding with a cache of k and v. pos:
         positions of k and v. state: from state(), or None if it depends on the length alone. x: the
@@ -241,7 +239,7 @@ class Encoding(nn.Module):
             with torch.autocast(q.device.type, enabled=False):
                 x = x.float() if autocast and x is not None else x      # else in the weights' dtype
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x).to(q.dtype)
-        if self.dense:
+        if changed(self, 'weigh'):
             weights = self.weigh(self.logits(q, k, pos, state, x))
             return self.mix(weights.to(v.dtype), v, pos, state, x)
         v = self.value(v, at)
@@ -259,7 +257,7 @@ class Encoding(nn.Module):
         """Whether kernels.attention computes this call; if kernel='auto', only if faster."""
         regular = (self.cfg.causal and q.shape[2] == k.shape[2] and pos.dim() == 1
                    and not pos.is_floating_point())
-        if self.cfg.kernel == 'reference' or not (self.fusable and self.triton_pays and regular):
+        if self.cfg.kernel == 'reference' or self.triton != 'faster' or not regular:
             return False
         large = q.is_cuda and q.dtype in HALF and q.shape[2] >= 512 and q.shape[3] <= 128
         return self.cfg.kernel == 'triton' or (
@@ -295,7 +293,9 @@ def options_of(cls):
 
 
 def changed(encoding, hook):
-    """Whether an encoding, given as an instance or a class, overrides this hook."""
+    """Whether an encoding (an instance or a class), or a part of a sum, overrides this hook."""
+    if isinstance(encoding, Sum):
+        return any(changed(part, hook) for part in encoding.parts)
     cls = encoding if isinstance(encoding, type) else type(encoding)
     return getattr(cls, hook) is not getattr(Encoding, hook)
 
@@ -489,8 +489,9 @@ class PoPE(Encoding):
 
     There are d frequencies; RoPE has d/2. delta [H, d] is learned and clamped to [-2 pi, 0] after
     every optimizer step. polar() returns q' and k' in Cartesian form (eq. 7-10), 2d wide."""
-    shift_invariant = triton_pays = True
-    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by Trainer.update in train.py
+    shift_invariant = True
+    triton = 'faster'
+    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by train.py
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
     # a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
     pope_frequencies: Literal['all', 'half'] = 'all'
@@ -500,9 +501,9 @@ class PoPE(Encoding):
     def __init__(self, cfg):
         super().__init__(cfg)
         if self.pope_frequencies == 'half':
-            need(cfg.head_dim % 2 == 0, 'half requires an even d_model / n_head, '
-                 f'got {cfg.head_dim}')
-            self.fusable = False                  # kernels.polar supports d frequencies only
+            need(cfg.head_dim % 2 == 0, f'half requires an even d_model / n_head, got '
+                 f'{cfg.head_dim}')
+            self.triton = 'unable'              # kernels.polar supports d frequencies only
         delta = torch.zeros(cfg.heads, cfg.head_dim)
         if self.pope_delta == 'uniform':
             delta.uniform_(*self.own['delta']['clamp'])
@@ -511,15 +512,15 @@ class PoPE(Encoding):
     def theta(self, like):                      # (D,)
         n = 2 if self.pope_frequencies == 'half' else 1     # features per frequency
         theta = frequencies(self.cfg.head_dim // n, self.cfg.rope_base, like)
-        return theta.repeat_interleave(n) if n > 1 else theta       # base^(-n floor(c/n)/d)
+        return theta.repeat_interleave(n)                           # base^(-n floor(c/n)/d)
 
     def qk(self, q, k, at):
         if at.kernel:
             q = kernels().polar(q, None, self.cfg.rope_base, self.pope_softplus)
             k = kernels().polar(k, self.delta, self.cfg.rope_base, self.pope_softplus)
             return q, k  # (B, H, T, 2D)
-        phase_q = at.t[..., None] * self.theta(q)                           # (1, Tq, D)
-        phase_k = at.s[..., None] * self.theta(k)                           # (1, T, D)
+        theta = self.theta(q)
+        phase_q, phase_k = at.t[..., None] * theta, at.s[..., None] * theta     # (1, T, D)
         if self.delta is not None:
             phase_k = phase_k + self.delta[:, None]                         # (H, T, D)
         return polar(q, phase_q, self.pope_softplus), polar(k, phase_k, self.pope_softplus)
@@ -652,9 +653,9 @@ class ViPE(Encoding):
     Positions n, i count from 1; s = max(1, T / train_len), or as vipe_s says. The distance code
     W_p (n - i) / s + b_p is linear in n - i, so its average needs one extra value channel, i:
     E_alpha[n - i] = n - sum_i alpha_ni i. Each head and layer learns its own u, W_p and b_p; u and
-    b_p start at 0. z_n is head_dim + d_p wide. s depends on the final length: pass `total_len`.
-    Without kernels, attend() calls qk(), value(), PyTorch's fused attention and out()."""
-    fp32 = triton_pays = needs_causal = True    # log(n) and n - i assume n visible keys
+    b_p start at 0. z_n is head_dim + d_p wide. s depends on the final length: pass `total_len`."""
+    fp32 = needs_causal = True     # log(n) and n - i assume n visible keys
+    triton = 'faster'
     order = 2
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
@@ -758,8 +759,8 @@ def algorithm_3(e, pos, cfg):
     if cfg.prism_absolute:
         p = sinusoids((pos - pos[..., :1]).unsqueeze(-2), d_pe, cfg.rope_base, e)[..., None, :]
         e = torch.cat([e, p.expand(*e.shape[:5], 1, d_pe)], dim=-2)
-    if cfg.prism_norm == 'scale':   # to norm sqrt(d_pe) if every branch is one sinusoid, with
-        return e * (d_pe / (e.shape[-2] * d_pe / 2)) ** 0.5             # |f|^2 = d_pe / 2
+    if cfg.prism_norm == 'scale':   # to norm sqrt(d_pe) if each branch is one sinusoid, whose norm
+        return e * (2 / e.shape[-2]) ** 0.5                             # is sqrt(d_pe / 2)
     if cfg.prism_norm == 'unit':                                        # to norm sqrt(d_pe) exactly
         return e / e.flatten(-2).norm(dim=-1)[..., None, None] * d_pe ** 0.5
     return e
@@ -778,6 +779,7 @@ class Gates(nn.Module):
         with torch.no_grad():
             self.W.weight.mul_(0.3)
             self.W.bias.zero_().view(n, 4)[:, 0] = -1.0         # initially p_reset = 0.27
+        self.capturable = cfg.prism_recurrent != 'orthogonal'   # by a CUDA graph; train.py reads it
         if cfg.prism_recurrent == 'orthogonal':
             nn.utils.parametrizations.orthogonal(self.W_h, orthogonal_map='householder')
         if cfg.prism_recurrent == 'norm':
@@ -785,31 +787,31 @@ class Gates(nn.Module):
 
     def W_recurrent(self):
         """Return W_h, with norm s sqrt(hidden) if prism_recurrent='norm' (PRISM, footnote 8*)."""
-        W = self.W_h.weight                                     # (3 hidden, hidden)
-        if self.cfg.prism_recurrent == 'norm':
-            return W * (self.s * self.cfg.prism_hidden ** 0.5 / W.norm())
+        cfg, W = self.cfg, self.W_h.weight                      # (3 hidden, hidden)
+        if cfg.prism_recurrent == 'norm':
+            return W * (self.s * cfg.prism_hidden ** 0.5 / W.norm())
         return W
 
     def penalty(self):
         """Return 1e-3 |W_h^T W_h - 1|^2 (PRISM 6.3) with prism_recurrent='penalty', else 0."""
-        if self.cfg.prism_recurrent != 'penalty':
+        cfg, W = self.cfg, self.W_h.weight
+        if cfg.prism_recurrent != 'penalty':
             return 0.0
-        W = self.W_h.weight
         eye = torch.eye(W.shape[1], device=W.device, dtype=W.dtype)
         return 1e-3 * (W.T @ W - eye).square().sum()
 
     def forward(self, x):
         """x [B, T, C] -> p_reset [B, n, T], p_step [B, n, T, 3], [norm(x) / 2 ; u] [B, T, ..]."""
-        x = 0.5 * F.layer_norm(x, x.shape[-1:])
+        cfg, x = self.cfg, 0.5 * F.layer_norm(x, x.shape[-1:])
         weights = [self.W_x.weight, self.W_recurrent(), self.W_x.bias, self.W_h.bias]
-        start = x.new_zeros(1, len(x), self.cfg.prism_hidden)   # u_(-1)
+        start = x.new_zeros(1, len(x), cfg.prism_hidden)    # u_(-1)
         with torch.backends.cudnn.flags(enabled=False):         # cuDNN's GRU rounds to TF32
             u, _ = torch.gru(x, start, weights, has_biases=True, num_layers=1, dropout=0.0,
                              train=True, bidirectional=False, batch_first=True)
         w = self.W(u).unflatten(-1, (self.n, 4))                # (B, T, n, 4)
         w = w.permute(3, 0, 2, 1)                               # (4, B, n, T): a faster softmax
         reset, step = torch.sigmoid(w[0]), w[1:].softmax(dim=0).movedim(0, -1)
-        if not self.cfg.prism_reset:
+        if not cfg.prism_reset:
             reset = torch.zeros_like(reset)
         return reset, step, torch.cat([x, u], dim=-1)
 
@@ -837,6 +839,8 @@ class CopyBranch(nn.Module):
 class Cursors(nn.Module):
     """A PRISM layer: C query and C key cursors, which Gates move and cursor_scan superposes.
     With prism_copy, every fifth query cursor can also jump (CopyBranch)."""
+    reads_content = True    # positions come from the content: probes cannot set them
+
     def __init__(self, cfg, layers):
         super().__init__()
         self.cfg, self.layers = cfg, layers
@@ -850,10 +854,10 @@ class Cursors(nn.Module):
     def actions(self, x):
         """Return p_reset [B, 2C, T], p_step [B, 2C, T, 3], and p_copy [B, C', T, T + 1] of the C'
         copying cursors, or None without prism_copy."""
-        reset, step, read = self.gates(x)
-        if self.cfg.prism_copy == 'none':
+        cfg, (reset, step, read) = self.cfg, self.gates(x)
+        if cfg.prism_copy == 'none':
             return reset, step, None
-        if self.cfg.prism_copy == 'fixed':
+        if cfg.prism_copy == 'fixed':
             # the copying cursors' key cursors step to -1, 0, 1, ...: a decrement, then increments;
             # so after a jump to offset k the query matches the key of token k + 1
             t, reset, step = torch.arange(x.shape[1], device=x.device), reset.clone(), step.clone()
@@ -863,12 +867,13 @@ class Cursors(nn.Module):
 
     def scan(self, x, table):
         """Return superpositions [B, 2C, T, d_pe] of all cursors; table [2P+1, d_pe] = f(-P..P)."""
-        by_kernel = self.cfg.kernel == 'triton' or (
-            self.cfg.kernel == 'auto' and x.is_cuda and x.dtype != torch.float64
+        cfg = self.cfg
+        by_kernel = cfg.kernel == 'triton' or (
+            cfg.kernel == 'auto' and x.is_cuda and x.dtype != torch.float64
             and kernels(required=False) is not None)
         algorithms_1_2 = kernels().cursor_scan if by_kernel else cursor_scan
         reset, step, copy = (p if p is None else p.to(table.dtype) for p in self.actions(x))
-        gamma = 1 + F.softplus(self.g) if self.cfg.prism_sharpen else None          # (2C,)
+        gamma = 1 + F.softplus(self.g) if cfg.prism_sharpen else None       # (2C,)
         e = algorithms_1_2(reset, step, gamma, table)                   # (B, 2C, T, d_pe)
         if copy is None:
             return e
@@ -880,7 +885,8 @@ class Cursors(nn.Module):
     def forward(self, x, pos):
         """Return g_q, g_k [2, layers, B, H, T, branches d_pe] for each layer that uses these
         cursors; a branch is the superposition of a cursor, or the absolute position."""
-        cfg, d_pe, (B, T, _) = self.cfg, self.cfg.prism_d_pe, x.shape
+        cfg, (B, T, _) = self.cfg, x.shape
+        d_pe = cfg.prism_d_pe
         dtype = torch.promote_types(x.dtype, torch.float32)
         offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)             # (2T+1,)
         with torch.autocast(x.device.type, enabled=False):
@@ -900,7 +906,7 @@ class PRISM(Encoding):
     g_tc is the mean of the sinusoids of all offsets, weighted by the histogram of cursor c (class
     Cursors). Each head h has C = prism_cursors query cursors, and as many key cursors for g_sc. mu
     in [0, 1] and alpha are learned. The factor 4 (ours) applies only to prism_norm='none'."""
-    shift_invariant = needs_causal = reads_content = True
+    shift_invariant = needs_causal = True
     order = 1
     prism_layers: list = (1,)      # new cursors are computed before each of these layers
     prism_cursors: int = 2         # query cursors per head, and as many key cursors
@@ -926,11 +932,13 @@ class PRISM(Encoding):
              f'must contain 1 and none above n_layer={cfg.n_layer}, got {cfg.prism_layers}')
         starts = [number - 1 for number in cfg.prism_layers]            # counted from 0
         self.own = {'alpha': dict(lr=cfg.prism_alpha_lr, betas=(0.8, 0.92))}    # PRISM 6.4
-        self.capturable = cfg.prism_recurrent != 'orthogonal'   # that parametrization is not
         self.layer = cfg.layer - max(n for n in starts if n <= cfg.layer)   # 0 at a PRISM layer
         self.m = nn.Parameter(torch.zeros(cfg.heads, 1, 1))             # mu = sigmoid(m)
         branches = cfg.prism_cursors + cfg.prism_absolute               # of a head
         self.alpha = nn.Parameter(torch.ones(cfg.heads, 1, branches))
+        self.factor = (cfg.head_dim / (branches * cfg.prism_d_pe)) ** 0.5   # undoes 1 / sqrt(d)
+        if cfg.prism_norm == 'none':
+            self.factor *= 4
         if self.layer == 0:
             end = min(first for first in [*starts, cfg.n_layer] if first > cfg.layer)
             self.cursors = Cursors(cfg, end - cfg.layer)    # up to the next PRISM layer
@@ -950,10 +958,8 @@ class PRISM(Encoding):
         g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
         g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
         mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
-        factor = (self.cfg.head_dim / g_q.shape[-1]) ** 0.5             # undoes 1 / sqrt(d)
-        factor *= 4 if self.cfg.prism_norm == 'none' else 1
-        weight = (1 - mu) * factor * self.alpha.abs()                   # (H, 1, branches)
-        weight = weight.repeat_interleave(self.cfg.prism_d_pe, dim=-1)  # (H, 1, branches d_pe)
+        weight = (1 - mu) * self.factor * self.alpha.abs()              # (H, 1, branches)
+        weight = weight.repeat_interleave(g_q.shape[-1] // weight.shape[-1], dim=-1)   # of g_q
         return torch.cat([mu * q, weight * g_q], dim=-1), torch.cat([k, g_k], dim=-1)
 
 
@@ -966,7 +972,8 @@ ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
 OPTIONS = {}                                        # {option: (type, default)} of every encoding
 for encoding in ENCODINGS.values():
     for name, option in options_of(encoding).items():
-        assert OPTIONS.setdefault(name, option) == option, f'{name} has two defaults or types'
+        need(name not in OPTIONS or OPTIONS[name] == option, f'{name} has two defaults or types')
+        OPTIONS[name] = option
 PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIONS.items()],
                           bases=(SharedConfig,),
                           namespace=dict(__doc__=SharedConfig.__doc__, __module__=__name__))
@@ -979,24 +986,28 @@ class Sum(Encoding):
     def __init__(self, cfg, *parts):
         super().__init__(cfg)
         self.parts = nn.ModuleList(parts)
-        for flag, over in dict(fp32=any, dense=any, triton_pays=any, mean_distance=any,
-                               fusable=all, shift_invariant=all).items():
-            setattr(self, flag, over(getattr(p, flag) for p in parts))
+        self.shift_invariant = all(p.shift_invariant for p in parts)
+        self.fp32 = any(p.fp32 for p in parts)
+        self.mean_distance = any(p.mean_distance for p in parts)
+        found = {p.triton for p in parts}       # one part is enough for the first two of these
+        self.triton = next(x for x in ('unable', 'faster', 'no faster') if x in found)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)      # each adds width
-        kinds = [type(p) for p in parts]
-        changing = [p for p in parts if changed(p, 'qk')]
-        softmax = [p for p in parts if changed(p, 'weigh')]
-        for p in softmax:                               # at most one, as checked below
-            self.weigh = p.weigh
-        for group, why in (
-                ([p for p in changing if p.order == 1], 'each appends features to q and k'),
-                ([p for p in changing if p.order == 0] if PoPE in kinds else (),
-                 'polar coordinates leave no pairs of features to rotate'),
-                (softmax, 'each replaces the softmax'),
-                ([p for p in parts if p.mean_distance or p in softmax],
-                 'the mean distance requires weights that sum to 1, and may be taken once')):
+
+        def at_most_one(group, why):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
+
+        changing = [p for p in parts if changed(p, 'qk')]
+        at_most_one([p for p in changing if p.order == 1], 'each appends features to q and k')
+        if any(isinstance(p, PoPE) for p in parts):
+            at_most_one([p for p in changing if p.order == 0],
+                        'polar coordinates leave no pairs of features to rotate')
+        softmax = [p for p in parts if changed(p, 'weigh')]
+        at_most_one(softmax, 'each replaces the softmax')
+        at_most_one([p for p in parts if p.mean_distance or p in softmax],
+                    'the mean distance requires weights that sum to 1, and may be taken once')
+        for p in softmax:                               # the only one, or none
+            self.weigh = p.weigh
 
     def each(self, at):
         """Return [(part, at with that part's state)]."""
@@ -1009,10 +1020,8 @@ class Sum(Encoding):
 
     def state(self, x, pos, total_len=None):
         return [p.state(x, pos, total_len) for p in self.parts]
-
     def restate(self, x, pos, state):
         return [p.restate(x, pos, s) for p, s in zip(self.parts, state)]
-
     def penalty(self):
         return sum(p.penalty() for p in self.parts)
 
@@ -1051,19 +1060,17 @@ class SomeHeads(Encoding):
     def join(self, first, rest):    # [B, k, Tq, wide], [B, H - k, Tq, D] -> [B, H, Tq, wide]
         return torch.cat([first, F.pad(rest, (0, first.shape[-1] - rest.shape[-1]))], dim=1)
 
-    def both(self, hook, tensors, *given):      # apply each encoding's hook to its heads
-        return self.join(getattr(self.parts[0], hook)(*(z[:, :self.k] for z in tensors), *given),
-                         getattr(self.rest, hook)(*(z[:, self.k:] for z in tensors), *given))
+    def both(self, method, tensors, *given):    # apply each encoding's method to its heads
+        return self.join(
+            getattr(self.parts[0], method)(*(z[:, :self.k] for z in tensors), *given),
+            getattr(self.rest, method)(*(z[:, self.k:] for z in tensors), *given))
 
     def attend(self, q, k, v, pos, state=None, x=None):
         return self.both('attend', (q, k, v), pos, state, x)
-
     def logits(self, q, k, pos, state=None, x=None):
         return self.both('logits', (q, k), pos, state, x)
-
     def weigh(self, logits):
         return self.both('weigh', (logits,))
-
     def mix(self, weights, v, pos, state=None, x=None):
         return self.both('mix', (weights, v), pos, state, x)
 

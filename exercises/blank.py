@@ -44,10 +44,11 @@ EXERCISES = {
     'pope': Exercise({'pe.py': 'PoPE.theta PoPE.qk polar'}, 'pope',
                      'pope, pope plain, pope half',
                      {'kernels.py': 'pope_attention_reference polar_reference polar_kernel '
-                                    'polar_backward_kernel cos_sin_table', 'probe.py': 'polar'}),
+                                    'polar_backward_kernel cos_sin_table angles',
+                      'probe.py': 'polar'}),
     'vipe': Exercise({'pe.py': 'ViPE.qk ViPE.value ViPE.out'}, 'vipe',
                      'vipe, vipe logits only, vipe value only, nope',
-                     {'kernels.py': 'vipe_attention_reference vipe_factors'}),
+                     {'kernels.py': 'vipe_attention_reference vipe_scaled'}),
     'prism': Exercise({'pe.py': 'algorithm_1'},
                       'sharpening_multiplies_exponents cursor_histogram_is_the_sum_over_all_paths',
                       'prism, prism copy',
