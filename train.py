@@ -2,18 +2,17 @@
 
     python train.py configs/parity_rope.py                           one run
     python train.py configs/parity_rope.py --pe=nope,rope,alibi      a sweep: three runs, one table
+    python train.py configs/parity_rope.py --seed=0-7                a sweep over eight seeds
     python train.py --eval_only --out_dir=out/parity_rope --eval_lengths=1-100
     torchrun --nproc_per_node=2 train.py configs/openwebtext_pope.py --data=FOLDER    on 2 GPUs
     python train.py --help                                           every option and its meaning
 
-Config files are plain Python assignments, read in the given order; flags override them. The folder
-of a run contains ckpt.pt, config.json, log.jsonl (a line per logged point) and lengths.json ({seed:
-{length: {exact, token, last, n}}}). The same command resumes a stopped run, and prints the table of
-a finished run; --overwrite trains it again.
+Config files are plain Python assignments; flags override them. The folder of a run contains
+ckpt.pt, config.json, log.jsonl (a line per logged step) and lengths.json ({length: scores}). The
+same command resumes a stopped run, bitwise as if it had not stopped, or shows a finished run.
 """
 import ast
 import contextlib
-import copy
 import gc
 import inspect
 import io
@@ -23,27 +22,19 @@ import math
 import os
 import platform
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import time
-import traceback
-import zipfile
 import zlib
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-
-try:
-    import fcntl
-except ImportError:                                        # Windows: folders are not locked
-    fcntl = None
 
 import pe as encodings
 import tasks
@@ -63,6 +54,7 @@ class Running:
     eval_lengths: list = range(1, 49)   # problem lengths to evaluate
     n_eval: int = 128              # validation problems per length, evaluated during training
     n_test: int = 1024             # test problems per length, from another random stream
+    greedy: bool = False           # also test answers decoded greedily: one pass for each token
     log_interval: int = 50         # steps between lines of log.jsonl
     eval_interval: int = 1000      # steps between evaluations, each followed by a checkpoint
     device: str = 'auto'           # auto | cpu | cuda | cuda:N
@@ -84,7 +76,7 @@ class Config(ModelConfig, Running):
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: sampled online
     # optimization: AdamW, linear warm-up, decay
-    seeds: list = (0,)             # one model per seed, trained side by side
+    seed: int = 0                  # of weights, problems and dropout; --seed=0-7 trains 8 models
     batch_size: int = 64           # sequences per step
     max_steps: int = 4000          # optimizer steps
     lr: float = 1e-3               # peak learning rate
@@ -97,33 +89,33 @@ class Config(ModelConfig, Running):
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
     dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
 
-    DERIVED = ('vocab_size', 'train_len', 'eval_len')      # computed from the task
+    DERIVED = ('vocab_size', 'train_len', 'eval_len')      # make_config() reads these off the task
 
     def __post_init__(self):
+        """Raise UserError if options contradict each other. Read no data and build nothing."""
         super().__post_init__()
         encodings.check_positive(self, 'batch_size', 'max_steps', 'log_interval', 'eval_interval',
                                  'n_eval', 'n_test', 'lr', 'accumulate')
-        need(max(self.beta1, self.beta2) < 1, f'beta1 and beta2 must be below 1, got {self.beta1} '
-             f'and {self.beta2}')
+        need(self.beta1 < 1 and self.beta2 < 1, 'beta1 and beta2 must be below 1')
         need(self.min_lr <= self.lr, f'min_lr={self.min_lr} must be at most lr={self.lr}')
-        need(self.accumulate <= self.batch_size,
-             f'accumulate={self.accumulate} must be at most batch_size={self.batch_size}')
-        self.check_lengths()
-        task = self.the_task
-        if task.corpus:
-            for part in ('val', 'test') if self.eval_only else tasks.PARTS:
-                task.of_part(part)                         # raises if the data are missing
-        need(not (task.fixed and self.n_train),
-             f'{self.task} has its own training set: remove n_train')
-        need(self.causal or isinstance(task, tasks.Classification) and len(self.train_lengths) == 1,
-             'causal=False requires a classification task (distance, distance_sum, trigger_count) '
-             'and one training length, because padding would be visible')
-        self.vocab_size = len(task.vocab)                  # V, padding included
-        self.train_len = task.width(self.train_lengths)    # in tokens
-        self.eval_len = task.width(self.eval_lengths)
-        self.out_dir = os.path.expanduser(self.out_dir or default_out_dir(vars(self)))
-        with torch.random.fork_rng(devices=[]):            # building draws random numbers
-            encodings.build(self)                          # raises if the options do not fit
+        least = self.accumulate * (2 * WORLD if WORLD > 1 else 1)
+        need(self.batch_size >= least, f'batch_size={self.batch_size} must be at least {least}: '
+             'accumulate, times 2 per process of torchrun')
+        for key in 'train_lengths', 'eval_lengths':
+            lengths = getattr(self, key)
+            need(lengths and all(type(x) is int for x in lengths),
+                 f'{key} must be integers, as in 1-16 or 1,2,4; got {lengths[:99]}')
+            setattr(self, key, sorted(set(lengths)))
+        stages = self.length_schedule
+        pairs = all(isinstance(x, (list, tuple)) and [*map(type, x)] == [int, int] for x in stages)
+        starts = [x[0] for x in stages] if pairs else []
+        need(pairs and starts in ([], sorted({0, *starts})), 'length_schedule must be pairs (first '
+             f'step, longest length) from step 0 on, as in [(0, 5), (400, 10)]; got {stages}')
+        self.length_schedule = [list(x) for x in stages]
+        single = len(self.train_lengths) == 1 and isinstance(self.the_task, tasks.Classification)
+        need(self.causal or single, 'causal=False requires a classification task and one training '
+             'length, because padding would be visible')
+        need(not (self.the_task.fixed and self.n_train), f'{self.task} requires n_train=0')
 
     @property
     def the_task(self):
@@ -135,41 +127,36 @@ class Config(ModelConfig, Running):
         """The dtype of the parameters, which stay in float32 when products are in bfloat16."""
         return torch.float64 if self.dtype == 'float64' else torch.float32
 
-    def check_lengths(self):
-        """Sort the lengths and keep those that the task has. Raise UserError if none is left, or if
-        length_schedule or batch_size does not fit."""
-        for key in 'seeds', 'train_lengths', 'eval_lengths':
-            values = getattr(self, key)
-            need(0 < len(values) < 10 ** 6
-                 and all(type(x) is int and 0 <= x < 2 ** 28 for x in values),
-                 f'{key} must be integers in [0, 2^28), as in 1-16 or 1,2,4; got {values[:99]}')
-            values = list(dict.fromkeys(values))           # without repeats
-            if key != 'seeds':
-                part = 'train' if key == 'train_lengths' else None
-                values = self.the_task.existing(sorted(values), part)
-            need(values, f'{self.task} has no problems of these {key}')
-            setattr(self, key, values)
-        stages = self.length_schedule = [list(stage) if isinstance(stage, (list, tuple)) else []
-                                         for stage in self.length_schedule]
-        pairs = all([*map(type, stage)] == [int, int] for stage in stages)
-        steps = [stage[0] for stage in stages] if pairs and stages else [0]    # of each stage
-        need(pairs and steps[0] == 0 and steps == sorted(steps),
-             'length_schedule must be pairs (first step, longest length) in ascending order of '
-             f'steps, from step 0 on; got {stages}')
-        for step in steps:
-            lengths = lengths_at(self, step)
-            need(lengths, f'length_schedule at step {step} is below all train_lengths: raise it')
-            # the number of problems that a batch is drawn from; None: unlimited
-            size = self.n_train * len(lengths) or self.the_task.count(lengths)
-            need(not size or size >= self.batch_size,
-                 f'at step {step}, the lengths {lengths} have too few problems for '
-                 f'batch_size={self.batch_size}: lower it, or raise n_train')
-
 
 # options that may change when a run resumes, and options that its record omits
-FREE = {f.name for f in fields(Running)} | {'kernel', 'eval_len'}
-NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', 'accumulate'}
+FREE = {f.name for f in fields(Running)} | {'kernel', 'data', 'eval_len'}
+NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', 'accumulate', 'data'}
+# options that --eval_only may change beside FREE: the encoding, its options and the problems
+EVALUATED = {*encodings.OPTIONS, 'pe', 'rope_base', 'rope_heads', 'task'}
 TEXTS = 'out_dir', 'results', 'data'                       # a comma in these does not make a sweep
+KINDS = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0', float: 'a number >= 0',
+         bool: 'True or False', str: 'text'}
+
+
+def make_config(values):
+    """Return the Config of {option: value}, completed from its task: the lengths that have problems
+    and the sizes in DERIVED. Raise UserError if the task or the encoding does not fit."""
+    cfg = Config(**{key: x for key, x in values.items() if key in keys(Config)})   # not DERIVED
+    task = cfg.the_task
+    if task.corpus:
+        for part in ('val', 'test') if cfg.eval_only else tasks.PARTS:
+            task.of_part(part)                             # raises if the data are missing
+    for key, part in ('train_lengths', 'train'), ('eval_lengths', None):
+        setattr(cfg, key, task.existing(getattr(cfg, key), part))
+        need(getattr(cfg, key), f'{cfg.task} has no problems of these {key}')
+    for start, _ in cfg.length_schedule or [(0, None)]:
+        pool_at(cfg, start)                                # raises if the pool is too small
+    cfg.vocab_size = len(task.vocab)                       # V, padding included
+    cfg.train_len = task.width(cfg.train_lengths)          # in tokens
+    cfg.eval_len = task.width(cfg.eval_lengths)
+    with torch.random.fork_rng(devices=[]):                # building draws random numbers
+        encodings.build(cfg)                               # raises if the options do not fit
+    return cfg
 
 
 # ---- reading options. The type of a field says which values are valid; its comment is its help ---
@@ -191,89 +178,71 @@ def defaults(cls):
 
 def as_typed(value):
     """A value as it is written on the command line; a list of integers as 1-16,20,24."""
-    if not isinstance(value, (list, tuple, range)):
+    if not isinstance(value, (list, range)) or not value or type(value[0]) is not int:
         return str(value)
-    if not value or any(type(x) is not int for x in value):
-        return str(list(value))
-    spans = []                                             # [first, last] of consecutive numbers
-    for x in value:
-        if spans and x == spans[-1][1] + 1:
-            spans[-1][1] = x
-        else:
-            spans.append([x, x])
-    return ','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)
+    known = set(value)
+    first = [x for x in sorted(known) if x - 1 not in known]       # of each span
+    last = [x for x in sorted(known) if x + 1 not in known]
+    return ','.join(str(a) if a == b else f'{a}-{b}' for a, b in zip(first, last))
 
 
 def parse_list(text):
     """1-16 | 1,2,4-6 | [(0, 5), (400, 10)] -> list."""
-    if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', text):
+    if text.startswith('['):
         return ast.literal_eval(text)                      # accepts only literals, runs no code
-    numbers = []
-    for part in text.split(','):                           # 5 or 1-16
-        first, _, last = part.partition('-')
-        numbers += range(int(first), int(last or first) + 1)[:10 ** 6]     # both ends included
-    return numbers
+    ends = [[int(x) for x in part.split('-')] for part in text.split(',')]     # [5] or [1, 16]
+    return [x for span in ends for x in range(span[0], span[-1] + 1)[:10 ** 6]]
 
 
 def convert(cls, key, value, where):
-    """Convert a value, or its text, to the type of option `key`. For a scalar option of Config, a
-    comma-separated text becomes a list, for a sweep. Raise UserError if the value is invalid."""
+    """Convert a value, or its text, to the type of option `key`. For a scalar option of Config,
+    several values become a list, for a sweep. Raise UserError if the value is invalid."""
     check_name(f'option in {where}:', key, keys(cls))
-    field, given, is_text = keys(cls)[key], value, isinstance(value, str)
-    kind, choices = field.type, get_args(field.type)       # the choices of a Literal
-    if cls is Config and is_text and ',' in value and kind is not list and key not in TEXTS:
-        return [convert(cls, key, part.strip(), where) for part in value.split(',')]
-    if is_text and kind in (list, bool, int, float):       # as a Python literal; true means True
-        text = value.capitalize() if kind is bool else value
-        with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-            value = parse_list(text) if kind is list else ast.literal_eval(text)
-    if value in choices or value is None and field.default is None:
-        return value
-    if kind is list and isinstance(value, (tuple, range)):         # from a config file
-        value = list(value)
-    if kind in (int, float) and type(value) in (int, float) and 0 <= value < math.inf:
-        value = kind(value) if kind(value) == value else value     # max_steps=1e4, lr=1
-    names = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0', float: 'a number >= 0',
-             bool: 'True or False', str: 'text'}
-    what = names.get(kind) or 'one of ' + ', '.join(choices)
-    got = 'no value' if given is True else repr(given)     # the flag alone means True
-    need(type(value) is kind and (kind not in (int, float) or 0 <= value < math.inf),
-         f'{where}: {key} must be {what}, as in --{key}={as_typed(field.default)}; got {got}')
-    return value
+    kind, default, found = keys(cls)[key].type, defaults(cls)[key], value
+    if isinstance(value, str):
+        with contextlib.suppress(SyntaxError, ValueError, TypeError):      # an invalid text stays
+            if kind is list or key == 'seed':              # a range is allowed for seeds, too
+                found = parse_list(value)
+            elif kind in (bool, int, float):
+                found = ast.literal_eval(value.title())    # true: True
+            elif cls is Config and key not in TEXTS and ',' in value:
+                found = value.split(',')                   # pe=nope,rope
+    if isinstance(found, (list, tuple, range)):
+        found = list(found)
+        if cls is Config and kind is not list and len(found) > 1:
+            return [convert(cls, key, x, where) for x in found]
+        found = found[0] if kind is not list and len(found) == 1 else found
+    fits = type(found) is kind or found in get_args(kind)  # the choices of a Literal
+    if kind in (int, float):                               # max_steps=1e4 and lr=1 are valid
+        fits = type(found) in (int, float) and 0 <= found < math.inf and kind(found) == found
+        found = kind(found) if fits else found
+    what = KINDS.get(kind) or 'one of ' + ', '.join(get_args(kind))
+    got = 'no value' if value is True else repr(found)     # the flag alone means True
+    need(fits or found is None and default is None,
+         f'{where}: {key} must be {what}, as in --{key}={as_typed(default)}; got {got}')
+    return found
 
 
 def parse(cls, argv):
     """({option: value}, other words) of a command line. --key alone means --key=True."""
-    flags, words = {}, []
-    for arg in argv:
-        key, equals, value = arg.lstrip('-–—').partition('=')      # pasted text may have – or —
-        if key != arg.partition('=')[0]:                   # the word began with a dash
-            flags[key] = convert(cls, key, value if equals else True, arg)
-        else:
-            words.append(arg)                              # such as the path of a config file
+    flags, words = {}, [arg for arg in argv if not arg.startswith('--')]
+    for arg in [arg for arg in argv if arg.startswith('--')]:
+        key, equals, value = arg[2:].partition('=')
+        flags[key] = convert(cls, key, value if equals else True, arg)
     return flags, words
 
 
 def read_file(path, values):
     """Return `values` updated with a config file's assignments, which may use earlier values."""
-    names = dict(values)                                   # names that its lines can read
+    names = dict(values)
     try:
-        with open(path, encoding='utf-8-sig') as f:        # skips a byte-order mark
-            exec(compile(f.read(), path, 'exec'), names)   # the traceback then contains the path
-    except OSError as error:
-        hint = f'; did you mean --out_dir={path}?' if os.path.isdir(path) else ''
-        raise UserError(f'cannot read config file {path}: {error.strerror}{hint}') from None
+        with open(path, encoding='utf-8') as f:
+            exec(compile(f.read(), path, 'exec'), names)
     except Exception as error:                             # whatever its lines raise
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        line = getattr(error, 'lineno', line)              # of a SyntaxError
-        says = getattr(error, 'msg', error)                # without the line again
-        raise UserError(f'{path}, line {line}: {type(error).__name__}: {says}') from None
-    changed = {key: x for key, x in names.items() if not (         # what the file assigned
-        key.startswith('_') or inspect.ismodule(x) or callable(x)
-        or key in values and x is values[key])}
-    for key in changed:
-        check_name(f'option in {path} (names of helpers begin with _):', key, keys(Config))
-    return values | {key: convert(Config, key, x, path) for key, x in changed.items()}
+        raise UserError(f'config file {path}: {type(error).__name__}: {error}') from None
+    where = f'{path} (helpers begin with _)'
+    return {key: convert(Config, key, x, where) for key, x in names.items()
+            if not (key.startswith('_') or inspect.ismodule(x) or callable(x))}
 
 
 def swept(values):
@@ -283,134 +252,127 @@ def swept(values):
 
 
 def read_options(argv):
-    """{option: value} from defaults, config files and flags; a list where a sweep varies an option.
-
-    With --eval_only the configuration of the run replaces the files; flags override it."""
+    """{option: value} from defaults, config files (or, with --eval_only, the configuration of the
+    run) and flags; a list where a sweep varies an option."""
     flags, paths = parse(Config, argv)
     values = defaults(Config)
     for path in paths:                                     # a later file overrides an earlier one
         values = read_file(path, values)
     values |= flags                                        # flags override all files
-    values['out_dir'] = os.path.expanduser(values['out_dir'] or default_out_dir(values))
+    if not values['out_dir']:                              # out/TASK_PE, or what else varies
+        names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
+        names += [key for key in swept(values) if key not in ('task', 'pe')]
+        values['out_dir'] = 'out/' + ('_'.join(names) or 'sweep')
+    values['out_dir'] = os.path.expanduser(values['out_dir'])
     if values['eval_only']:
         need(not swept(values), '--eval_only takes one trained run: --out_dir=RUN')
-        here = {key: values[key] for key in ('out_dir', 'eval_only', 'results')}
-        values = read_checkpoint(values['out_dir'])['config'] | flags | here
+        trained = read_checkpoint(values['out_dir'])['config']
+        values = trained | {key: values[key] for key in ('out_dir', 'eval_only', 'results', *flags)}
     return values
-
-
-def default_out_dir(values):
-    """out/TASK_PE. A sweep omits TASK or PE if varied, and adds other varied options."""
-    names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
-    names += [key for key in swept(values) if key not in ('task', 'pe')]
-    return 'out/' + ('_'.join(names) or 'sweep')
-
-
-def make_config(values):
-    """Return the Config of {option: value}. Raise UserError if the values are inconsistent."""
-    return Config(**{key: x for key, x in values.items() if key in keys(Config)})  # not DERIVED
 
 
 def print_help(doc, cls):
     """Print a program's docstring and the options of its dataclass and of every encoding, as the
     source declares them: NAME: type = default  # meaning."""
-    print(doc + '\nSet --NAME=value, or NAME = value in a config file.')
+    print(f'{doc}\nSet --NAME=value, or NAME = value in a config file.')
+    field = re.compile(r'^((?:    # .*\n)*    (\w+): .+ = .*)', re.M)      # (its lines, its name)
     classes = [base for x in encodings.ENCODINGS.values() for base in x.__mro__]
     for owner in dict.fromkeys([*cls.__mro__, *classes]):  # each class once, in order
-        if owner.__module__ in (cls.__module__, 'model', 'pe') and owner is not encodings.PEConfig:
-            lines = re.findall(r'^(?:    # .*\n)*    \w+: .+ = .*', inspect.getsource(owner), re.M)
-            lines = [x for x in lines if re.search(r'(?m)^    (\w+):', x)[1] in keys(cls)]
+        if owner not in (object, encodings.PEConfig, torch.nn.Module):     # these have no options
+            found = field.findall(inspect.getsource(owner))
+            lines = [text for text, name in found if name in keys(cls)]
             if lines:
                 print('\n'.join(['', owner.__name__, *lines]))
 
 
-# ---- batches -------------------------------------------------------------------------------------
+# ---- batches. Everything random is a function of (stream, seed, step, rank) ----------------------
 
-def lengths_at(cfg, step):
-    """The problem lengths to train on at a step, up to the limit that length_schedule sets."""
-    limits = [limit for start, limit in cfg.length_schedule if start <= step]  # stages begun
-    return [n for n in cfg.train_lengths if not limits or n <= limits[-1]]
+def random_seed(*words):
+    """A seed of 32 bits, as many as CPU generators read: a hash of a stream's name and numbers."""
+    return zlib.crc32(' '.join(map(str, words)).encode())
 
 
-def generator(device, stream, number):
-    """A separate random generator for each stream (train, fixed, eval, test) and number."""
-    stream = ('train', 'fixed', 'eval', 'test').index(stream) + 1
-    # CPU generators use only the lowest 32 bits of a seed
-    return torch.Generator(device).manual_seed(stream << 28 | number)      # number < 2 ** 28
+def generator(device, *words):
+    """A random generator for a stream (train, fixed, eval, test) and numbers such as the seed."""
+    return torch.Generator(device).manual_seed(random_seed(*words))
+
+
+def seed_noise(cfg, step):
+    """Seed dropout and random position shifts, which differ between processes."""
+    number = random_seed('noise', cfg.seed, step, RANK)
+    torch.default_generator.manual_seed(number)            # torch.manual_seed() asks every backend
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+
+
+def pool_at(cfg, step):
+    """(training lengths, range of steps) of a step's pool of problems: 64 steps if problems are
+    drawn online, an epoch if they are fixed. Each stage of length_schedule begins a pool."""
+    stages = cfg.length_schedule or [(0, math.inf)]
+    start, longest = [stage for stage in stages if stage[0] <= step][-1]       # of this stage
+    lengths = [n for n in cfg.train_lengths if n <= longest]
+    need(lengths, f'length_schedule at step {start} is below all train_lengths: raise it')
+    size = cfg.n_train * len(lengths) or cfg.the_task.count(lengths)       # None: drawn online
+    steps = 64 if size is None else size // cfg.batch_size
+    need(steps, f'the lengths {lengths} have too few problems for batch_size={cfg.batch_size}')
+    first = step - (step - start) % steps
+    return lengths, range(first, min([first + steps, *(x for x, _ in stages if x > step)]))
 
 
 class Batches:
-    """Shuffled batches of mixed lengths on the device, with rows padded on the right.
+    """batches(step): the training problems of a step, which follow from cfg.seed and the step.
 
-    An epoch is a pool of problems in random order: the same n_train per length, or the data set of
-    the task, or new ones. The generator's state at its start, which a checkpoint stores, determines
-    it. To limit padding, a batch has two parts: rows of the narrower half of the pool and rows of
-    the wider half. Each part keeps its shape during an epoch, as CUDA graphs require."""
-    def __init__(self, cfg, seed, task, device):
-        self.cfg, self.seed, self.task, self.device = cfg, seed, task, device
-        self.generator = generator(device, 'train', seed)  # draws orders, and problems online
-        self.lengths, self.at = None, 0                    # at: the next step within the epoch
+    A pool is drawn at its first step and kept until its last. Its problems are in random order, so
+    that a batch mixes lengths. To limit padding, a batch has rows of the narrower half of the pool
+    and rows of the wider half. Each part keeps its shape for a whole pool, as CUDA graphs require.
+    """
+    def __init__(self, cfg, device):
+        self.cfg, self.device = cfg, device
+        self.steps = range(0)                              # the steps of the pool in self.parts
 
-    def pool(self, lengths, source):
-        """The problems of an epoch: tokens and targets [N, T], padded to the widest."""
-        # online: a pool for 64 steps, so that one call draws many problems
-        per_length = self.cfg.n_train or math.ceil(64 * self.cfg.batch_size / len(lengths))
-        problems = [self.task.pool(per_length, length, source) for length in lengths]      # [n, t]
-        most = max(int(tokens.max()) for tokens, _ in problems)
-        need(most < self.cfg.vocab_size, f'{type(self.task).__name__} returned token {most}, but '
-             f'its vocabulary has {self.cfg.vocab_size} tokens')
-        T = max(tokens.shape[1] for tokens, _ in problems)         # the pool's width
-        dtype = torch.int16 if self.cfg.vocab_size < 2 ** 15 else torch.int32      # saves memory
-
-        def stack(parts, fill):                            # [n, t] of each length -> (N, T)
-            return torch.cat([F.pad(x.to(dtype), (0, T - x.shape[1]), value=fill) for x in parts])
-        tokens, targets = zip(*problems)                   # each: one [n, t] per length
-        return stack(tokens, tasks.PAD), stack(targets, -100)      # -100 masks the loss
-
-    def begin_epoch(self, lengths):
-        """Draw the pool, unless it is fixed and drawn already, and the order of its problems."""
-        self.start, self.at = self.generator.get_state(), 0        # the state is for restore()
-        if lengths != self.lengths or not self.cfg.n_train:
-            fixed = self.cfg.n_train > 0                   # the same pool in every epoch
-            source = generator(self.device, 'fixed', self.seed) if fixed else self.generator
-            self.tokens, self.targets = self.pool(lengths, source)         # [N, T], on the device
-        self.lengths = lengths
-        widths, rows = (self.tokens != tasks.PAD).sum(dim=1).sort(stable=True)     # (N,) each
-        half = self.cfg.batch_size // 2                    # rows of a batch from the narrower part
-        cut = len(rows) * half // self.cfg.batch_size      # 0 if a batch has one row
-        if cut and widths[cut - 1] > 0.8 * widths[-1]:     # one part costs less, despite padding
-            half = cut = 0
-        self.parts = []                                    # (row indices, rows per step, width)
-        for part, count in (rows[:cut], half), (rows[cut:], self.cfg.batch_size - half):
-            if count:
-                order = torch.randperm(len(part), generator=self.generator, device=self.device)
-                width = int((self.tokens[part[-1]] != tasks.PAD).sum())    # the last is the widest
-                self.parts.append((part[order], count, width))
-
-    def next(self, step):
+    def __call__(self, step):
         """[tokens, targets, tokens, ...] of a step: a pair [b, t] per micro-batch of each part."""
-        lengths, batch = lengths_at(self.cfg, step), []
-        if lengths != self.lengths or (self.at + 1) * self.cfg.batch_size > len(self.tokens):
-            self.begin_epoch(lengths)                      # a new stage, or too few rows are left
-        for rows, count, width in self.parts:
-            rows = rows[self.at * count:(self.at + 1) * count]     # (b,), each once per epoch
-            for some in rows.tensor_split(min(count, self.cfg.accumulate)):
-                batch += self.tokens[some, :width].long(), self.targets[some, :width].long()
-        self.at += 1
+        if step not in self.steps:
+            lengths, self.steps = pool_at(self.cfg, step)
+            self.parts = self.draw(lengths)
+        at, batch = step - self.steps.start, []
+        for tokens, targets in self.parts:                 # [steps, rows, width] each
+            pieces = min(self.cfg.accumulate, tokens.shape[1])
+            for x, y in zip(tokens[at].tensor_split(pieces), targets[at].tensor_split(pieces)):
+                batch += x, y
         return batch
 
-    def state(self):
-        """The state for restore(): how the epoch began, its next step, a checksum of the pool."""
-        return dict(start=self.start, lengths=self.lengths, at=self.at,
-                    sum=zlib.crc32(self.tokens.cpu().numpy().tobytes()))
+    def draw(self, lengths):
+        """Draw a pool: [(tokens, targets)] of each part, both [steps, rows of a batch, width]."""
+        cfg, B, steps, problems = self.cfg, self.cfg.batch_size, len(self.steps), []
+        source = generator(self.device, 'train', cfg.seed, self.steps.start)
+        n = cfg.n_train or math.ceil(64 * B / len(lengths))            # problems per length
+        for length in lengths:                             # n_train: the same in every pool
+            fixed = generator(self.device, 'fixed', cfg.seed, length)
+            problems.append(cfg.the_task.pool(n, length, fixed if cfg.n_train else source))
+        T = max(x.shape[1] for x, _ in problems)           # problems: [([n, t], [n, t])]
+        tokens = torch.cat([F.pad(x, (0, T - x.shape[1]), value=tasks.PAD) for x, _ in problems])
+        targets = torch.cat([F.pad(y, (0, T - y.shape[1]), value=-100) for _, y in problems])
+        need(tokens.max() < cfg.vocab_size, f'{type(cfg.the_task).__name__} returned token '
+             f'{tokens.max()}, but its vocabulary has {cfg.vocab_size} tokens')
+        widths, rows = (tokens != tasks.PAD).sum(dim=1).sort(stable=True)      # (N,), N >= steps B
+        half = B // 2                                      # rows of a batch from the narrower part
+        cut = len(rows) * half // B                        # 0 if a batch has one row
+        bounds = [(0, cut, half), (cut, len(rows), B - half)]
+        if cut == 0 or widths[cut - 1] > 0.8 * widths[-1]:     # one part costs less despite padding
+            bounds = [(0, len(rows), B)]
+        parts = []
+        for start, end, count in bounds:
+            order = torch.randperm(end - start, generator=source, device=self.device)
+            order = rows[start:end][order[:steps * count]]     # each problem at most once per pool
+            parts.append([x[order, :int(widths[end - 1])].view(steps, count, -1)
+                          for x in (tokens, targets)])
+        return parts
 
-    def restore(self, state):
-        """Resume in the middle of an epoch."""
-        self.generator.set_state(state['start'])
-        self.begin_epoch(state['lengths'])                 # draws the same pool and order again
-        self.at = state['at']
-        need(self.state()['sum'] == state['sum'], 'the training problems of the run in '
-             f'{self.cfg.out_dir} have changed (its data or tasks.py); --overwrite trains it again')
+    def fingerprint(self):
+        """A checksum of the first pool, which tells whether the data or the task has changed."""
+        self(0)
+        return zlib.crc32(b''.join(x.cpu().numpy().tobytes() for part in self.parts for x in part))
 
 
 def held_out(cfg, split, device):
@@ -425,6 +387,21 @@ def held_out(cfg, split, device):
 
 # ---- a training step -----------------------------------------------------------------------------
 
+def build(cfg, device):
+    """(model, optimizer) at the first step of a run."""
+    if cfg.kernel == 'triton':
+        encodings.kernels()                                # before the optimizer imports Triton
+    torch.manual_seed(random_seed('weights', cfg.seed))
+    model = Transformer(cfg).to(device, cfg.weights_dtype)         # initialized on the CPU
+    on_gpu, groups = device.type == 'cuda', model.optim_groups(cfg.lr, cfg.weight_decay)
+    for group in groups:                                   # a CUDA graph reads lr from a tensor
+        group['peak'] = group['lr']                        # before warm-up and decay
+        dtype = torch.float32 if on_gpu else torch.float64
+        group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
+    return model, torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
+                                    capturable=on_gpu)     # keeps step counts on the GPU
+
+
 def learning_rate(cfg, step):
     """Linear warm-up to lr, then decay to min_lr at max_steps, or constant lr if decay=none."""
     if step < cfg.warmup_steps:                            # step counts from 0
@@ -434,107 +411,53 @@ def learning_rate(cfg, step):
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left[cfg.decay]
 
 
-class Trainer:
-    """The model of one seed, its batches and its optimizer."""
-    def __init__(self, cfg, seed, device):
-        self.cfg, self.device = cfg, device
-        self.losses = []                                   # of the steps since the last log line
-        if cfg.kernel == 'triton':
-            encodings.kernels()                            # before the optimizer imports Triton
-        torch.manual_seed(seed)                            # for initial weights, then dropout
-        self.model = Transformer(cfg).to(device, cfg.weights_dtype)        # initialized on the CPU
-        self.batches = Batches(cfg, seed, cfg.the_task, device)    # the same for every encoding
-        self.autocast = precision(cfg, device)             # a context for each forward pass
-        on_gpu = device.type == 'cuda'
-        groups = self.model.optim_groups(cfg.lr, cfg.weight_decay)
-        for group in groups:                               # a CUDA graph reads lr from tensors
-            dtype = torch.float32 if on_gpu else torch.float64
-            group['lr'] = torch.tensor(group['lr'], device=device, dtype=dtype)
-        self.peaks = [group['lr'].item() for group in groups]      # before warm-up and decay
-        self.optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True,
-                                           capturable=on_gpu)      # keeps step counts on the GPU
-        # a step calls self.update (possibly a CUDA graph), which calls self.forward
-        self.forward = self.model
-        large = sum(p.numel() for p in self.model.parameters()) >= 1e7
-        compiled = on_gpu and large if cfg.compile is None else cfg.compile
-        if compiled:
-            self.forward = torch.compile(self.model, dynamic=False)        # recompiles per shape
-        captures = not compiled and WORLD == 1 and all(
-            getattr(part, 'capturable', True) for part in self.model.modules())
-        graph = on_gpu and captures if cfg.graph is None else cfg.graph
-        if graph:
-            self.update = Graph(self.update)               # hides the method of this name
+def set_rates(optimizer, cfg, step):
+    """Set the learning rate of each parameter group in place, where a CUDA graph reads it."""
+    factor = learning_rate(cfg, step) / cfg.lr             # 1 at the peak
+    for group in optimizer.param_groups:
+        group['lr'].fill_(factor * group['peak'])
 
-    def step(self, number):
-        """Take an optimizer step; return the loss before it. Waits for the GPU once per epoch."""
-        batch = self.batches.next(number)                  # tokens, targets, tokens, ...
-        factor = learning_rate(self.cfg, number) / self.cfg.lr     # 1 at the peak, then decays
-        for group, peak in zip(self.optimizer.param_groups, self.peaks):
-            group['lr'].fill_(factor * peak)               # in place, for a CUDA graph
-        return self.update(*batch)
 
-    def update(self, *batch):
-        """Forward, backward, clip, AdamW on a batch of Batches.next(). Return the mean loss []."""
-        loss, total = 0, sum((y != -100).sum() for y in batch[1::2])       # supervised targets
-        for x, y in zip(batch[::2], batch[1::2]):          # micro-batches, (b, t) each
-            x, y = x[RANK::WORLD], y[RANK::WORLD]          # all rows, or those of this process
-            # its fraction of the supervised targets: losses weighted by it add up to the mean loss
-            fraction = (y != -100).sum(dtype=self.cfg.weights_dtype) / total
-            with self.autocast:
-                part = fraction * self.forward(x, y)[1]    # the model returns (logits, mean loss)
-            part.backward()                                # adds to p.grad
-            loss = loss + part.detach()                    # [], without its autograd graph
-        if WORLD > 1:                                      # sum over processes
-            for tensor in (loss, *(p.grad for p in self.model.parameters() if p.grad is not None)):
-                dist.all_reduce(tensor)
-        if self.cfg.grad_clip:
-            clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)   # joint norm of all
-        self.optimizer.step()                              # AdamW
-        for group in self.optimizer.param_groups:
-            if 'clamp' in group:                           # PoPE's delta
-                for p in group['params']:
-                    p.data.clamp_(*group['clamp'])         # (lowest, highest)
-        self.optimizer.zero_grad(set_to_none=False)        # a CUDA graph adds to the same tensors
-        return loss
+def add_up(tensor, op=dist.ReduceOp.SUM):
+    """Sum a tensor over the processes of torchrun, in place. UserError if one of them has ended."""
+    try:
+        dist.all_reduce(tensor, op)
+    except RuntimeError:
+        raise UserError('another process of this run ended: restart the run') from None
 
-    def mean_loss(self):
-        """The mean loss since the previous call."""
-        losses, self.losses = self.losses, []
-        return sum(losses) / len(losses)
 
-    def state(self):
-        """The state for restore(). Copies the weights, because training changes them in place."""
-        weights = self.model.state_dict()
-        rng = [torch.get_rng_state()]                      # of dropout
-        if self.device.type == 'cuda':
-            rng.append(torch.cuda.get_rng_state())         # of dropout on the GPU
-        return dict(model={name: x.to('cpu', copy=True) for name, x in weights.items()}, rng=rng,
-                    moments=self.optimizer.state_dict()['state'], batches=self.batches.state(),
-                    losses=self.losses)
-
-    def restore(self, state):
-        """Resume from the state of a run with the same configuration."""
-        self.model.load_state_dict(state['model'])
-        self.batches.restore(state['batches'])
-        self.losses = state['losses']
-        # the optimizer numbers its parameters in the order of its groups
-        params = [p for group in self.optimizer.param_groups for p in group['params']]
-        saved = state['moments']                           # {number: {name: average, or step}}
-        need(saved and all(x['exp_avg'].shape == params[i].shape for i, x in saved.items()),
-             f'older code trained the run in {self.cfg.out_dir}: use --eval_only or --overwrite')
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | dict(state=saved))
-        torch.set_rng_state(state['rng'][0])
-        if self.device.type == 'cuda':
-            torch.cuda.set_rng_state(state['rng'][1])
+def update(forward, optimizer, cfg, *batch):
+    """Forward, backward, clip, AdamW on a batch of Batches. Return the loss [] before the step: the
+    mean over the supervised targets of all micro-batches and processes, plus penalties."""
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    loss, total = 0, sum((y != -100).sum() for y in batch[1::2]).clamp(min=1)
+    for x, y in zip(batch[::2], batch[1::2]):              # micro-batches, [b, t] each
+        x, y = x[RANK::WORLD], y[RANK::WORLD]              # all rows, or those of this process
+        share = (y != -100).sum(dtype=cfg.weights_dtype) / total   # shares of a step add up to 1
+        with precision(cfg, x.device):
+            part = share * forward(x, y)[1]                # the model returns (logits, mean loss)
+        part.backward()                                    # adds to p.grad
+        loss = loss + part.detach()                        # [], without its autograd graph
+    if WORLD > 1:                                          # sum over processes
+        for tensor in (loss, *(p.grad for p in params if p.grad is not None)):
+            add_up(tensor)
+    if cfg.grad_clip:
+        torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip)          # joint norm of all
+    optimizer.step()                                       # AdamW
+    for group in optimizer.param_groups:
+        if 'clamp' in group:                               # PoPE's delta
+            for p in group['params']:
+                p.data.clamp_(*group['clamp'])             # (lowest, highest)
+    optimizer.zero_grad(set_to_none=False)                 # a CUDA graph adds to the same tensors
+    return loss
 
 
 # ---- CUDA graphs, device and precision -----------------------------------------------------------
 
 class Graph:
-    """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds.
-
-    The first three calls are eager, so that libraries and the optimizer can initialize. When the
-    shapes of the arguments change, three eager calls and a new capture follow."""
+    """A function of tensors, captured as a CUDA graph and replayed: one launch, not hundreds. Three
+    eager calls come first, because libraries and the optimizer initialize in them; again after the
+    shapes of the arguments change. A replay uses the seed that its caller has set."""
     def __init__(self, function):
         self.function, self.shapes, self.side = function, None, torch.cuda.Stream()
 
@@ -564,33 +487,38 @@ class Graph:
         return self.result.clone()                         # the next replay overwrites self.result
 
 
+def wrapped(model, optimizer, cfg, device):
+    """update() as a function of a batch: compiled or as a CUDA graph where cfg asks for it."""
+    on_gpu, size = device.type == 'cuda', sum(p.numel() for p in model.parameters())
+    compiled = on_gpu and size >= 1e7 if cfg.compile is None else cfg.compile
+    possible = on_gpu and not compiled and WORLD == 1 and all(
+        getattr(part, 'capturable', True) for part in model.modules())
+    forward = torch.compile(model, dynamic=False) if compiled else model   # recompiles per shape
+    step = partial(update, forward, optimizer, cfg)
+    return Graph(step) if cfg.graph or cfg.graph is None and possible else step
+
+
 def pick_device(cfg):
-    """The torch.device for cfg.device. Small steps use one CPU thread, because several would mostly
-    wait for each other; OMP_NUM_THREADS overrides this."""
-    name = cfg.device
-    if name == 'auto':
-        name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if WORLD > 1 and name == 'cuda':
-        name += ':' + os.environ['LOCAL_RANK']
-    try:
-        device = torch.empty(0, device=name).device        # cuda: cuda:0
-    except (RuntimeError, AssertionError):
-        raise UserError(f'--device={name} is not available: use cpu or auto') from None
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)                      # for calls that name no device
-    need(device.type == 'cuda' or not cfg.graph, '--graph requires a CUDA device; leave it out')
+    """The torch.device for cfg.device."""
+    gpus = [f'cuda:{i}' for i in range(torch.cuda.device_count())]
+    name = cfg.device.replace('auto', 'cuda' if gpus else 'cpu')
+    if name == 'cuda':
+        name = 'cuda:' + os.environ.get('LOCAL_RANK', '0')             # torchrun sets it
+    need(name in ['cpu', *gpus], f'--device={name} is not available: use cpu or auto')
+    need(name != 'cpu' or not cfg.graph, '--graph requires a CUDA device; leave it out')
+    if name != 'cpu':
+        torch.cuda.set_device(name)                        # for calls that name no device
     work = cfg.batch_size * cfg.train_len * cfg.d_model    # B T C, the size of an activation
-    if 'OMP_NUM_THREADS' not in os.environ:
+    if 'OMP_NUM_THREADS' not in os.environ:                # in small steps, threads mostly wait
         torch.set_num_threads(1 if work <= 2 ** 18 else THREADS)
-    return device
+    torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
+    return torch.device(name)
 
 
 def precision(cfg, device):
-    """Set the precision of float32 matrix products; return the autocast context."""
-    torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
-    if cfg.dtype == 'bfloat16':
-        return torch.autocast(device.type, torch.bfloat16)         # weights stay in float32
-    return contextlib.nullcontext()                        # nothing is cast
+    """A context for a forward pass: products are in bfloat16 if cfg.dtype says so."""
+    half = cfg.dtype == 'bfloat16'                         # weights stay in float32
+    return torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext()
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -602,196 +530,201 @@ def token_losses(logits, targets):
 
 
 @torch.no_grad()
-def evaluate(model, task, sets, autocast=None):
-    """{length: {exact, token, last, n}} under teacher forcing; sets: (length, (tokens, targets)).
+def evaluate(model, task, sets, autocast=None, greedy=False):
+    """{length: scores} under teacher forcing; sets: (length, (tokens, targets)), [n, T] each.
 
-    exact: fraction of the n sequences with every supervised token correct. token: fraction of
-    supervised tokens correct. last: fraction of sequences whose last token (the end token aside) is
-    correct. For a corpus also loss: the mean cross-entropy of a token, in nats."""
-    training = model.training
+    exact: fraction of the n sequences with every supervised token correct.
+    token: fraction of supervised tokens that are correct, over all sequences together.
+    last: fraction of sequences whose last supervised token, the end token aside, is correct.
+    states: fraction of supervised tokens other than the end token that are correct if the model may
+        not answer with the end token; final: of the last such token. For tasks with an end token.
+    greedy_states, greedy_final: the same if the model reads its own answers (with greedy=True).
+    loss: mean cross-entropy of a token, in nats, for a corpus.
+    n: number of sequences; those without a target do not count."""
+    scores, training = {}, model.training
     model.eval()                                           # no dropout, no random position shift
-    scores, finite = {}, True
-    for length, (tokens, targets) in sets:                 # (n, T) each
-        T = tokens.shape[1]
-        rows = max(1, min(2 ** 13, 2 ** 25 // len(task.vocab)) // T)       # to fit caches
-        correct, loss = [], 0
-        for x, y in zip(tokens.split(rows), targets.split(rows)):  # (rows, T) each
-            with autocast or contextlib.nullcontext():
-                logits = model(x)[0]                       # (rows, T, V)
-            if finite and not logits.isfinite().all():
-                finite = False
-                tqdm.write(f'logits are NaN or infinite at length {length}')
-            correct.append(logits.argmax(dim=-1) == y)     # (rows, T), padding included
-            if task.corpus:
-                loss = loss + token_losses(logits, y).sum(dtype=torch.float64)     # [], in nats
-        correct = torch.cat(correct)                       # (n, T)
-        asked = targets != -100                            # (n, T) supervised
-        states = asked if task.end is None else asked & (targets != task.end)
-        # (n, 1): the last of these positions
-        last = (torch.arange(T, device=tokens.device) * states).argmax(dim=1, keepdim=True)
-        # if every argmax is correct, greedy decoding reads the same prefixes: same exact score
-        score = dict(exact=(correct | ~asked).all(dim=1).double().mean(),          # (n,) -> []
-                     token=((correct & asked).sum() / asked.sum()).double(),       # over all rows
-                     last=correct.gather(1, last).double().mean())                 # (n, 1) -> []
-        if task.corpus:
-            score['loss'] = loss / asked.sum()
-        scores[length] = {key: round(x.item(), 6) for key, x in score.items()} | {'n': len(tokens)}
+    for length, (tokens, targets) in sets:
+        x, y = tokens[RANK::WORLD], targets[RANK::WORLD]   # all rows, or those of this process
+        if len(x) == 0:                                    # a row that counts nothing
+            x, y = tokens[:1], torch.full_like(targets[:1], -100)
+        rows = max(1, min(2 ** 13, 2 ** 28 // len(task.vocab)) // x.shape[1])  # of a forward pass
+        total = 0
+        with autocast or contextlib.nullcontext():
+            for part in zip(x.split(rows), y.split(rows)):
+                names, sums = tally(model, task, *part, greedy)
+                total = total + sums                       # (scores, 2)
+        if WORLD > 1:
+            add_up(total)
+        total = dict(zip(names, total.tolist()))           # waits for the device
+        n = int(total['exact'][1])
+        need(n, f'{task.name}: no problem of length {length} has a target')
+        scores[length] = {name: round(a / b, 6) for name, (a, b) in total.items()} | dict(n=n)
     model.train(training)
     return scores
 
 
-# ---- the files of a run. ckpt.pt is a dictionary: ------------------------------------------------
-#
-#   config    every field of Config
-#   step      optimizer steps done
-#   seeds     {seed: {model: state_dict; step: of this model; failed: why the seed diverged;
-#             moments: AdamW's averages; batches: Batches.state(); rng: states of the generators
-#             that dropout uses; losses: of the steps since the last line of the log}}
-#   log       the text of log.jsonl
-#   scores    of a finished run: {seed: {length: scores}}; test_of: its n_test and eval_lengths
+def tally(model, task, x, y, greedy):
+    """Names of scores, and for each [sum over tokens x and targets y [n, T], what to divide by]."""
+    logits, asked = model(x)[0], y != -100                 # (n, T, V), (n, T)
+    states = asked if task.end is None else asked & (y != task.end)
+    last = (torch.arange(x.shape[1], device=x.device) * states).argmax(dim=1, keepdim=True)
+    rows = asked.any(dim=1)                                # (n,), sequences with a target
+    correct = logits.argmax(dim=-1) == y                   # (n, T); False where the target is -100
+    # if every argmax is correct, greedy decoding reads the same prefixes: same exact score
+    found = dict(exact=((correct == asked).all(dim=1) & rows, rows), token=(correct, asked),
+                 last=(correct.gather(1, last), rows))
+    if task.corpus:
+        found['loss'] = token_losses(logits, y), asked
+    elif task.end is not None:
+        correct = likeliest(logits, task.end) == y
+        found |= dict(states=(correct & states, states), final=(correct.gather(1, last), rows))
+    if greedy and not task.corpus:
+        correct = decoded(model, task, x, states).roll(-1, dims=1) == y
+        found |= dict(greedy_states=(correct & states, states),
+                      greedy_final=(correct.gather(1, last), rows))
+    sums = [z.sum(dtype=torch.float64) for pair in found.values() for z in pair]
+    return [*found], torch.stack(sums).view(-1, 2)
 
-@contextlib.contextmanager
-def locked(folder):
-    """Keep other processes from training in a folder. Raise UserError if one already is."""
-    if fcntl is None or RANK:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)         # raises instead of waiting
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(f'another process is training in {folder}: use another --out_dir') from None
-    try:
-        yield
-    finally:
-        os.close(handle)                                   # releases the lock
+
+def decoded(model, task, x, states):
+    """Tokens x [n, T] whose states are replaced, one after another, by the model's own answers: the
+    most likely token except the end token. states [n, T]: where the next token is a state."""
+    x = x.clone()
+    for t in states.any(dim=0).nonzero().flatten().tolist():
+        logits = model(x[:, :t + 1], total_len=x.shape[1])[0][:, -1]       # (n, V)
+        x[:, t + 1] = torch.where(states[:, t], likeliest(logits, task.end), x[:, t + 1])
+    return x
+
+
+def likeliest(logits, end):
+    """The most likely tokens [..] for logits [.., V], except the token `end`, if there is one."""
+    V = logits.shape[-1]
+    tokens = torch.arange(V, device=logits.device)
+    return logits.masked_fill(tokens == (V if end is None else end), -math.inf).argmax(dim=-1)
+
+
+# ---- the files of a run --------------------------------------------------------------------------
+
+# ckpt.pt: {'config': every field of Config, 'step': optimizer steps done, 'model': state_dict,
+# 'optimizer': AdamW's averages by the number of a parameter, 'pool': Batches.fingerprint()} and, of
+# a finished run, 'scores': {length: scores} and 'test_of': the options that they depend on; of a
+# diverged run, 'failed': what became NaN or infinite, and when
+RUN_FILES = re.compile(r'(ckpt\.pt|config\.json|log\.jsonl|lengths\.json|eval(_.*)?\.json|'
+                       r'probe_[a-z]+\.(json|png))')
 
 
 def write_file(path, data):
     """Write bytes or text atomically: the file is either the whole old or the whole new one."""
     if RANK:
         return                                             # RANK 0 writes
+    part = f'{path}.{os.getpid()}.tmp'                     # a name that nothing else has
     try:
-        with open(path + '.tmp', 'wb') as f:
+        with open(part, 'wb') as f:
             f.write(data.encode() if isinstance(data, str) else data)
             f.flush()                                      # from Python to the operating system
             os.fsync(f.fileno())                           # raises if the disk is full
-        os.replace(path + '.tmp', path)                    # atomic
+        os.replace(part, path)                             # atomic
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.remove(path + '.tmp')
+            os.remove(part)
         raise UserError(f'cannot write {path}: {error.strerror}') from None
 
 
-def read_checkpoint(folder):
-    """The dictionary in a run's ckpt.pt, with defaults for options that it lacks."""
-    path = os.path.join(folder, 'ckpt.pt')
-    need(os.path.exists(path), f'no run in {folder}: train it first, or name another '
-         'folder (of a sweep: that of one run)')
-    try:
-        if zipfile.ZipFile(path).testzip():                # compares checksums; torch does not
-            raise zipfile.BadZipFile
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)       # runs no code
-        config, seeds, scores = (checkpoint.get(x, {}) for x in ('config', 'seeds', 'scores'))
-        assert all(type(x) is dict and x for x in (config, *seeds.values(), *scores.values()))
-        assert {*map(type, (*seeds, checkpoint['step']))} == {int} and checkpoint['step'] >= 0
-        assert all(x is None or isinstance(config.get(key, x), type(x))
-                   for key, x in defaults(Config).items())
-    except (OSError, MemoryError):                         # the file itself may be valid
-        raise
-    except Exception:                                      # torch raises many types
-        raise UserError(f'{path} is damaged, or not a checkpoint of train.py; use another '
-                        '--out_dir, or train again with --overwrite') from None
-    checkpoint['config'] = defaults(Config) | checkpoint['config']
-    return checkpoint
+def append_line(path, entry):
+    """Add a line of JSON to a file."""
+    if not RANK:
+        with open(path, 'a') as f:
+            f.write(json.dumps(entry, separators=(',', ':')) + '\n')
 
 
-def save(cfg, checkpoint, trainers, step, log):
-    """Add the points in `log` to the log; write ckpt.pt, config.json and log.jsonl. A diverged seed
-    keeps the model of the last checkpoint before it diverged."""
-    if RANK:
-        return
-    first = not checkpoint['step']
-    checkpoint['log'] += ''.join(json.dumps(point) + '\n' for point in log)
-    for seed, trainer in trainers.items():
-        checkpoint['seeds'][seed].update(trainer.state(), step=step)
-    checkpoint['step'] = step
-    write_checkpoint(cfg, checkpoint)
-    if first:                                              # now delete the replaced run, if any
-        for name in os.listdir(cfg.out_dir):
-            if re.fullmatch(r'(lengths|eval|probe_[a-z]+)\.(json|png)', name):
-                os.remove(os.path.join(cfg.out_dir, name))
-    write_file(os.path.join(cfg.out_dir, 'log.jsonl'), checkpoint['log'])
-
-
-def write_checkpoint(cfg, checkpoint):
-    """Write ckpt.pt and config.json."""
+def save(cfg, checkpoint):
+    """Write ckpt.pt, with cfg, and config.json."""
     buffer = io.BytesIO()                                  # in memory, for write_file()
-    torch.save(checkpoint, buffer)                         # a zip archive with checksums
+    torch.save(checkpoint | dict(config=asdict(cfg)), buffer)
     write_file(os.path.join(cfg.out_dir, 'ckpt.pt'), buffer.getvalue())
     write_file(os.path.join(cfg.out_dir, 'config.json'), json.dumps(asdict(cfg), indent=1))
 
 
-def check_same(cfg, checkpoint, names):
-    """Raise UserError if the checkpoint's config differs from cfg in one of these options. Options
-    of other encodings may differ."""
-    options = {name: {*encodings.options_of(cls)} for name, cls in encodings.ENCODINGS.items()}
-    used = set().union(*(options[name] for name in cfg.pe.split('+')))
-    unused = set().union(*options.values()) - used
-    for key in [key for key in names if key not in unused]:
-        saved, now = checkpoint['config'].get(key), getattr(cfg, key)
-        need(saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not {now}: '
-             'use the same value, another --out_dir, or --overwrite')
+def read_checkpoint(folder):
+    """The dictionary in a run's ckpt.pt, with defaults for options that its config lacks."""
+    path = os.path.join(folder, 'ckpt.pt')
+    need(os.path.exists(path), f'no run in {folder}: train it first, or name the folder of a run')
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)   # runs no code
+    except Exception as error:                             # torch raises many types
+        raise UserError(f'cannot read {path} ({type(error).__name__}): use --overwrite') from None
+    need('pool' in checkpoint, f'older code wrote {path}: git checkout 1490abb, or use --overwrite')
+    checkpoint['config'] = defaults(Config) | checkpoint['config']
+    return checkpoint
 
 
-def failures(checkpoint):
-    """One line of text per seed that diverged."""
-    return [entry['failed'] for entry in checkpoint['seeds'].values() if 'failed' in entry]
+def open_folder(cfg):
+    """The checkpoint of the same run in cfg.out_dir, or {}. Delete a run if cfg.overwrite."""
+    there = [name for name in os.listdir(cfg.out_dir) if RUN_FILES.fullmatch(name)]
+    need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but {", ".join(there)}: '
+         'use another --out_dir')
+    if cfg.overwrite and not RANK:
+        for name in sorted(there, key='ckpt.pt'.__eq__):   # the checkpoint last
+            os.remove(os.path.join(cfg.out_dir, name))
+    if cfg.overwrite or not there:
+        return {}
+    checkpoint = read_checkpoint(cfg.out_dir)
+    parts = [encodings.options_of(encodings.ENCODINGS[name]) for name in cfg.pe.split('+')]
+    for key, now in asdict(cfg).items():                   # options of other encodings may differ
+        free = key in FREE or key in encodings.OPTIONS and not any(key in x for x in parts)
+        saved = checkpoint['config'].get(key)
+        need(free or saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not '
+             f'{now}: use another --out_dir, or --overwrite')
+    return checkpoint
 
 
-def append_record(cfg, device, by_seed, failed):
-    """Append a finished run to cfg.results, once, in the format of results/tables.py."""
-    if RANK:
+def load_weights(model, checkpoint, folder):
+    """Load the weights of a checkpoint. Raise UserError if they have other names or shapes."""
+    try:
+        model.load_state_dict(checkpoint['model'])
+    except RuntimeError:                                   # an option, pe.py or model.py differs
+        raise UserError(f'this model has other parameters than the run in {folder}') from None
+
+
+def restore(cfg, checkpoint, model, optimizer, pool):
+    """Load weights and AdamW's averages, and drop lines of the log beyond the checkpoint."""
+    need(checkpoint['pool'] == pool, f'the training problems of the run in {cfg.out_dir} have '
+         'changed (its data, tasks.py or the kind of device); use --overwrite')
+    load_weights(model, checkpoint, cfg.out_dir)
+    optimizer.load_state_dict(optimizer.state_dict() | dict(state=checkpoint['optimizer']))
+    log = os.path.join(cfg.out_dir, 'log.jsonl')
+    lines = open(log).readlines() if os.path.exists(log) else []
+    whole = [line for line in lines if line.endswith('\n')]        # not cut off by SIGKILL
+    write_file(log, ''.join(x for x in whole if json.loads(x)['step'] <= checkpoint['step']))
+
+
+def append_record(cfg, device, scores, **more):
+    """Append a finished run to cfg.results, if that is set, in the format of results/tables.py."""
+    if not cfg.results:
         return
-    config = {key: as_typed(getattr(cfg, key)) if field.type is list else getattr(cfg, key)
-              for key, field in keys(Config).items()
-              if key not in NOT_RECORDED and (key in ('pe', 'task')
-                                              or getattr(cfg, key) != defaults(Config)[key])}
-    scores = {}
-    for seed, by_length in by_seed.items():
-        rows = [by_length[n] for n in cfg.eval_lengths]    # in the order of the record's lengths
-        # a list per metric, without metrics that equal exact
-        columns = {metric: [round(row[metric], 4) for row in rows] for metric in rows[0]}
-        scores[seed] = {metric: column for metric, column in columns.items() if metric != 'n'
-                        and (metric == 'exact' or column != columns['exact'])}
-    sizes = {n: row['n'] for by_length in by_seed.values() for n, row in by_length.items()
-             if row['n'] != cfg.n_test}                    # SCAN can have fewer problems
+    config = {}
+    for key, default in defaults(Config).items():
+        value = getattr(cfg, key)
+        if key in ('pe', 'task', 'seed') or key not in NOT_RECORDED and value != default:
+            config[key] = as_typed(value) if isinstance(value, list) else value
+    metrics = [key for key in next(iter(scores.values()), {}) if key != 'n']
+    columns = {key: [round(row[key], 4) for row in scores.values()] for key in metrics}
+    sizes = {n: row['n'] for n, row in scores.items() if row['n'] != cfg.n_test}   # SCAN: fewer
     git = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'describe', '--always',
            '--dirty', '--exclude=*']                       # the hash; -dirty if files have changed
     commit = ''
     with contextlib.suppress(OSError):                     # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     hardware = torch.cuda.get_device_name() if device.type == 'cuda' else platform.machine()
-    result = dict(config=config, lengths=as_typed(cfg.eval_lengths), scores=scores)
-    origin = dict(n=sizes, failed=list(failed), torch=torch.__version__, commit=commit,
-                  hardware=hardware)
-    line = json.dumps(result | {key: x for key, x in origin.items() if x}, separators=(',', ':'))
-    with open(cfg.results, 'a+', errors='surrogateescape') as f:    # always writes at the end
-        f.seek(0)
-        known = f.read()
-        # the same result is recorded once, even if its origin differs
-        if json.dumps(result, separators=(',', ':'))[:-1] + ',' not in known:
-            f.write('\n' * (known[-1:] not in ('', '\n')) + line + '\n')   # ends a cut-off line
+    origin = dict(n=sizes, **more, torch=torch.__version__, commit=commit, hardware=hardware)
+    append_line(cfg.results, dict(config=config, lengths=as_typed(cfg.eval_lengths), scores=columns)
+                | {key: x for key, x in origin.items() if x})
 
 
-# ---- tables. rows: [(label, {length: scores}, metric)] -------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
-def mean_scores(by_seed):
-    """{length: scores}, where each score is the mean over seeds."""
-    runs = list(by_seed.values())                          # [{length: scores}]
-    return {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in first}
-            for n, first in runs[0].items()}
+LABELS = dict(exact='exact match', token='tokens', last='last state', states='states',
+              final='final state', greedy_states='states, greedy', greedy_final='final, greedy')
 
 
 def summary(cfg, scores, metric='exact'):
@@ -808,355 +741,258 @@ def summary(cfg, scores, metric='exact'):
             mean([n for n in scores if n > longest]), max(accurate, default=0) or 'none')
 
 
-def perplexity(score):
-    """e^loss, from the loss in nats."""
-    return math.exp(min(score['loss'], 700))               # e^710 would overflow
-
-
 def brief(cfg, scores):
-    """The scores {length: scores} in one line."""
+    """{length: scores} in one line."""
     if cfg.the_task.corpus:
-        trained = [n for n in scores if n <= max(cfg.train_lengths)] or list(scores)
-        return ', '.join(f'loss {scores[n]["loss"]:.4f} (perplexity '
-                         f'{perplexity(scores[n]):.2f}) in contexts of {n}'
-                         for n in sorted({max(trained), max(scores)}))     # one if they are equal
-    trained, longer, largest = summary(cfg, scores)
-    return (f'exact match {trained} on training lengths, {longer} on longer ones; '
-            f'max length >= 95 %: {largest}')
+        return 'perplexity ' + ', '.join(f'{math.exp(min(x["loss"], 700)):.2f} ({n})'
+                                         for n, x in scores.items())
+    texts = 'exact match {} on training lengths, {} on longer ones; max length >= 95 %: {}'
+    return texts.format(*summary(cfg, scores))
 
 
-def print_rows(cfg, rows):
-    """Print a table by length: for a corpus, perplexities; for other tasks, a line per row with one
-    character per length, then the texts of summary()."""
-    lengths, width = sorted(rows[0][1]), max(len(label) for label, _, _ in rows) + 2
-    if cfg.the_task.corpus:
-        print(f'{"context":{width}}' + ''.join(f'{n:>9}' for n in lengths))
-        for label, scores, _ in rows:
-            cells = (f'{perplexity(scores[n]):>9.3f}' for n in lengths)
-            print(f'{label:{width}}' + ''.join(cells))
-        return
-    inside = sum(n <= max(cfg.train_lengths) for n in lengths)     # up to the longest trained
-    every = math.ceil(len(lengths) / 64)                   # shows at most 64, one of them `inside`
-    lengths, inside = lengths[(inside - 1) % every::every], math.ceil(inside / every)
-    unicode = (sys.stdout.encoding or '').lower().startswith('utf')
-    shades, bar = ('·▁▂▃▄▅▆▇█', '│') if unicode else ('.12345678', '|')
-    ticks = ' ' * len(lengths)                             # the numbers above the strips
-    for i in (inside - 1, len(lengths) - 1, 0, *range(7, len(lengths), 8)):
-        text = str(lengths[i])
-        start = max(0, i + 1 - len(text))                  # a number ends above its column
-        if i >= 0 and not ticks[max(0, start - 1):start + len(text) + 1].strip():  # free space
-            ticks = ticks[:start] + text + ticks[start + len(text):]
+def show(cfg, groups):
+    """Print {label: {seed: {length: scores}}} as a table: for each label the mean over seeds, then
+    each seed. The label '' stands for cfg.pe, of which all metrics are shown."""
+    corpus, lengths, rows = cfg.the_task.corpus, cfg.eval_lengths, []
+    metrics = LABELS if cfg.greedy else ('exact', 'token', 'last')
+    for label, by_seed in groups.items():
+        first, *others = by_seed.values()
+        scores = {}                                        # means over seeds
+        for n, row in first.items():
+            scores[n] = {key: (x + sum(run[n][key] for run in others)) / len(by_seed)
+                         for key, x in row.items()}
+        if corpus or label:
+            rows.append((label or 'perplexity', scores, 'exact'))
+        else:
+            rows += [(LABELS[key], scores, key) for key in metrics if key in scores[lengths[0]]]
+        if len(by_seed) > 1:
+            rows += [(f'  seed {seed}', run, 'exact') for seed, run in by_seed.items()]
+    what = ('perplexity of the same held-out text in contexts of every length' if corpus else
+            f'{scores[lengths[0]]["n"]:.0f} held-out problems per length')
+    print(f'\n{cfg.task}' + f' with {cfg.pe}' * ('' in groups) + f', {what}')
+    width = max(len(label) for label, _, _ in rows) + 2
+    if not corpus:
+        return print_strips(cfg, rows, width)
+    print(f'{"context":{width}}' + ''.join(f'{n:>9}' for n in lengths))
+    for label, scores, _ in rows:
+        cells = (f'{math.exp(min(scores[n]["loss"], 700)):>9.3f}' for n in lengths)
+        print(f'{label:{width}}' + ''.join(cells))
+
+
+def print_strips(cfg, rows, width):
+    """Print rows (label, {length: scores}, metric): a character per length, then summary()."""
+    inside = sum(n <= max(cfg.train_lengths) for n in cfg.eval_lengths)    # up to the last trained
+    every = math.ceil(len(cfg.eval_lengths) / 64)          # shows at most 64, the last trained too
+    lengths = cfg.eval_lengths[(inside - 1) % every::every]
+    inside = math.ceil(inside / every)
+    shades = '·▁▂▃▄▅▆▇█'                                   # of scores from 0 to 1
+    ticks = ''                                             # numbers that end above their lengths
+    for i, n in enumerate(lengths, 1):
+        room = i - len(ticks) - (ticks > '')               # one space between numbers
+        if (i in (1, inside, len(lengths)) or i % 8 == 0) and len(str(n)) <= room:
+            ticks = ticks.ljust(i - len(str(n))) + str(n)
+    ticks = ticks.ljust(len(lengths))
     print(f'{"":{width}}{ticks[:inside]} {ticks[inside:]}  training    longer  max length')
     for label, scores, metric in rows:
         strip = ''.join(shades[int(8 * scores[n][metric] + 1e-9)] for n in lengths)        # eighths
-        trained, longer, largest = summary(cfg, scores, metric)
-        print(f'{label:{width}}{strip[:inside]}{bar}{strip[inside:]}   {trained:>7}   '
-              f'{longer:>7}  {largest:>10}')
-    print(f'\n{len(lengths)} of {len(rows[0][1])} lengths; {shades[0]} below 12.5 %, {shades[-1]} '
-          f'100 %; {bar} ends the training lengths; max length: at least 95 % up to this length')
-
-
-def show(cfg, by_seed):
-    """Print the mean of each metric over seeds; for several seeds, also the first of each."""
-    scores, corpus = mean_scores(by_seed), cfg.the_task.corpus
-    metrics = dict(exact='exact match', token='tokens', last='last state')
-    rows = [(label, scores, metric) for metric, label in metrics.items()]
-    if corpus:
-        rows = [('perplexity', scores, 'loss')]
-    if len(by_seed) > 1:
-        rows += [(f'{rows[0][0]}, seed {seed}', run, rows[0][2]) for seed, run in by_seed.items()]
-    what = ('the same held-out text in contexts of every length' if corpus else
-            f'{scores[cfg.eval_lengths[0]]["n"]:.0f} held-out problems per length')
-    print(f'\n{cfg.task} with {cfg.pe}, seeds {as_typed(list(by_seed))}, {what}')
-    print_rows(cfg, rows)
+        texts = '{:>7}   {:>7}  {:>10}'.format(*summary(cfg, scores, metric))
+        print(f'{label:{width}}{strip[:inside]}│{strip[inside:]}   {texts}')
+    print(f'\n{len(lengths)} of {len(cfg.eval_lengths)} lengths; · below 12.5 %, █ 100 %; │ ends '
+          'the training lengths; max length: at least 95 % up to this length')
 
 
 # ---- the training loop ---------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def caught_signals():
-    """A list to which Ctrl-C or SIGTERM appends its signal number. The loop then saves and stops.
-    The same signal again ends the process at once."""
-    caught = []
-
-    def catch(number, frame):
-        caught.append(number)                              # nothing else: a step may be running
-        signal.signal(number, signal.SIG_DFL)
-    before = {x: signal.signal(x, catch) for x in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():             # for a notebook, which continues
-            signal.signal(number, handler or signal.SIG_DFL)       # None: set by C code
-
-
 def train(cfg, device, checkpoint, stop):
-    """Train all seeds from where the checkpoint left them. Return {seed: {length: scores}} of the
-    seeds that did not diverge, or None if a signal stopped the run. The checkpoint is updated: it
-    says which seeds diverged."""
-    trainers = begin(cfg, device, checkpoint)              # {seed: Trainer}
-    first, log = checkpoint['step'], []                    # log: points not yet written
-    began = time.time()
-    every = 0.1 if sys.stderr.isatty() else 10             # seconds between updates of the bar
-    bar = tqdm(range(first, cfg.max_steps), total=cfg.max_steps, initial=first, unit='step',
-               desc=f'{cfg.task} {cfg.pe}', mininterval=every, delay=every, leave=False,
-               disable=RANK > 0)
+    """Train one seed of one configuration, from a checkpoint if there is one, and test it. Return
+    what to add to its checkpoint, `scores` or `failed`; None if a signal in `stop` ended it."""
+    model, optimizer = build(cfg, device)
+    batches = Batches(cfg, device)                         # the same for every encoding
+    pool, first = batches.fingerprint(), checkpoint.get('step', 0)
+    if checkpoint:
+        restore(cfg, checkpoint, model, optimizer, pool)
+    print(f'{sum(p.numel() for p in model.parameters()):,} parameters on {device}, seed '
+          f'{cfg.seed}, {first} of {cfg.max_steps} steps done')
+
+    def save_at(step):
+        save(cfg, dict(step=step, pool=pool, model=model.state_dict(),
+                       optimizer=optimizer.state_dict()['state']))
+    save_at(first)                                         # raises now if it cannot be written
+    take_step = wrapped(model, optimizer, cfg, device)     # update(), a CUDA graph, or compiled
+    autocast, began = precision(cfg, device), (time.time(), first)
+    bar = tqdm(range(first, cfg.max_steps), f'{cfg.task} {cfg.pe}', cfg.max_steps, initial=first,
+               unit='step', leave=False, disable=RANK > 0 or not sys.stderr.isatty())
     for step in bar:
-        for trainer in trainers.values():
-            trainer.losses.append(trainer.step(step))      # [], stays on the device, without a wait
+        seed_noise(cfg, step)                              # dropout and random position shifts
+        set_rates(optimizer, cfg, step)                    # warm-up, then decay
+        loss = take_step(*batches(step))                   # forward, backward, clip, AdamW
         done = step + 1                                    # steps completed
-        if WORLD > 1:                                      # all processes stop after the same step
+        if WORLD > 1:                                      # all processes stop after one step
             number = torch.tensor(stop[0] if stop else 0)
-            dist.all_reduce(number, dist.ReduceOp.MAX)     # 0, or the number of a signal
+            add_up(number, dist.ReduceOp.MAX)              # 0, or the number of a signal
             stop += [number.item()] if number else []
         evaluating = done % cfg.eval_interval == 0 or done == cfg.max_steps
         logging = done % cfg.log_interval == 0 or evaluating
         if not (logging or stop):
             continue
-        drop_diverged(trainers, checkpoint, done)          # first, as save() must not save NaN
-        if not trainers:
-            save(cfg, checkpoint, trainers, done, log)
-            return {}
-        if logging:
-            speed = round((done - first) / (time.time() - began), 2)       # of all seeds together
-            means = {seed: trainer.mean_loss() for seed, trainer in trainers.items()}
-            log += [dict(step=done, seed=seed, loss=x, lr=learning_rate(cfg, step),
-                         steps_per_s=speed) for seed, x in means.items()]
-            loss = sum(means.values()) / len(means)        # over seeds, for the progress bar
-            bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
+        if not all(x.isfinite().all() for x in [loss, *model.parameters()]):
+            return dict(failed=f'the loss or a weight was NaN or infinite at step {done}')
+        speed = (done - began[1]) / (time.time() - began[0])           # since an evaluation
+        entry = dict(step=done, loss=loss.item(), lr=learning_rate(cfg, step),
+                     steps_per_s=round(speed, 2))
+        bar.set_postfix(loss=f'{entry["loss"]:.4f}', refresh=False)
         if evaluating:
-            pause = time.time()
-            scores = test(cfg, trainers, 'eval', device)   # {seed: {length: scores}}
-            log += [dict(step=done, seed=seed, eval=x) for seed, x in scores.items()]
-            began += time.time() - pause                   # leaves evaluation out of the speed
-            tqdm.write(f'step {done:>6}  loss {loss:.4f}  {speed:6.1f} steps/s  '
-                       f'{brief(cfg, mean_scores(scores))}')
+            entry['eval'] = evaluate(model, cfg.the_task, held_out(cfg, 'eval', device), autocast)
+            began = time.time(), done                      # leaves evaluation out of the speed
+            tqdm.write(f'step {done:>6}  loss {entry["loss"]:.4f}  {speed:6.1f} steps/s  '
+                       f'{brief(cfg, entry["eval"])}')
+        if logging:
+            append_line(os.path.join(cfg.out_dir, 'log.jsonl'), entry)
         if evaluating or stop:
-            save(cfg, checkpoint, trainers, done, log)
-            log = []
+            save_at(done)
         if stop and done < cfg.max_steps:                  # after the last step, test anyway
             return None
-    return test(cfg, trainers, 'test', device)             # on problems that no evaluation used
-
-
-def begin(cfg, device, checkpoint):
-    """{seed: Trainer} of the seeds that have not diverged, resumed from the checkpoint."""
-    trainers = {seed: Trainer(cfg, seed, device) for seed, entry in checkpoint['seeds'].items()
-                if 'failed' not in entry}
-    first = checkpoint['step']
-    if first:
-        try:
-            for seed, trainer in trainers.items():
-                trainer.restore(checkpoint['seeds'][seed]) # weights, moments, batches, generators
-            log = checkpoint['log']
-        except (LookupError, TypeError, AttributeError, RuntimeError):
-            raise UserError(f'the checkpoint in {cfg.out_dir} cannot be resumed: other code or '
-                            'another kind of device made it; use that --device, or --eval_only, '
-                            'or train again with --overwrite') from None
-        write_file(os.path.join(cfg.out_dir, 'log.jsonl'), log)    # it can be older than ckpt.pt
-        print(f'resuming the run in {cfg.out_dir}')
-    size = sum(p.numel() for x in trainers.values() for p in x.model.parameters())
-    what = f'steps {first + 1} to {cfg.max_steps}' if first < cfg.max_steps else 'only the test'
-    print(f'{size // max(1, len(trainers)):,} parameters on {device}, seeds {as_typed(cfg.seeds)}, '
-          f'{what}')
-    return trainers
-
-
-def drop_diverged(trainers, checkpoint, step):
-    """Remove seeds with non-finite weights, or losses since the last log line, and note why."""
-    for seed, trainer in [*trainers.items()]:              # a copy, because the loop deletes items
-        trainer.losses = [float(x) for x in trainer.losses]        # waits for the device
-        start = step + 1 - len(trainer.losses)             # the step of the first loss, from 1
-        bad = [i for i, x in enumerate(trainer.losses, start) if not math.isfinite(x)]
-        # check the weights as well: the last update came after the last loss
-        if not all(p.isfinite().all() for p in trainer.model.parameters()):
-            bad.append(step)
-        if bad:
-            says = f'seed {seed}: the loss or a weight became NaN or infinite at step {bad[0]}'
-            tqdm.write(says)
-            checkpoint['seeds'][seed]['failed'] = says     # beside its last saved model
-            del trainers[seed]
-
-
-def test(cfg, trainers, split, device):
-    """{seed: {length: scores}} on held-out problems."""
-    return {seed: evaluate(trainer.model, cfg.the_task, held_out(cfg, split, device),
-                           trainer.autocast) for seed, trainer in trainers.items()}
+    # on problems that no evaluation used
+    return dict(scores=evaluate(model, cfg.the_task, held_out(cfg, 'test', device), autocast,
+                                cfg.greedy))
 
 
 # ---- the program: a run, a sweep, an evaluation --------------------------------------------------
 
 def run(cfg, stop):
-    """Train one configuration, or resume it from its checkpoint. Return ({seed: {length: scores}}
-    or, if a signal stopped it, None; one line per diverged seed)."""
+    """Train or resume a run. Return its final checkpoint, or None if a signal stopped it."""
     device = pick_device(cfg)
-    need(WORLD == 1 or len(cfg.seeds) == 1 and cfg.batch_size >= 2 * WORLD * cfg.accumulate,
-         f'torchrun trains one seed, with batch_size at least 2 x accumulate x {WORLD} processes')
-    if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
-    need(not os.path.isfile(cfg.out_dir), f'{cfg.out_dir} is a file; use another --out_dir')
     os.makedirs(cfg.out_dir, exist_ok=True)
     if cfg.results:
         open(cfg.results, 'a').close()                     # raises now rather than after training
-    with locked(cfg.out_dir):
-        checkpoint = {'seeds': {seed: {} for seed in cfg.seeds}, 'step': 0, 'log': ''}
-        there = {'ckpt.pt', 'config.json', 'log.jsonl', 'lengths.json'} & {*os.listdir(cfg.out_dir)}
-        need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but other files with '
-             f'the names of a run: {", ".join(sorted(there))}; use another --out_dir')
-        if there and not cfg.overwrite:
-            checkpoint = read_checkpoint(cfg.out_dir)
-            check_same(cfg, checkpoint, [f.name for f in fields(Config) if f.name not in FREE])
-        checkpoint['config'] = asdict(cfg)                 # options in FREE may have changed
-        test_of = [cfg.n_test, cfg.eval_lengths]           # other values require a new test
-        if checkpoint.get('test_of') == test_of:
-            by_seed = checkpoint['scores']
+    with open(os.path.join(cfg.out_dir, '.lock'), 'w') as mine:    # closing it releases the lock
+        try:
+            if os.name == 'posix' and not RANK:
+                import fcntl
+                fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)   # raises instead of waiting
+        except BlockingIOError:
+            raise UserError(f'another process is training in {cfg.out_dir}') from None
+        checkpoint = open_folder(cfg)
+        test_of = [cfg.n_test, cfg.eval_lengths, cfg.greedy]       # other values: another test
+        if 'failed' in checkpoint or checkpoint.get('test_of') == test_of:
             print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')
         else:
-            by_seed = train(cfg, device, checkpoint, stop)         # {} if every seed diverged
-            if by_seed is None:
-                return None, []
-            checkpoint |= dict(test_of=test_of, scores=by_seed)
-            write_checkpoint(cfg, checkpoint)
-        write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(by_seed))
-        if cfg.results:
-            append_record(cfg, device, by_seed, failures(checkpoint))
-    return by_seed, failures(checkpoint)
+            result = train(cfg, device, checkpoint, stop)
+            if result is None:
+                return None
+            checkpoint = read_checkpoint(cfg.out_dir) | result | dict(test_of=test_of)
+            save(cfg, checkpoint)
+        scores = checkpoint.get('scores', {})              # none if the run diverged
+        write_file(os.path.join(cfg.out_dir, 'lengths.json'), json.dumps(scores))
+        append_record(cfg, device, scores, failed=checkpoint.get('failed'))
+        return checkpoint
 
 
-def train_points(points, varied, stop):
-    """Train each (label, config) of a run, or of a sweep over the options `varied`, and print a
-    table. Return the exit status. Raise UserError if a seed diverged."""
-    scores, failed = {}, []                                # {label: {seed: {length: scores}}}
-    for label, cfg in points:
-        if varied:
-            print(f'--- {label} ({cfg.out_dir})')
-        by_seed, lines = run(cfg, stop)
-        if by_seed is None:
-            print('stopped and saved; resume with the same command'
-                  + (', without --overwrite' if cfg.overwrite else ''))
-            return 128 + stop[0]                           # as a shell reports a signal
-        failed += [f'{label} {line}'.strip() for line in lines]
-        if by_seed:
-            scores[label] = by_seed
-            if varied:
-                print(brief(cfg, mean_scores(by_seed)))
-            else:
-                show(cfg, by_seed)
-    if varied and scores:
-        what = 'perplexity' if cfg.the_task.corpus else 'exact match'
-        print(f'\n{what} by length, ' + ' x '.join(varied))
-        print_rows(cfg, [(label, mean_scores(x), 'exact') for label, x in scores.items()])
-    if failed:
-        advice = '. A lower --lr or a longer --warmup_steps may help'
-        if any(line.endswith('at step 1') for line in failed):      # at most one update was made
-            advice = '. It began in the first step: check the model and the data'
-        raise UserError(f'{len(failed)} diverged: {"; ".join(failed)}{advice}')
-    return 0
-
-
-def load(run_dir, seed=None, cfg=None):
-    """(model, config) of a run, on the CPU in evaluation mode. seed=None: the first that did not
-    diverge. cfg: another configuration for the same weights, for example with other eval_lengths.
-    `seeds` of the returned config is [seed]. Raise UserError if there is no such model."""
-    checkpoint = read_checkpoint(str(run_dir))
+def load(run_dir, cfg=None):
+    """(model, config) of a run, on the CPU in evaluation mode. cfg: another configuration for the
+    same weights, for example with another encoding. Raise UserError if there is no such model."""
+    checkpoint = read_checkpoint(run_dir)
     saved = checkpoint['config']
-    cfg = copy.copy(cfg) if cfg else make_config(saved | dict(out_dir=str(run_dir)))
-    trained = tasks.make(saved['task'], cfg.data)          # the task of the run
-    need(cfg.the_task.vocab == trained.vocab and type(cfg.the_task) is type(trained),
-         f'the run in {run_dir} was trained with task={trained.name}; {cfg.task} is another task '
-         'or has another vocabulary')
-    same = ['vocab_size', 'train_len', 'data'] if trained.own_vocab else ['vocab_size', 'train_len']
-    check_same(cfg, checkpoint, same)
-    models = {s: entry['model'] for s, entry in checkpoint['seeds'].items()
-              if 'model' in entry and 'failed' not in entry}
-    seed = next(iter(models), None) if seed is None else seed
-    need(seed in models, f'no model of seed {seed} in {run_dir}; found: '
-         + '; '.join([*map(str, models), *failures(checkpoint)]))
+    need('failed' not in checkpoint, f'the run in {run_dir} diverged: {checkpoint.get("failed")}')
+    cfg = cfg or make_config(saved | dict(out_dir=str(run_dir)))
+    trained, task = tasks.make(saved['task'], saved['data']), cfg.the_task
+    need(task.vocab == trained.vocab and type(task) is type(trained), f'the run in {run_dir} was '
+         f'trained with task={trained.name}; {task.name} is another task or vocabulary')
+    cfg.train_len = saved['train_len']                     # vipe, yarn and fire depend on it
     model = Transformer(cfg).to(cfg.weights_dtype)
-    try:
-        model.load_state_dict(models[seed])
-    except (RuntimeError, TypeError):                      # other names or shapes
-        raise UserError(f'the run in {run_dir} has other parameters than this configuration: an '
-                        'option, pe.py or model.py has changed') from None
-    cfg.seeds = [seed]
+    load_weights(model, checkpoint, run_dir)
     return model.eval(), cfg
 
 
 def evaluate_run(cfg):
-    """--eval_only: {seed: {length: scores}} of a run at cfg.eval_lengths. Also writes eval.json."""
-    device, by_seed = pick_device(cfg), {}
-    saved = read_checkpoint(cfg.out_dir)
-    print(''.join(f'left out: {line}\n' for line in failures(saved)), end='')
-    seeds = [seed for seed in cfg.seeds if 'failed' not in saved['seeds'].get(seed, {})]
-    need(seeds, f'every seed of the run in {cfg.out_dir} diverged')
-    if saved['config']['pe'] != cfg.pe:
-        print(f'the run in {cfg.out_dir} was trained with pe={saved["config"]["pe"]}')
-    for seed in seeds:
-        model = load(cfg.out_dir, seed, cfg)[0].to(device)
-        by_seed[seed] = evaluate(model, cfg.the_task, held_out(cfg, 'test', device),
-                                 precision(cfg, device))
-    write_file(os.path.join(cfg.out_dir, 'eval.json'), json.dumps(by_seed))
-    if cfg.results:
-        append_record(cfg, device, by_seed, failures(saved))
-    return by_seed
+    """--eval_only: write and show the scores of a run, possibly with another encoding or task."""
+    device, saved = pick_device(cfg), read_checkpoint(cfg.out_dir)['config']
+    changed = [key for key in keys(Config) if key not in FREE and getattr(cfg, key) != saved[key]]
+    for key in changed:
+        need(key in EVALUATED, f'--eval_only evaluates a trained run: remove --{key}')
+        print(f'the run was trained with {key}={saved[key]}')
+    model = load(cfg.out_dir, cfg)[0].to(device)
+    scores = evaluate(model, cfg.the_task, held_out(cfg, 'test', device), precision(cfg, device),
+                      cfg.greedy)
+    names = ['eval', *(slug(f'{key}={getattr(cfg, key)}') for key in changed)]
+    path = os.path.join(cfg.out_dir, '_'.join(names) + '.json')
+    write_file(path, json.dumps(scores))
+    append_record(cfg, device, scores, trained_with={key: saved[key] for key in changed})
+    show(cfg, {'': {cfg.seed: scores}})
+    print(f'wrote {path}')
 
 
 def read_points(values):
-    """([(label, config)] of the points of a sweep or of a single run, [options that vary])."""
+    """[(label, config)] of a sweep or of one run. A label has the values that vary, no seeds."""
     varied, points = swept(values), []
     for point in itertools.product(*(values[key] for key in varied)):      # (): the one run
         here = values | dict(zip(varied, point))
         if varied:
-            name = ','.join(f'{key}={slug(str(x))}' for key, x in zip(varied, point))
+            name = ','.join(f'{key}={slug(str(here[key]))}' for key in varied)
             here['out_dir'] = os.path.join(values['out_dir'], name)
-        points.append((' '.join(map(str, point)), make_config(here)))
+        label = ' '.join(str(here[key]) for key in varied if key != 'seed')
+        points.append((label, make_config(here)))
     need(len({(*cfg.eval_lengths, cfg.the_task.corpus) for _, cfg in points}) == 1,
-         'a sweep prints one table, but these tasks differ in their eval_lengths or in what is '
-         'scored; run them one by one')
-    return points, varied
+         'these tasks differ in their eval_lengths or scores, for one table: run them one by one')
+    return points
 
 
 def main(argv):
-    """One run, a sweep or an evaluation. Return the exit status."""
+    """One run, a sweep or an evaluation. Return the exit status; UserError if a run diverged."""
     if {'-h', '--help'} & set(argv):
         return print_help(__doc__, Config)
     if RANK:
-        sys.stdout = open(os.devnull, 'w')                 # RANK 0 prints
-    values = read_options(argv)
-    points, varied = read_points(values)
-    cfg = points[0][1]
-    changed = {key: ','.join(map(str, values[key])) if key in varied else as_typed(values[key])
-               for key, usual in defaults(Config).items()
-               if key in ('task', 'pe') or values[key] != usual}
-    print(shlex.join(f'--{key}={value}' for key, value in changed.items()) + '\n')
-    if cfg.eval_only:
-        return show(cfg, evaluate_run(cfg))
-    with caught_signals() as stop:
-        return train_points(points, varied, stop)
+        sys.stdout = open(os.devnull, 'w', encoding='utf-8')           # RANK 0 prints
+    points = read_points(read_options(argv))
+    if WORLD > 1 and not dist.is_initialized():
+        dist.init_process_group()                          # gloo for CPUs, NCCL for GPUs
+    if points[0][1].eval_only:
+        return evaluate_run(points[0][1])
+    stop, groups, failed = [], {}, []                      # signals, {label: {seed: scores}}, texts
+
+    def catch(number, frame):                              # the loop saves and stops
+        stop.append(number)                                # nothing else: a step may be running
+        signal.signal(number, signal.SIG_DFL)              # the same signal again ends the process
+    before = {x: signal.signal(x, catch) for x in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for label, cfg in points:
+            if len(points) > 1:
+                print(f'--- {cfg.out_dir}')
+            result = run(cfg, stop)
+            if result is None:
+                print('stopped and saved; resume with the same command, without --overwrite')
+                return 128 + stop[0]                       # as a shell reports a signal
+            if 'failed' in result:
+                failed.append(f'{cfg.out_dir}: {result["failed"]}')
+                print(failed[-1])
+            else:
+                groups.setdefault(label, {})[cfg.seed] = result['scores']
+    finally:
+        for number, handler in before.items():             # for a notebook, which continues
+            signal.signal(number, handler)
+    if groups:
+        show(points[0][1], groups)
+    need(not failed, f'{len(failed)} diverged: {"; ".join(failed)}. A lower --lr or a longer '
+         '--warmup_steps may help')
+    return 0
 
 
 def run_program(main, *errors):
     """Run main(argv) and exit with its status. Errors that a user can fix (UserError, OSError,
-    `errors`, a lack of memory) or a lost process print one line and exit with 2."""
-    sys.stdout.reconfigure(errors='replace')               # prints ? for unsupported characters
+    `errors`) and a lack of memory print one line and exit with 2."""
+    sys.stdout.reconfigure(encoding='utf-8', errors='replace')         # for the strips
     if hasattr(signal, 'SIGPIPE'):                         # for train.py ... | head
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        sys.exit(main(sys.argv[1:]) or 0)
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except (UserError, OSError, *errors) as error:
-        says = error
-        if isinstance(error, OSError) and error.filename:
-            says = f'{error.filename}: {error.strerror}'
-    except (MemoryError, RuntimeError) as error:
-        lost = WORLD > 1 and re.search('onnection|NCCL|peer', str(error))  # PyTorch's words
-        lacks_memory = re.search('out of memory|allocate', str(error))
-        if not (lost or lacks_memory or isinstance(error, MemoryError)):
+    except (UserError, OSError, MemoryError, torch.OutOfMemoryError, *errors) as error:
+        says = ' '.join(str(error).split()) or 'not enough memory'     # on one line
+    except RuntimeError as error:
+        if 'allocate memory' not in str(error):            # PyTorch's words on a CPU
             raise
-        says = ('another process of this run ended: restart the run' if lost else
-                'not enough memory: use a smaller model or batch_size, a larger accumulate, or '
-                'fewer and shorter problems (of a probe: a smaller --length or --n)')
+        says = 'not enough memory: use a smaller batch_size, or fewer and shorter problems'
     print(f'{os.path.basename(sys.argv[0])}: {says}', file=sys.stderr)
     sys.exit(2)
 

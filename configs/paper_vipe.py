@@ -3,7 +3,7 @@
 d_model = 128
 n_layer = 3
 n_head = 1
-seeds = [0, 42, 123, 2025, 7811, 9527, 13579, 23343]
+seed = [0, 42, 123, 2025, 7811, 9527, 13579, 23343]
 train_lengths = range(1, 17)
 eval_lengths = range(1, 49)
 n_train = 2048                  # per length: 32,768 in all
