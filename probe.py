@@ -4,20 +4,17 @@
     python probe.py NAME --help                        explains one probe and its options
     python probe.py cursor out/string_copy_prism       prints a table and writes probe_cursor.json
                                                        and probe_cursor.png into the run's folder
-    python probe.py cursor RUN --seed=3 --length=60 --out_dir=FOLDER
-    python probe.py attention by_hand:parity           probes a model whose weights are set by hand
+    python probe.py attention by_hand:parity --length=60    probes a model with weights set by hand
     python probe.py axes --hf=FOLDER_OR_GGUF --text=FILE    probes a Llama-family checkpoint
 
-A probe is a function NAME(model, task, cfg, ...) -> (rows, summary, draw). rows: a list of
-dictionaries, one for each line of the table. summary: a dictionary. draw(plt) returns a matplotlib
-figure. The other keyword arguments of a probe are its command-line options. A probe leaves the
-model unchanged. probe_NAME.json contains {"rows": [...], "summary": {...}}.
+A probe is a function NAME(model, task, cfg, ...) -> (rows, summary, draw). rows: dictionaries, the
+lines of the table. summary: a dictionary. draw(plt) returns a matplotlib figure. The other keyword
+arguments are its options. probe_NAME.json contains {"rows": [...], "summary": {...}}.
 """
 import argparse
 import collections
 import contextlib
 import copy
-import dataclasses
 import inspect
 import itertools
 import json
@@ -40,6 +37,7 @@ from pe import UserError, check_name, need
 COLOURS = ('#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000 '
            '#8b1a1a #6a3d9a #fa8072 #9acd32 #ff1493 #00b3a4 #8c6d31').split()
 RED = dict(color='crimson', lw=1)  # the line at the longest training length
+
 KINDS = 'text', 'feature', 'position'  # what perturb() can change
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
@@ -69,12 +67,14 @@ class Layer:
     def weights(self):
         return self.enc.weigh(self.logits)  # (B, H, T, T), row sums <= 1
 
-    def begin(self, _, inputs):  # attention's forward pre-hook
+    def begin(self, attn, inputs):  # attention's forward pre-hook
         self.x, self.pos, self.state = inputs
 
-    def keep(self, output, *inputs):
-        """A forward hook that stores a module's output and inputs under these names."""
-        return lambda _, args, result: vars(self).update(zip(inputs, args), **{output: result})
+    def store(self, name, module, inputs, output):  # with a name, a forward hook
+        setattr(self, name, output)
+
+    def end(self, block, inputs, output):  # the block's forward hook
+        self.stream, self.after = inputs[0], output
 
 
 def project(attn, x):
@@ -94,21 +94,21 @@ def hooked(*hooks):
 @contextlib.contextmanager
 def recording(model, change=None):
     """Yield a list of Layer, which the forward pass inside the with block fills. change(i, layer)
-    returns the logits [B, H, T, T] for layer i to use in place of layer.logits; None: no change."""
+    returns logits [B, H, T, T] to use in place of layer.logits, or None to keep these."""
     layers = [Layer(block.attn) for block in model.blocks]
+
+    def replace(i, module, inputs, logits):
+        layers[i].logits = logits  # what the model computed
+        return change(i, layers[i])
     with contextlib.ExitStack() as stack:
         for i, (block, layer) in enumerate(zip(model.blocks, layers)):
-            def replace(module, _, logits, i=i, layer=layer):
-                layer.logits = logits  # what the model computed
-                return change(i, layer)
-
             attn = layer.attn
             stack.enter_context(attn.register_forward_pre_hook(layer.begin))
             stack.enter_context(hooked(
-                (attn.tap_q, layer.keep('q')), (attn.tap_k, layer.keep('k')),  # (B, H, T, D)
-                (attn.tap_head_out, layer.keep('y')),  # (B, H, T, out_dim)
-                (block, layer.keep('after', 'stream')),  # (B, T, C)
-                *[(attn.tap_logits, replace)] * (change is not None)))
+                (attn.tap_q, partial(layer.store, 'q')), (attn.tap_k, partial(layer.store, 'k')),
+                (attn.tap_head_out, partial(layer.store, 'y')), (block, layer.end)))
+            if change:
+                stack.enter_context(hooked((attn.tap_logits, partial(replace, i))))
         yield layers
 
 
@@ -138,22 +138,9 @@ def measured(model, rows, measure):
 
 # ---- runs and problems ---------------------------------------------------------------------------
 
-def load(run, seed=None):
-    """(model, cfg) from a run's folder or by_hand:TASK; cfg.seeds contains the seed loaded."""
-    if not run.startswith('by_hand:'):
-        return train.load(run, seed)
-    need(seed is None, f'--seed={seed}: {run} has one model only; leave --seed out')
-    return iteration_head(run.partition(':')[2])
-
-
 def name_of(cfg):
     """The label of a model in figures: its encoding, or 'weights set by hand'."""
     return BY_HAND if cfg.out_dir.startswith(BY_HAND_DIR) else cfg.pe
-
-
-def titled(cfg):
-    """Task and model, for the title of a figure."""
-    return f'{cfg.task} with {name_of(cfg)}'
 
 
 def problems(task, lengths, n, split='test'):
@@ -193,49 +180,59 @@ def number(x, digits=4):
     return round(float(x), digits) if np.isfinite(float(x)) else None
 
 
+def numbers(columns, *index, digits=4):
+    """{name: number(x[index])} of {name: x}, each a number or a tensor."""
+    return {name: number(np.asarray(x)[index], digits) for name, x in columns.items()}
+
+
 def correlation(x, y):
-    """Pearson's r along the last dimension; nan where x or y is constant."""
+    """Pearson's r along the last dimension; nan where x or y is constant, up to rounding."""
     x, y = (z.double() - z.double().mean(dim=-1, keepdim=True) for z in (x, y))
     norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()  # |x| |y|
-    # after rounding, the norm of a constant minus its mean may be slightly above 0
+
     return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
 
 
 def head_rows(columns):
     """A row for each head from {name: [L, H]}; for more than 60 heads, the mean of each layer."""
-    many = next(iter(columns.values())).numel() > 60
-    if many:
-        columns = {name: x.nanmean(dim=1, keepdim=True) for name, x in columns.items()}  # (L, 1)
-    return [dict(layer=i + 1) | ({} if many else dict(head=h + 1)) |
-            {name: number(x[i, h]) for name, x in columns.items()}
-            for i, h in np.ndindex(*next(iter(columns.values())).shape)]
+    L, H = next(iter(columns.values())).shape
+    if L * H > 60:
+        means = {name: x.nanmean(dim=1) for name, x in columns.items()}
+        return [dict(layer=i + 1) | numbers(means, i) for i in range(L)]
+    return [dict(layer=i + 1, head=h + 1) | numbers(columns, i, h) for i, h in np.ndindex(L, H)]
+
+
+def largest(x):
+    """(layer, head), both from 0, of the largest number in x [L, H], ignoring nan."""
+    return divmod(x.nan_to_num(-torch.inf).argmax().item(), x.shape[1])
 
 
 # ---- pictures ------------------------------------------------------------------------------------
 
-def figure(title, *panels):
-    """Return draw(plt): a figure in which each panel(ax) draws a panel, at most three in a row."""
+def figure(cfg, says, *panels):
+    """Return draw(plt): a figure of panels drawn by panel(ax), titled 'TASK with MODEL: SAYS'."""
     def draw(plt):
         across = 2 if len(panels) == 4 else min(3, len(panels))
         down = -(-len(panels) // across)  # rounded up
         fig = plt.figure(figsize=(4.6 * across + 0.4, 4.1 * down + 0.4), layout='constrained')
-        fig.suptitle(textwrap.fill(title, 12 + 38 * across))
+        fig.suptitle(textwrap.fill(draw.title, 12 + 38 * across))
         for i, panel in enumerate(panels, 1):
             panel(fig.add_subplot(down, across, i))
         return fig
-    draw.title = title  # printed above the table, too
+    draw.title = f'{cfg.task} with {name_of(cfg)}: {says}'  # printed above the table, too
     return draw
 
 
-def curves(title, lines, xlabel, ylabel, **settings):
+def curves(cfg, says, lines, xlabel, ylabel, **settings):
     """Return draw(plt): a panel of curves for each item of {panel title: {label: y or (x, y)}}."""
-    return figure(title, *[partial(show_curves, each=each, title=name, xlabel=xlabel, ylabel=ylabel,
-                                   **settings) for name, each in lines.items()])
+    settings |= dict(xlabel=xlabel, ylabel=ylabel)
+    return figure(cfg, says, *[partial(show_curves, each=each, title=name, **settings)
+                               for name, each in lines.items()])
 
 
-def show_curves(ax, each, mark=None, ls='-', **settings):
-    """Draw {label: y or (x, y)} and a red line at `mark`. Curves whose label begins with _ are thin
-    and gray, and not in the legend. settings: arguments of ax.set(), such as title and ylim."""
+def show_curves(ax, each, xlabel, trained=None, ls='-', **settings):
+    """Draw {label: y or (x, y)}, and a red line at x = trained. Curves whose label begins with _
+    are thin and gray, and not in the legend. settings: arguments of ax.set(), as title and ylim."""
     ax.set_prop_cycle(color=COLOURS)
     for i, (label, y) in enumerate(each.items()):
         x, y = y if isinstance(y, tuple) else (range(len(y)), y)
@@ -244,24 +241,26 @@ def show_curves(ax, each, mark=None, ls='-', **settings):
         if label.startswith('_'):
             look = dict(color='0.7', lw=0.7, zorder=1)  # gray, behind the others
         ax.plot(x, y, label=label, **look)
-    if mark is not None:
-        ax.axvline(mark, **RED)
-    ax.set(**settings)
+    if trained is not None:
+        ax.axvline(trained, **RED)
+        xlabel += f' (red line: training length {trained})'
+    ax.set(xlabel=xlabel, **settings)
     ax.legend(fontsize=7)
 
 
-def show_map(ax, values, title, label, xlabel='key', ylabel='query', words=None, ends=None,
-             extent=None, **settings):
+def show_map(ax, values, title, label, ends, xlabel='key', ylabel='query', words=None, extent=None,
+             **settings):
     """Draw values [rows, columns] as colours, nan as blanks. words: tokens that label the columns,
     and the rows if these are queries. ends: the values at the two ends of the colour scale."""
-    rows, columns = values.shape
-    low, high = ends or np.nanquantile(values, (0.005, 0.995))
-    image = ax.imshow(np.asarray(values), vmin=low, vmax=high, cmap='viridis', aspect='auto',
-                      extent=extent or (-0.5, columns - 0.5, rows - 0.5, -0.5))
+    low, high = ends
+    image = ax.imshow(np.asarray(values), vmin=low, vmax=high, aspect='auto', extent=extent)
+    ax.locator_params(integer=True)  # ticks at whole numbers
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     ax.figure.colorbar(image, ax=ax, label=label)
-    for axis in [ax.xaxis] + [ax.yaxis] * (ylabel == 'query') if words else []:
-        label_tokens(axis, words)
+    if words:
+        label_tokens(ax.xaxis, words)
+    if words and ylabel == 'query':
+        label_tokens(ax.yaxis, words)
 
 
 def label_tokens(axis, words):
@@ -286,13 +285,13 @@ def correct_keys(cfg, length):
     return length + t, length + 1 - t if cfg.task.startswith('reverse') else t
 
 
-def by_length(cfg, title, rows, shown):
+def by_length(cfg, says, rows, shown):
     """Return draw(plt) of columns of the rows by input length, from {panel title: [columns]}."""
-    x, trained = [row['length'] for row in rows], max(cfg.train_lengths)
+    x = [row['length'] for row in rows]
     lines = {name: {key: (x, [row.get(key.lstrip('_'), np.nan) for row in rows])  # _: in gray
                     for key in columns} for name, columns in shown.items()}
-    return curves(title, lines, f'input length (red line: training length {trained})', 'fraction',
-                  mark=trained, ylim=(-0.03, 1.03))
+    return curves(cfg, says, lines, 'input length', 'fraction', trained=max(cfg.train_lengths),
+                  ylim=(-0.03, 1.03))
 
 
 @torch.no_grad()
@@ -300,13 +299,12 @@ def attention(model, task, cfg, length=0, n=16):
     """Which tokens does every head attend to, at the training length and at a longer one?
 
     ViPE Figures 1c, 2, 6-8, 10, 11. --length: the longer one (0: up to 2.5 times the training
-    length). Columns are mean attention weights. x_to_BoS: from the inputs to BoS. s_to_EoI: from
-    the answer to EoI. s_to_x_t: from EoI and the states to the input that the next state requires.
-    (Uniform attention to n tokens gives 1/n.) entropy: of the answer's queries, in nats.
+    length). Columns: mean attention weights from the inputs to BoS (x_to_BoS), from the answer to
+    EoI (s_to_EoI) and to the input that the next state requires (s_to_x_t); entropy, in nats.
     """
     trained = max(cfg.train_lengths)
     length = length or min(max(cfg.eval_lengths), 5 * trained // 2, 512 if task.corpus else np.inf)
-    rows, maps, summary = [], [], dict(trained=trained, length=length)
+    rows, maps, chosen, summary = [], [], None, dict(trained=trained, length=length)
     for L in sorted({min(trained, length) if task.corpus else trained, length}):
         tokens, targets = fewer(cfg, *batch(task, cfg.eval_lengths, L, n)[1:])  # (n, T)
         layers = trace(model, tokens)
@@ -315,8 +313,7 @@ def attention(model, task, cfg, length=0, n=16):
         rows += [dict(length=L) | row for row in head_rows(columns)]
         if 's_to_x_t' in columns:
             summary[f's_to_x_t, length {L}'] = number(columns['s_to_x_t'].max())
-        if not maps:  # choose the heads at the shorter length
-            chosen = sharpest_heads(layers, columns.get('s_to_x_t'))
+        chosen = chosen or sharpest_heads(layers, columns.get('s_to_x_t'))  # at the shorter length
         words = [task.vocab[i] for i in tokens[0].tolist() if i]  # of the first problem, unpadded
         maps += [(layers[i].weights[0, h, :len(words), :len(words)], words,
                   f'head {i + 1}.{h + 1}, length {L}') for i, h in chosen]
@@ -328,10 +325,9 @@ def attention(model, task, cfg, length=0, n=16):
         if len(words) > cfg.train_len:
             ax.axvline(cfg.train_len - 0.5, **RED)
             ax.axhline(cfg.train_len - 0.5, **RED)
-    title = (f'{titled(cfg)}: attention at the training length and at length {length}; red lines: '
-             f'the longest training sequence, {cfg.train_len} tokens.')
     return rows, summary | dict(n=len(tokens)), figure(
-        title, *[partial(panel, weights=x, words=words, title=name) for x, words, name in maps])
+        cfg, f'attention; red lines: the longest training sequence, {cfg.train_len} tokens.',
+        *[partial(panel, weights=x, words=words, title=name) for x, words, name in maps])
 
 
 def sharpest_heads(layers, on_x_t):
@@ -380,13 +376,13 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
     lengths = {min(trained, longest), min(trained + 1, longest),
                *torch.linspace(1, longest, 24).round().int().tolist(),
                *range(1, cfg.train_len - 2 - min(distances, default=cfg.train_len))}
-    rows, mass, nearer = [], {}, {}
+    rows, on_x_t, on_late = [], {}, {}  # {length: (heads,)}
     for L, pair in problems(task, sorted(lengths), n).items():
         tokens, targets = fewer(cfg, *pair)  # (n, T)
         q, k = correct_keys(cfg, L)  # each (L,)
-        layers, late = trace(model, tokens), k + max(0, L - trained)  # late: `trained` tokens back
-        mass[L], nearer[L] = (torch.cat([layer.weights[:, :, q, key].mean(dim=0)
-                                         for layer in layers]) for key in (k, late))  # (heads, L)
+        late = k + max(0, L - trained)  # the key at the longest training distance
+        weights = torch.cat([x.weights.mean(dim=0) for x in trace(model, tokens)])  # (heads, T, T)
+        on_x_t[L], on_late[L] = (weights[:, q, key].double().mean(dim=1) for key in (k, late))
         found = model(tokens)[0].argmax(dim=-1)  # (n, T)
         right = found == targets
         columns = dict(exact=(right | (targets == -100)).all(dim=1), states=right[:, q],
@@ -394,22 +390,21 @@ def alignment(model, task, cfg, length=0, n=32, distances=()):
                        early=(found[:, q] == task.end).any(dim=1))
         columns |= {f'd={d}': right[:, L + 1 + d] for d in distances
                     if d < L and L + d + 2 < cfg.train_len}
-        rows.append(dict(length=L) | {key: number(x.double().mean()) for key, x in columns.items()})
+        rows.append(dict(length=L) |
+                    numbers({key: x.double().mean() for key, x in columns.items()}))
     heads = [f'{i + 1}.{h + 1}' for i, h in np.ndindex(cfg.n_layer, cfg.heads)]
     # the head with most weight on the correct keys, over all states of all training lengths
-    best = heads[sum(x.sum(dim=1) for L, x in mass.items() if L <= trained).argmax()]
+    best = heads[sum(L * x for L, x in on_x_t.items() if L <= trained).argmax()]
     listed = heads if len(heads) <= 8 else [best]  # more columns are too wide
     for row in rows:
-        weights = dict(zip(heads, mass[row['length']].double().mean(dim=1)))
-        row |= {head: number(weights[head]) for head in listed}
-        row['as trained'] = number(nearer[row['length']][heads.index(best)].double().mean())
-    summary = dict(n=len(tokens), head=best)
-    title = f'{titled(cfg)}: attention to the correct key, and accuracy.'
+        row |= numbers({head: on_x_t[row['length']][heads.index(head)] for head in listed})
+        row['as trained'] = number(on_late[row['length']][heads.index(best)])
     shown = {f'head {best}: weight on x_t (gray: other heads); accuracy': [
-        best, 'states', 'exact', *['_' + head for head in listed if head != best]]}
+        best, 'states', 'exact', *[f'_{head}' for head in listed if head != best]]}
     if distances:
         shown['states predicted d tokens after EoI (Figure 4)'] = [f'd={d}' for d in distances]
-    return rows, summary, by_length(cfg, title, rows, shown)
+    return rows, dict(n=len(tokens), head=best), by_length(
+        cfg, 'attention to the correct key, and accuracy.', rows, shown)
 
 
 @torch.no_grad()
@@ -417,9 +412,8 @@ def squeeze(model, task, cfg, length=0, n=256):
     """Does a model fail because distances are new? Accuracy with positions squeezed together.
 
     --length: longest; 0: max(eval_lengths). Columns: fractions of correct problems (exact) and
-    tokens. squeezed: if T tokens exceed the longest training sequence, T_0, token t is at position
-    t (T_0 - 1) / (T - 1) (position interpolation, Chen et al. 2023): distances are below T_0.
-    masked: without keys T_0 or more tokens back. Control: squeezing has no effect on NoPE.
+    tokens. squeezed: if T tokens exceed T_0, the longest training sequence, token t is at position
+    t (T_0 - 1) / (T - 1) (position interpolation). masked: without keys ≥ T_0 tokens back.
     """
     longest, rows = length or max(cfg.eval_lengths), []
     lengths = {L for L in (*cfg.train_lengths, *cfg.eval_lengths) if L < longest} | {longest}
@@ -440,10 +434,9 @@ def squeeze(model, task, cfg, length=0, n=256):
             row['exact' + name] = number((right | ~asked).all(dim=1).double().mean())
             row['tokens' + name] = number(right.sum() / asked.sum())
         rows.append(row)
-    title = (f'{titled(cfg)}: accuracy with positions squeezed into the trained range, and with '
-             'far keys masked. If squeezing helps, the model fails at unseen distances.')
-    shown = {key: [key + name for name in found] for key in ('exact', 'tokens')}
-    return rows, dict(n=len(tokens)), by_length(cfg, title, rows, shown)
+    return rows, dict(n=len(tokens)), by_length(
+        cfg, 'if squeezing or masking helps, the model fails at unseen distances.', rows,
+        {key: [key + name for name in found] for key in ('exact', 'tokens')})
 
 
 def ridge(x, y, penalty=1e-6):
@@ -459,11 +452,9 @@ def ridge(x, y, penalty=1e-6):
 
 def agreement(y, y_hat):
     """RMSE, MAE, R2 = 1 - squared error / variance, Pearson's and Spearman's r of y, y_hat [N]."""
-    def ranks(x):
-        """Ranks of x [N] from 1; equal numbers get the mean of their ranks."""
+    def ranks(x):  # from 1; equal numbers get the mean of their ranks
         _, group, count = x.unique(return_inverse=True, return_counts=True)
         return (count.cumsum(dim=0) - (count - 1) / 2)[group].double()
-
     y, y_hat = y.double(), y_hat.double()
     scores = dict(rmse=(y_hat - y).square().mean().sqrt(), mae=(y_hat - y).abs().mean(),
                   r2=1 - (y_hat - y).square().mean() / y.var(correction=0),
@@ -472,27 +463,26 @@ def agreement(y, y_hat):
 
 
 def hidden_states(model, task, lengths, n, split):
-    """{target: [y [N], the stream [N, C] before layer 1, after layer 1, ..]} of N tokens. y: the
-    position of every token; for target 'distance', the distance from EoI of every later token."""
-    found = {'position': [], 'distance': []} if 'EoI' in task.vocab else {'position': []}
+    """{(target, layer): (y [N], x [N, C])} of N tokens. x: the stream after the layer, 0 being the
+    embedding. y: the position, or for target 'distance' of a token after EoI the distance to it."""
+    found = collections.defaultdict(list)
     for tokens, _ in problems(task, lengths, n, split).values():
+        y, known = torch.arange(tokens.shape[1]).expand(tokens.shape), tokens != 0  # not padding
+        targets = {'position': (y, known)}  # both (n, T)
+        if 'EoI' in task.vocab:
+            y = y - (tokens == task.vocab.index('EoI')).int().argmax(dim=1, keepdim=True)
+            targets['distance'] = y, known & (y > 0)
         layers = trace(model, tokens)
-        states = [layers[0].stream, *(layer.after for layer in layers)]  # n_layer + 1 of (n, T, C)
-        y = torch.arange(tokens.shape[1]).expand(tokens.shape)  # (n, T)
-        known = tokens != 0  # not padding
-        for target, parts in found.items():
-            if target == 'distance':
-                y = y - (tokens == task.vocab.index('EoI')).int().argmax(dim=1, keepdim=True)
-                known = known & (y > 0)  # tokens after EoI
-            parts.append([x[known] for x in (y, *states)])  # (N,), (N, C), ..
-    return {target: [torch.cat(x) for x in zip(*parts)] for target, parts in found.items()}
+        for target, (y, known) in targets.items():
+            for layer, x in enumerate([layers[0].stream, *(layer.after for layer in layers)]):
+                found[target, layer].append((y[known], x[known]))
+    return {key: [torch.cat(x) for x in zip(*parts)] for key, parts in found.items()}
 
 
-def untrained(model, cfg):
-    """A model of the same configuration and seed, at its initial weights: a control."""
+def untrained(cfg):
+    """The model of a run at its initial weights: a control."""
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
-        torch.manual_seed(cfg.seeds[0])
-        return Transformer(cfg).to(next(model.parameters()).dtype).eval()
+        return train.build(cfg, torch.device('cpu'))[0].eval()
 
 
 @torch.no_grad()
@@ -502,44 +492,40 @@ def linear(model, task, cfg, n=32):
     ViPE Figure 5, Tables 1, 4, 5. Ridge regressions from the residual stream after each layer (0:
     the embedding) are fitted on --n held-out problems of each training length. They are scored on
     others, on longer ones, and on 3 times the longest training length (3x): rmse, mae in tokens;
-    r2; Pearson's and Spearman's r. untrained: r2 with random weights. The paper's r2 for NoPE at
-    trained and longer lengths: position, layer 1: 0.975, 0.864; distance, layer 2: 0.891, 0.814.
+    r2; Pearson's and Spearman's r. untrained: r2 with random weights.
     """
     trained = max(cfg.train_lengths)
     longer = [length for length in cfg.eval_lengths if length > trained]
-    lengths = {'trained': cfg.train_lengths, 'longer': longer}
+    lengths = dict(trained=cfg.train_lengths, longer=longer)
     if task.existing([3 * trained], None):
         lengths['3x'] = [3 * trained]
     need(longer, f'linear requires eval_lengths above {trained}, the longest training length')
-    def predictions(net):
-        """{(target, layer, part): (y, y_hat)}, both [N]."""
+
+    def predictions(net):  # {(target, layer, part): (y, y_hat)}, both [N], for parts of `lengths`
         fit, found = hidden_states(net, task, cfg.train_lengths, n, 'eval'), {}
         new = {part: hidden_states(net, task, lengths[part], n, 'test') for part in lengths}
-        for target, (y, *layers) in fit.items():
-            for layer, x in enumerate(layers):
-                w, b = ridge(x, y)  # (C,), ()
-                for part, states in new.items():
-                    y_hat = states[target][1 + layer].double() @ w + b  # (N,)
-                    found[target, layer, part] = states[target][0], y_hat
+        for key, (y, x) in fit.items():
+            w, b = ridge(x, y)  # (C,), ()
+            for part, states in new.items():
+                new_y, new_x = states[key]
+                found[(*key, part)] = new_y, new_x.double() @ w + b
         return found
-
-    found, floor = predictions(model), predictions(untrained(model, cfg))
-    at = dict(position=1, distance=2)
-    rows, lines, summary = [], {}, {}
+    found, floor = predictions(model), predictions(untrained(cfg))
+    rows, lines, summary = [], collections.defaultdict(dict), {}
     for (target, layer, part), (y, y_hat) in found.items():
-        scores = agreement(y, y_hat) | dict(untrained=agreement(*floor[target, layer, part])['r2'])
-        scores = {name: number(x) for name, x in scores.items()}
+        control = agreement(*floor[target, layer, part])['r2']
+        scores = numbers(agreement(y, y_hat) | dict(untrained=control))
         rows.append(dict(target=target, layer=layer, lengths=part) | scores)
         if part == '3x':  # not drawn
             continue
-        if layer == min(at[target], cfg.n_layer):  # the layer that the paper reports
+        if layer == min(dict(position=1, distance=2)[target], cfg.n_layer):  # as in the paper
             summary[f'{target} from layer {layer}, r2 {part}'] = scores['r2']
         rmse = (y.bincount((y_hat - y).square()) / y.bincount()).sqrt()  # for each y
-        label = '_' * (part == 'trained') + f'layer {layer}'  # with _: drawn in gray
-        lines.setdefault(f'{target} (tokens)', {})[label] = rmse
-    title = f'{titled(cfg)}: linear probes at longer lengths (ViPE Fig. 5); gray: seen lengths'
-    return rows, summary, curves(title, lines, 'position, or distance to EoI',
-                                 'root mean squared error (tokens)')
+        label = f'_layer {layer}' if part == 'trained' else f'layer {layer}'  # with _: in gray
+        lines[f'{target} (tokens)'][label] = rmse
+    return rows, summary, curves(
+        cfg, 'linear probes at longer lengths (ViPE Fig. 5); gray: seen lengths', lines,
+        'position, or distance to EoI', 'root mean squared error (tokens)')
 
 
 # ---- PoPE: loss past the training length, norms at each frequency, preferred distances -----------
@@ -553,10 +539,10 @@ def loss(model, task, cfg, length=0, n=32):
     """
     length, name = length or max(cfg.eval_lengths), name_of(cfg)
     tokens, targets = problems(task, [length], n)[length]  # (n, T)
-    total, many = 0, max(1, 2 ** 13 // tokens.shape[1])  # limits memory
-    for x, y in zip(tokens.split(many), targets.split(many)):
-        total = total + train.token_losses(model(x)[0], y).double().sum(dim=0)  # (n, T) -> (T,)
-    curve = (total / (targets != -100).sum(dim=0))[:-1]  # nan where no problem has a target
+    many = max(1, 2 ** 13 // tokens.shape[1])  # problems in a pass, to limit memory
+    losses = torch.cat([train.token_losses(model(x)[0], y).double()
+                        for x, y in zip(tokens.split(many), targets.split(many))])  # (n, T)
+    curve = (losses.sum(dim=0) / (targets != -100).sum(dim=0))[:-1]  # nan without any target
     parts = torch.arange(len(curve)).tensor_split(min(16, len(curve)))  # of the positions
     rows = [{'first': part[0].item() + 1, 'last': part[-1].item() + 1,
              name: number(curve[part].nanmean())} for part in parts]
@@ -564,11 +550,10 @@ def loss(model, task, cfg, length=0, n=32):
     summary = {'length': length,
                f'{name}, trained positions': number(curve[:cfg.train_len - 1].nanmean()),
                f'{name}, beyond': number(curve[cfg.train_len - 1:].nanmean())}
-    title = f'{titled(cfg)}: loss by position (PoPE Figure 2). A flat curve means extrapolation.'
-    middles = [(row['first'] + row['last']) / 2 for row in rows]
-    return rows, summary, curves(title, {'': {name: (middles, [row[name] for row in rows])}},
-                                 f'position (red line: training length {cfg.train_len})',
-                                 'loss (nats per token)', mark=cfg.train_len)
+    line = [(row['first'] + row['last']) / 2 for row in rows], [row[name] for row in rows]
+    return rows, summary, curves(
+        cfg, 'loss by position (PoPE Figure 2). A flat curve means extrapolation.',
+        {'': {name: line}}, 'position', 'loss (nats per token)', trained=cfg.train_len)
 
 
 def rotating(enc):
@@ -581,20 +566,18 @@ def polar(enc, q, k):
 
     RoPE has n = D/2 pairs of features; PoPE has n = D magnitudes, and zk includes the phases delta.
     The logit is Re sum_c conj(zq_tc) zk_sc e^(-i (t-s) theta_c) / sqrt(d). Heads and mla features
-    that the encoding does not act on are left out.
-    """
+    that the encoding does not act on are left out."""
     part = rotating(enc)
     need(part, f'this probe analyses frequencies, but pe={enc.cfg.pe} has none: use rope or pope')
-    c, is_pope = part.cfg, isinstance(part, encodings.PoPE)
+    c = part.cfg
     need(not isinstance(part, encodings.YaRN) or q.shape[1] <= c.train_len,
          f'yarn rotates differently after {c.train_len} tokens: use a shorter --length')
     width = c.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1)
     q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))  # (heads it acts on, T, width)
-    if is_pope:
-        mu_q, mu_k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)
-        delta = torch.zeros(()) if part.delta is None else part.delta[:, None]
-        phases = delta.expand_as(mu_k)  # (H, T, D)
-        return mu_q + 0j, torch.polar(torch.ones_like(mu_k), phases) * mu_k, part.theta(q)  # eq. 6
+    if isinstance(part, encodings.PoPE):
+        q, k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)  # magnitudes
+        phase = 1 if part.delta is None else torch.exp(1j * part.delta[:, None])  # (H, 1, D)
+        return q + 0j, k * phase + 0j, part.theta(q)  # eq. 6
     return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), part.theta(q)
 
 
@@ -602,52 +585,52 @@ def polar(enc, q, k):
 def norms(model, task, cfg, length=0, n=8):
     """Which frequencies do queries and keys use, and are there massive values?
 
-    PoPE Figures 3 to 6; the Toeplitz study, appendix B.2. Encodings without rotations: features in
-    place of frequencies. length, n: as for axes. Rows, from fast to slow: wavelength in tokens;
-    mean norm of queries (q) and keys (k) over heads; the largest over heads. Summary, of each
-    frequency's fraction of the norms: `used`: exp(entropy) / number of frequencies; `fast`: sum
-    over the faster half; `fast_after_first`: the same without layer 1.
+    PoPE Figures 3-6; the Toeplitz study, appendix B.2. length, n: as for axes. Rows: frequencies,
+    fast to slow (features if none rotates): wavelength in tokens, mean norm of queries (q) and keys
+    (k) over heads, the largest over heads. Summary, of fractions of the norms: `used`: exp(entropy)
+    / number of frequencies; `fast`: sum over the faster half; `fast_after_first`: without layer 1.
     """
     sample, part = sequences(task, cfg.train_lengths, length, n), rotating(model.blocks[0].attn.pe)
 
-    def rotated_parts(layer):
+    def features(layer):  # (H, T, count) of q and of k, and frequencies (count,) or nan
         q, k = layer.q[0], layer.k[0]  # (H, T, D)
         return polar(layer.enc, q, k) if part else (q, k, q[0, 0] * torch.nan)
     found = measured(model, sample, lambda layer: torch.stack(
-        rotated_parts(layer)[:2]).abs().mean(dim=2)).mean(dim=0)  # (L, 2, H, count)
-    waves = 2 * np.pi / rotated_parts(trace(model, sample[0])[0])[2]  # (count,), nan for features
-    L, _, H, count = found.shape  # count: frequencies, or features
-    mean, top = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # (2, count), of q and of k
-    rows = [dict(number=c + 1, wavelength=number(waves[c], 1),
-                 q=number(mean[0, c]), k=number(mean[1, c]),
-                 largest_q=number(top[0, c]), largest_k=number(top[1, c])) for c in range(count)]
+        features(layer)[:2]).abs().mean(dim=2)).mean(dim=0)  # (L, 2, H, count)
+    waves = 2 * np.pi / features(trace(model, sample[0])[0])[2]  # (count,)
+    L, _, H, count = found.shape
+    (q, k), (top_q, top_k) = found.mean(dim=(0, 2)), found.amax(dim=(0, 2))  # each (count,)
+    columns = dict(q=q, k=k, largest_q=top_q, largest_k=top_k)
+    rows = [dict(number=c + 1, wavelength=number(waves[c], 1)) | numbers(columns, c)
+            for c in range(count)]
     fraction = found / found.sum(dim=-1, keepdim=True)  # (L, 2, H, count)
     used = torch.special.entr(fraction).sum(dim=-1).exp() / count  # (L, 2, H)
-    fast = fraction[..., :count // 2].sum(dim=-1) + 0 * waves[0]  # nan where nothing rotates
-    summary = dict(used=number(used.mean()), fast=number(fast.mean()),
-                   fast_after_first=number(fast[1:].mean()), frequencies=count)
+    fast = fraction[..., :count // 2].sum(dim=-1) + 0 * waves[0]  # nan if nothing rotates
+    summary = numbers(dict(used=used.mean(), fast=fast.mean(), fast_after_first=fast[1:].mean()))
+    summary['frequencies'] = count
     ticks = range(0, count, 1 + count // 12)
     maps = [partial(show_map, values=x.reshape(L * H, count).T, title=name, label='mean norm',
                     xlabel='layer, and within it head', ends=(found.min(), found.max()),
                     ylabel='wavelength (tokens), fast to slow' if part else 'feature',
                     extent=(0.5, L + 0.5, count - 0.5, -0.5), yticks=ticks,
-                    xticks=range(1, L + 1, 1 + L // 12),
                     yticklabels=[f'{waves[i]:,.1f}' if part else i + 1 for i in ticks])
             for name, x in zip(('queries', 'keys'), found.unbind(dim=1))]
-    return rows, summary, figure(f'{titled(cfg)}: mean norm at each frequency, or feature (PoPE '
-                                 'Figures 3-6). Dark rows are hardly used.', *maps)
+    return rows, summary, figure(cfg, 'mean norm at each frequency, or feature (PoPE Figures 3-6). '
+                                 'Dark rows are hardly used.', *maps)
 
 
 def tuning_curves(model, row, length, contents):
     """Logits [L, contents, H, length] of fixed pairs of a query and a key at every distance."""
     source, pos = torch.Generator().manual_seed(0), torch.arange(length)
-    pairs = torch.randint(row.shape[1], (contents, 2), generator=source).tolist()
+    t, s = torch.randint(row.shape[1], (contents, 2), generator=source).unbind(dim=1)
     zeros = torch.zeros(1, length, model.cfg.d_model)  # (1, length, C), instead of embeddings
     state = model.blocks[0].attn.pe.state(zeros, pos)  # of a sequence of `length` tokens
-    # query t and key s at all positions; the distance of the last query to key j: length - 1 - j
-    return measured(model, [row], lambda layer: torch.stack([
-        layer.enc.logits(layer.q[:, :, [t] * length], layer.k[:, :, [s] * length], pos,
-                         state)[0, :, -1].flip(-1) for t, s in pairs]))[0]  # each (H, length)
+
+    def measure(layer):  # query t at the last position, key s at all: [contents, H, length]
+        q, k = (x[0].transpose(0, 1)[at, :, None] for x, at in ((layer.q, t), (layer.k, s)))
+        k = k.expand(-1, -1, length, -1)  # (contents, H, length, D)
+        return layer.enc.logits(q, k, pos, state)[:, :, 0].flip(-1)  # by distance
+    return measured(model, [row], measure)[0]
 
 
 @torch.no_grad()
@@ -671,21 +654,20 @@ def tuning(model, task, cfg, length=0, contents=24):
         raise UserError(f'tuning requires an encoding of q and k alone, unlike {cfg.pe}') from None
     largest = (logits.amax(dim=-1) - logits.amin(dim=-1)).max()  # largest effect of the distance
     need(largest > 1e-5 * logits.abs().max(), 'tuning requires logits that depend on the distance, '
-         f'unlike those of {titled(cfg)}: use rope, pope or alibi')
+         f'unlike those of {name_of(cfg)}: use rope, pope or alibi')
     mean = logits.mean(dim=1)  # (L, H, length)
     quartiles = torch.tensor([0.25, 0.5, 0.75]).double()
     low, peak, high = logits.argmax(dim=-1).double().quantile(quartiles, dim=1)  # each (L, H)
     columns = dict(range=mean.amax(dim=-1) - mean.amin(dim=-1), peak=peak, shift=high - low)
     summary = {key: number(columns[key].mean()) for key in ('range', 'shift')}
-    summary['distances'] = length
-    strongest = columns['range'].flatten().argsort(descending=True)[:6].tolist()  # heads to draw
-    lines = {f'head {i + 1}.{h + 1}': {'mean': mean[i, h]} | {
-        f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: drawn in gray
-        for i, h in (divmod(x, mean.shape[1]) for x in strongest)}
-    title = f'{titled(cfg)}: logits by distance. Gray: single pairs; blue: the mean of all pairs.'
+    summary['distances'], lines = length, {}
+    for x in columns['range'].flatten().argsort(descending=True)[:6].tolist():  # heads to draw
+        i, h = divmod(x, mean.shape[1])
+        pairs = {f'_{j}': curve for j, curve in enumerate(logits[i, :8, h])}  # with _: in gray
+        lines[f'head {i + 1}.{h + 1}'] = {'mean': mean[i, h]} | pairs
     return head_rows(columns), summary, curves(
-        title, lines, f'distance (red line: training length {cfg.train_len})', 'logit',
-        mark=cfg.train_len, xlim=(0, length))
+        cfg, 'logits by distance. Gray: single pairs; blue: the mean of all pairs.', lines,
+        'distance', 'logit', trained=cfg.train_len, xlim=(0, length))
 
 
 # ---- Toeplitz study: heads that an answer depends on, Toeplitz parts of logits, their gradients --
@@ -696,17 +678,14 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     what=heads zeroes one head at a time (the Toeplitz study, section 4.3; Figures 4, 7, 9-12).
     `drop 1`, ...: fall of exact match without head 1, ..., in points (of correct tokens if no
     problem is exact; for a corpus: rise of the loss, nats). `effective`: how many heads share the
-    drop (1: the paper's "single-head deposit"). what=positions (section 5.4, Figure 8)
-    subtracts the encoding's vectors p from the stream x before each layer in turn. `without p`:
-    score; `random`, `sd`: its mean and deviation for four random p of the same norm; `norm`: mean
-    |p| / mean |x|.
+    drop. what=positions (section 5.4, Figure 8) subtracts the encoding's vectors p from the stream
+    x before each layer in turn. `without p`: score; `random`, `sd`: its mean and deviation for four
+    random p of the same norm; `norm`: mean |p| / mean |x|.
     """
     check_name('what', what, ('heads', 'positions'))
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)  # (n, T)
     metric = 'loss' if task.corpus else 'exact'
-
-    def score(*hooks):
-        """The model's score with these hooks; higher is better."""
+    def score(*hooks):  # of the model with these hooks; higher is better
         with hooked(*hooks):
             found = train.evaluate(model, task, [(length, (tokens, targets))])[length][metric]
         return -found if task.corpus else 100 * found
@@ -719,15 +698,15 @@ def ablate(model, task, cfg, what='heads', length=0, n=512):
     if what == 'heads':
         rows, found, lines = without_heads(model, cfg, base, score)
         summary |= found
-        paper, xlabel, ls = 'Figures 4, 7, 9-12', 'head that is zeroed', ':'
+        xlabel, ls = 'head that is zeroed', ':'
     else:
         rows, lines = without_positions(model, cfg, tokens, score)
-        paper, xlabel, ls = 'Figure 8', 'p is subtracted before layer', '-'
+        xlabel, ls = 'p is subtracted before layer', '-'
     x = range(1, 1 + len(lines[0][1]))  # heads or layers
     lines = {label: (x, y) for label, y in lines} | {'whole model': (x, [abs(base)] * len(x))}
-    title = (f'{titled(cfg)}, length {length}: score after an ablation (Toeplitz study, {paper}). '
-             'The answer depends on what changes the score of the whole model.')
-    return rows, summary, curves(title, {'': lines}, xlabel, unit, ls=ls, xticks=x)
+    return rows, summary, curves(
+        cfg, 'score after an ablation. The answer depends on what changes the score.', {'': lines},
+        xlabel, unit, ls=ls, xticks=x)
 
 
 def effective(x):
@@ -741,40 +720,37 @@ def without_heads(model, cfg, base, score):
     rows [{layer, 'drop 1', .., 'effective'}], one for each layer (counted from 1), as in ablate();
     summary {layer, head} of the largest drop, {largest, second}: the two largest drops; curves
     [('layer 1', [|score| without head 1, ..]), ..]. base is the whole model's score; a drop is base
-    - score((tap, hook)). Raise UserError that names --n_head if a layer has one head.
-    """
+    - score((tap, hook)). Raise UserError that names --n_head if a layer has one head."""
     need(cfg.heads > 1, 'ablate compares the heads of a layer: train with --n_head=4 or more')
 
     def zeroing(head):
         return lambda module, _, y: y.index_fill(1, torch.tensor([head]), 0.0)  # (B, H, T, D)
-
     scores = torch.tensor([[score((block.attn.tap_head_out, zeroing(head)))
                             for head in range(cfg.heads)] for block in model.blocks])  # (L, H)
     drops, rows = base - scores, []  # (L, H)
     for i, drop in enumerate(drops, 1):
-        each = {f'drop {head}': number(x, 3) for head, x in enumerate(drop, 1)}
-        rows.append(dict(layer=i) | each | dict(effective=number(effective(drop), 3)))
-    layer, head = divmod(drops.argmax().item(), cfg.heads)  # of the largest drop
-    largest, second = (number(x, 3) for x in drops.flatten().topk(2).values)
-    summary = dict(layer=layer + 1, head=head + 1, largest=largest, second=second)
+        columns = {f'drop {head}': x for head, x in enumerate(drop, 1)}
+        rows.append(dict(layer=i) | numbers(columns | dict(effective=effective(drop)), digits=3))
+    layer, head = largest(drops)
+    two = dict(zip(('largest', 'second'), drops.flatten().topk(2).values))
+    summary = dict(layer=layer + 1, head=head + 1) | numbers(two, digits=3)
     return rows, summary, [(f'layer {i}', row.abs()) for i, row in enumerate(scores, 1)]
 
 
 def without_positions(model, cfg, tokens, score):
     """Subtract p before one layer at a time; return (rows, [(label, curve)]) for ablate()."""
-    p, g, rows = added_vectors(model, tokens.shape[1]), train.generator('cpu', 'test', 0), []
+    p, g, rows = added_vectors(model, tokens.shape[1]), train.generator('cpu', 'positions'), []
     need(p.any(), f'pe={cfg.pe} adds no vectors to the embeddings: train pe=ape or ape+{cfg.pe}')
 
     def subtracting(vectors):
         return lambda module, _, x: x - vectors[:x.shape[1]]  # (B, T, C)
-
     size, taps = p.norm(dim=-1, keepdim=True), [x.tap_resid for x in (model, *model.blocks)]
     for layer, tap in zip(trace(model, tokens[:8]), taps):  # the tap is before the layer
         noise = F.normalize(torch.randn(4, *p.shape, generator=g, dtype=p.dtype), dim=-1)
         own, *random = [abs(score((tap, subtracting(x)))) for x in (p, *noise * size)]  # (T, C)
         columns = {'without p': own, 'random': np.mean(random), 'sd': np.std(random),
                    'norm': size.mean() / layer.stream.norm(dim=-1).mean()}
-        rows.append(dict(layer=len(rows) + 1) | {key: number(x, 3) for key, x in columns.items()})
+        rows.append(dict(layer=len(rows) + 1) | numbers(columns, digits=3))
     return rows, [(key, [row[key] for row in rows]) for key in ('without p', 'random')]
 
 
@@ -837,32 +813,28 @@ def toeplitz(model, task, cfg, length=0, n=8):
     for layer, block in zip(layers, net.blocks):
         L = layer.logits.masked_fill(layer.logits.isinf(), 0)  # (n, H, T, T)
         terms = eq_1(layer, block.norm_1, p)
-        parts = {'toeplitz': (toeplitz_part(L), L)} | {
-            name: (term.expand_as(L), L) for name, term in terms.items()}
+        for name, part in ({'toeplitz': toeplitz_part(L)} | terms).items():
+            columns[name].append(variance_share(part, L).mean(dim=0))  # (H,)
         if 'qp kp' in terms:  # Assumption 3.2
-            parts['qp kp toeplitz'] = toeplitz_part(terms['qp kp']), terms['qp kp']
-        for name, (part, whole) in parts.items():
-            columns[name].append(variance_share(part, whole).mean(dim=0))  # (H,)
+            share = variance_share(toeplitz_part(terms['qp kp']), terms['qp kp'])  # (n, H)
+            columns['qp kp toeplitz'].append(share.mean(dim=0))
     columns = {name: torch.stack(layer) for name, layer in columns.items()}  # (L, H)
-    means = {name: number(x[x.isfinite()].mean()) for name, x in columns.items()}
+    means = numbers({name: x[x.isfinite()].mean() for name, x in columns.items()})
     chance = (T - 1) / (T * (T + 1) / 2 - 1)  # T diagonals fitted to T (T + 1) / 2 entries
     summary = dict(length=length, n=len(tokens), tokens=T, chance=number(chance)) | means
     L, H = columns['toeplitz'].shape
-    maps = [partial(show_map, values=columns[name], title=name, label='fraction of variance',
-                    xlabel='head', ylabel='layer', ends=(0, 1),
-                    extent=(0.5, H + 0.5, L + 0.5, 0.5), xticks=range(1, H + 1, 1 + H // 12),
-                    yticks=range(1, L + 1, 1 + L // 12))
+    shares = dict(label='fraction of variance', xlabel='head', ylabel='layer', ends=(0, 1),
+                  extent=(0.5, H + 0.5, L + 0.5, 0.5))
+    maps = [partial(show_map, values=columns[name], title=name, **shares)
             for name in ('toeplitz', 'qp kp', 'B') if name in columns]
-    layer, head = divmod(columns['toeplitz'].nan_to_num(-1).argmax().item(), H)  # most Toeplitz
+    layer, head = largest(columns['toeplitz'])
     logits = layers[layer].logits[0, head]  # (T, T)
     part = toeplitz_part(logits).masked_fill(logits.isinf(), torch.nan)
-    maps += [partial(show_map, values=x, title=name, label='logit',
-                     words=[task.vocab[t] for t in tokens[0]],
-                     ends=logits[logits.isfinite()].aminmax())
+    words, ends = [task.vocab[t] for t in tokens[0]], logits[logits.isfinite()].aminmax()
+    maps += [partial(show_map, values=x, title=name, label='logit', words=words, ends=ends)
              for name, x in ((f'head {layer + 1}.{head + 1}', logits), ('its Toeplitz part', part))]
-    title = (f'{titled(cfg)}: fractions of the variance of logits (Toeplitz study, section 3.2). '
-             'Logits of a head depend on distance alone if its toeplitz fraction is 1.')
-    return head_rows(columns), summary, figure(title, *maps)
+    return head_rows(columns), summary, figure(
+        cfg, 'fractions of the variance of logits. At 1, logits depend on distance alone.', *maps)
 
 
 def edges(task, tokens):
@@ -883,31 +855,34 @@ def jacobians(model, tokens, targets):
     supervised token. If causal, the full Jacobian's singular values spread at least as far."""
     b = torch.arange(len(tokens))
     last = ((targets != -100) * torch.arange(tokens.shape[1])).argmax(dim=1)  # (B,)
+    found = []
     with recording(model) as layers:
         model(tokens)
-    return torch.stack([torch.stack([
-        torch.autograd.grad(x.sum(), layer.stream, retain_graph=True)[0][b, last]  # (B, C), a row
-        for x in layer.after[b, last].unbind(dim=1)], dim=1) for layer in layers])
+    for layer in layers:
+        columns = layer.after[b, last].sum(dim=0)  # (C,): problems do not affect each other
+        J = [torch.autograd.grad(x, layer.stream, retain_graph=True)[0][b, last] for x in columns]
+        found.append(torch.stack(J, dim=1))  # C rows (B, C) -> (B, C, C)
+    return torch.stack(found)
 
 
 def gradients_by_layer(model, tokens, targets, edge):
     """(rows of gradients() for one model, H(d) of appendix C [L, H, T])."""
-    net = copy.deepcopy(model).double().eval()
+    net, (b, u, j, d) = copy.deepcopy(model).double().eval(), edge
     with recording(net, change=lambda i, layer: None) as layers:  # stores logits, changes none
         total = train.token_losses(net(tokens)[0], targets).sum()
-    b, u, j, d = edge
     dS = torch.autograd.grad(total, [layer.logits for layer in layers])  # L of (B, H, T, T)
     H = torch.stack([x.new_zeros(x.shape[1:3]).index_add(1, d, x[b, :, u, j].T) for x in dS])
-    (first, second), (head, _) = (x.unbind(dim=1) for x in H.norm(dim=-1).topk(2))  # each (L,)
+    size = H.norm(dim=-1)  # (L, H)
+    top, heads = size.topk(2)  # both (L, 2)
+    margin = top[:, 0] - top[:, 1]  # Margin_l of eq. 5
     s = torch.linalg.svdvals(jacobians(net, tokens[:4], targets[:4])).flatten(1)  # (L, 4 C)
-    margin = first - second  # Margin_l of eq. 5
-    growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)  # none for the top
-    columns = dict(first=first, margin=margin, growth=growth, effective=effective(H.norm(dim=-1)),
+    growth = F.pad(margin[:-1] / margin[1:], (0, 1), value=torch.nan)  # none for the top layer
+    columns = dict(first=top[:, 0], margin=margin, growth=growth, effective=effective(size),
                    least=s.amin(dim=1), most=s.amax(dim=1))  # each (L,)
-    rows = [dict(layer=i + 1, head=head[i].item() + 1) | {  # to 4 significant digits
-        key: float(f'{x[i]:.4g}') if x[i].isfinite() else None for key, x in columns.items()}
-        for i in range(len(layers))]
-    return rows, H
+    def rounded(x):  # to 4 significant digits
+        return float(f'{x:.4g}') if x.isfinite() else None
+    return [dict(layer=i + 1, head=heads[i, 0].item() + 1) |
+            {name: rounded(x[i]) for name, x in columns.items()} for i in range(len(layers))], H
 
 
 def gradients(model, task, cfg, length=0, n=256, steps=-1):
@@ -918,23 +893,24 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
     `steps` steps (-1: at most 200), which are repeated, and for the saved model. For each layer:
     `head` with the largest |H|; `first`: its |H|; `margin`: first minus the second largest |H|;
     `growth`: margin over that of the layer above (Theorem 6.1: above 1); `effective`: how many
-    heads share |H|; `least`, `most`: of the singular values of jacobians(). Summary: fractions of
-    rows, `A1`: with all singular values in (0, 2); `grows`: with growth > 1 (of those that have
-    growth). H below the top layer is our addition."""
+    heads share |H|; `least`, `most`: of the singular values of jacobians(). Summary, fractions of
+    rows: `A1`: with all singular values in (0, 2); `grows`: with growth > 1."""
     need(name_of(cfg) != BY_HAND, 'by_hand models were never trained: gradients requires a run')
     need(cfg.heads > 1, 'gradients compares the heads of a layer: train with --n_head=4 or more')
     steps = min(200, cfg.max_steps) if steps < 0 else steps
     need(steps <= cfg.max_steps, f'--steps={steps}: this run had {cfg.max_steps}, take fewer')
     length, tokens, targets = batch(task, cfg.train_lengths, length, n)
     tokens, targets = fewer(cfg, tokens, targets, limit=2 ** 23 * cfg.n_layer)  # (n, T)
-    edge = edges(task, tokens)
-    again = dataclasses.replace(cfg, compile=False, graph=False)
-    trainer, found = train.Trainer(again, again.seeds[0], torch.device('cpu')), {}
+    edge, found, cpu = edges(task, tokens), {}, torch.device('cpu')
+    net, optimizer = train.build(cfg, cpu)
+    batches = train.Batches(cfg, cpu)  # those of the run
     for step in range(steps + 1):
         if step in {round(steps * i / 4) for i in range(5)}:
-            found[step], _ = gradients_by_layer(trainer.model, tokens, targets, edge)
+            found[step], _ = gradients_by_layer(net, tokens, targets, edge)
         if step < steps:
-            trainer.step(step)  # with the batches of the run
+            train.seed_noise(cfg, step)
+            train.set_rates(optimizer, cfg, step)
+            train.update(net, optimizer, cfg, *batches(step))
     found['trained'], _ = gradients_by_layer(model, tokens, targets, edge)
     rows = [dict(step=step) | row for step, some in found.items() for row in some]
     growth = torch.tensor([row['growth'] for row in rows if row['growth'] is not None])
@@ -945,22 +921,23 @@ def gradients(model, task, cfg, length=0, n=256, steps=-1):
               'most': 'A1: largest singular value of J'}
     lines = {title: {f'layer {i + 1}': [row[key] for row in rows[i::cfg.n_layer]]
                      for i in range(cfg.n_layer)} for key, title in titles.items()}
-    title = (f'{titled(cfg)}, length {length}: gradient of position by training step (Toeplitz '
-             'study, section 6). By Theorem 6.1, lower layers have larger margins.')
-    return rows, summary, curves(title, lines, 'training step', '', yscale='log',
-                                 xticks=range(len(found)), xticklabels=list(found))
+    return rows, summary, curves(
+        cfg, 'gradient of position. By Theorem 6.1, lower layers have larger margins.', lines,
+        'training step', '', yscale='log', xticks=range(len(found)), xticklabels=list(found))
 
 
 # ---- PRISM: where cursors move, and how precisely scores measure positions -----------------------
 
 def cursors_of(model, tokens):
     """A dictionary for each of PRISM's cursors on tokens [B, T], query cursors first: layer, head,
-    cursor; of: 'query' or 'key'; gates: probabilities {incr, decr, keep, reset, and jump if it can
-    copy: [B, T]}; histogram [B, T, 2T+1] over the offsets -T..T, after each token's gates; weight:
-    (1 - mu) |alpha|; module, index: the pe.Cursors and the index of the cursor in it."""
-    found, inputs = [], {}
-    with hooked(*[(m, lambda m, args, _: inputs.update({m: args[0]}))
-                  for m in model.modules() if isinstance(m, encodings.Cursors)]):
+    cursor, of: 'query' or 'key', and name: these four; gates: probabilities {incr, decr, keep,
+    reset, and jump if it can copy: [B, T]}; histogram [B, T, 2T+1] over the offsets -T..T, after
+    each token's gates; weight: (1 - mu) |alpha|; module, index: its pe.Cursors, its index there."""
+    found, inputs = [], {}  # inputs: {pe.Cursors: x [B, T, C]}
+
+    def store(module, args, output):
+        inputs[module] = args[0]
+    with hooked(*[(m, store) for m in model.modules() if isinstance(m, encodings.Cursors)]):
         model(tokens)
     for i, block in enumerate(model.blocks):
         prism, = [m for m in block.attn.pe.modules() if isinstance(m, encodings.PRISM)]
@@ -977,9 +954,9 @@ def cursors_of(model, tokens):
                              reset=reset[:, c])  # each (B, T)
                 if copy_gate is not None and of == 'query' and c % 5 == 0:  # one of five (6.0.1)
                     gates['jump'] = 1 - copy_gate[:, c // 5, :, -1]  # the last entry: no copy
-                found.append(dict(layer=i + 1, head=head + 1, cursor=cursor + 1, of=of,
-                                  weight=weight.item(), gates=gates, histogram=histograms[:, c],
-                                  module=cursors, index=c))
+                name = dict(layer=i + 1, head=head + 1, cursor=cursor + 1, of=of)
+                found.append(name | dict(name=name, weight=weight.item(), gates=gates,
+                                         histogram=histograms[:, c], module=cursors, index=c))
     return sorted(found, key=lambda c: c['of'] == 'key')
 
 
@@ -989,10 +966,9 @@ def cursor(model, task, cfg, length=0, n=32):
 
     length: 0: four times the longest training length. Rows: each cursor over the prompt, and over
     the answer. `weight`: (1 - mu) |alpha|; `moves`: offsets by which its mode moves, per token;
-    `steady`: fraction of tokens with the most frequent move, 1 for a constant pace of integer
-    steps; `peak`: its largest bin; mean gates `incr`, `decr`, `keep`, `reset`, and `jump` if it can
-    copy. Summary: exact match; `steady`: weighted mean over query cursors in the answer and key
-    cursors in the prompt, where each is used.
+    `steady`: fraction of tokens with the most frequent move; `peak`: its largest bin; mean gates
+    `incr`, `decr`, `keep`, `reset`, and `jump` if it can copy. Summary: exact match; `steady`:
+    weighted mean over query cursors in the answer and key cursors in the prompt.
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     trained = max(cfg.train_lengths)
@@ -1002,7 +978,7 @@ def cursor(model, task, cfg, length=0, n=32):
     tokens, targets = tokens[:some], targets[:some]  # (n, T)
     answer = targets != -100
     parts = dict(prompt=(answer.cumsum(dim=1) == 0) & (tokens != 0), answer=answer)  # (n, T)
-    rows, work = [], []
+    rows, paces, weights = [], [], []
     for c in cursors_of(model, tokens):
         peak, mode = c['histogram'].max(dim=-1)  # (n, T)
         for part, where in parts.items():
@@ -1011,19 +987,17 @@ def cursor(model, task, cfg, length=0, n=32):
             steady = (counts.max() / len(moves)).item() if len(moves) else torch.nan
             means = dict(weight=c['weight'], moves=moves.double().mean(), steady=steady)
             means |= {name: x[where].mean() for name, x in (dict(peak=peak) | c['gates']).items()}
-            rows.append({key: c[key] for key in ('layer', 'head', 'cursor', 'of')} |
-                        dict(part=part) | {key: number(x, 3) for key, x in means.items()})
-            if (c['of'], part) in (('query', 'answer'), ('key', 'prompt')):
-                work.append((steady, c['weight']))  # where the cursor is used
+            rows.append(c['name'] | dict(part=part) | numbers(means, digits=3))
+            if (c['of'], part) in (('query', 'answer'), ('key', 'prompt')):  # where it is used
+                paces.append(steady)
+                weights.append(c['weight'])
     right = (model(tokens)[0].argmax(dim=-1) == targets) | ~answer  # (n, T)
-    steady, weights = np.array(work).T  # each (cursors,)
     summary = dict(length=length, exact=right.all(dim=1).double().mean().item(),
-                   steady=number(steady @ weights / weights.sum()))
-    title = (f'{titled(cfg)}, trained to {trained}: cursors; {100 * summary["exact"]:.0f} % '
-             f'correct at length {length}. Cursors with a constant pace generalize.')
+                   steady=number(np.average(paces, weights=weights)))
     brief = batch(task, cfg.train_lengths, trained, 1)[1]  # (1, T)
     return rows, summary, figure(
-        title, *cursor_panels(model, task, [(trained, brief), (length, tokens[:1])]))
+        cfg, f'cursors; {100 * summary["exact"]:.0f} % correct at length {length}',
+        *cursor_panels(model, task, [(trained, brief), (length, tokens[:1])]))
 
 
 def cursor_panels(model, task, shown):
@@ -1063,11 +1037,10 @@ def cursor_panels(model, task, shown):
 def kernel(model, task, cfg, length=0):
     """How precise are positions in PRISM's scores? Eq. 7's kernel, eq. 6 against eq. 4, and A.3.
 
-    Rows, for each cursor over the answer of one problem: `peak`: its largest bin; `eq6`: total
-    variation distance between eq. 6 (cross-correlation of two histograms) and eq. 4 (the scan
-    restarted from a point) for the distribution of its displacement, unless it can copy; `mean`:
-    |e - f(mean offset)| / |f| of its encoding e (A.3). Summary: `rises`: the first distance r from
-    which the kernel <f(0), f(r)> / |f|^2 rises again; the largest `eq6` and `mean`.
+    Rows: each cursor over one answer. `peak`: its largest bin; `eq6`: total variation distance of
+    its displacement by eq. 6 (cross-correlation of two histograms) and eq. 4 (the scan restarted
+    from a point), unless it can copy; `mean`: |e - f(mean offset)| / |f| of its encoding e (A.3).
+    Summary: the largest of both; `rises`: the first r at which the kernel <f(0), f(r)> rises.
     """
     need('prism' in cfg.pe.split('+'), NOT_PRISM)
     length, tokens, targets = batch(task, cfg.train_lengths, length, 1)  # (1, T)
@@ -1076,33 +1049,33 @@ def kernel(model, task, cfg, length=0):
     size = cfg.prism_d_pe / 2  # |f|^2
     f = partial(encodings.sinusoids, width=cfg.prism_d_pe, base=cfg.rope_base, like=offsets)
     kappa = f(torch.arange(2 * T).double()) @ f(offsets[T:T + 1])[0] / size  # eq. 7: (2T,)
-    rows, laws = [], []
+    rows, worst = [], None  # worst: the largest eq6 and its distributions by eq. 4 and by eq. 6
     for c in cursors_of(model, tokens):
         h = c['histogram'][0].double()  # (T, 2T+1)
         far = (h @ f(offsets) - f(h @ offsets))[start:].norm(dim=-1) / size ** 0.5  # A.3: (n,)
-        row = {key: c[key] for key in ('layer', 'head', 'cursor', 'of')}
-        row |= dict(peak=number(h[start:].max(dim=-1)[0].mean()), eq6=None, mean=number(far.mean()))
+        peak = number(h[start:].max(dim=-1)[0].mean())
+        row = c['name'] | dict(peak=peak, eq6=None, mean=number(far.mean()))
         if 'jump' not in c['gates'] and T - start > 1:
             eq_4 = displacement(c, start + 1).numpy()  # -n..n
             eq_4 = np.pad(eq_4, 2 * T - len(eq_4) // 2)  # -2T..2T
             eq_6 = np.correlate(h[-1].numpy(), h[start].numpy(), 'full')  # (4T+1,)
             row['eq6'] = number(abs(eq_4 - eq_6).sum() / 2)  # total variation distance
-            laws.append((row['eq6'], eq_4, eq_6))
+            if not worst or row['eq6'] > worst[0]:
+                worst = row['eq6'], eq_4, eq_6
         rows.append(row)
     rises = (kappa.diff() > 0).nonzero()  # r with kernel(r + 1) > kernel(r)
     summary = dict(length=length, rises=rises[0].item() if len(rises) else None,
                    mean=max(row['mean'] for row in rows))
     lines = {f'kernel of eq. 7, d_pe = {cfg.prism_d_pe}': {'by distance': kappa}}
-    if laws:
-        summary['eq6'], *worst = max(laws, key=lambda law: law[0])
-        seen = np.flatnonzero(sum(worst) > 1e-3)  # displacements to draw
+    if worst:
+        summary['eq6'], eq_4, eq_6 = worst
+        seen = np.flatnonzero(eq_4 + eq_6 > 1e-3)  # displacements to draw
         x = np.arange(seen[0] - 1, seen[-1] + 2)
         lines['displacement over the answer, worst cursor'] = {
-            name: (x - 2 * T, law[x]) for name, law in zip(('eq. 4', 'eq. 6'), worst)}
-    title = (f'{titled(cfg)}, length {length}: when the kernel rises again, distant positions '
-             'may score as near ones; eq. 6 differs from eq. 4.')
-    return rows, summary, curves(title, lines, 'distance, or displacement (positions)',
-                                 'kernel, or probability')
+            'eq. 4': (x - 2 * T, eq_4[x]), 'eq. 6': (x - 2 * T, eq_6[x])}
+    return rows, summary, curves(
+        cfg, 'where the kernel rises again, distant positions may score as near ones.', lines,
+        'distance, or displacement (positions)', 'kernel, or probability')
 
 
 def displacement(c, first):
@@ -1122,10 +1095,9 @@ def logits_at(layer, pos_q, pos_k, q=None):
     """Unmasked logits [B, H, Tq, Tk] of q (default: the layer's queries) at positions pos_q and the
     layer's keys at pos_k, for an encoding that depends on distances only."""
     enc, q = layer.enc, layer.q if q is None else q
-    at = enc.at(q, layer.k, pos_k, layer.state, q_len=0)  # with positions replaced below
-    at = dataclasses.replace(at, s=pos_k[None], t=pos_q[None])
+    at = encodings.At(q, layer.k, pos_q[None], pos_k[None], layer.state, None, enc.cfg.causal)
     q, k, bias = rotated(enc, q, layer.k, at)
-    logits = q @ k.transpose(-2, -1) * enc.scale  # (B, H, Tq, Tk)
+    logits = q @ k.mT * enc.scale  # (B, H, Tq, Tk)
     return logits if bias is None else logits + bias
 
 
@@ -1150,15 +1122,16 @@ def check_distances(model, tokens, cfg):
          f'this probe requires logits that are functions of distance: pe=rope, not {cfg.pe}')
 
 
-def fit_figure(title, W, fit, components, ylabel='query i'):
+def fit_figure(cfg, says, W, fit, components, ylabel='query i'):
     """Return draw(plt) of logits W [T, T], their fit [T, T] and its components {label: [T]}."""
     visible = W.isfinite()  # (T, T): i >= j, or all of fake_logits()
-    ends = tuple(np.nanquantile(W[visible], (0.005, 0.995)))
+    ends = np.quantile(W[visible], (0.005, 0.995))
     maps = [partial(show_map, values=x.where(visible, torch.nan), title=name, label='logit',
                     xlabel='key j', ylabel=ylabel, ends=ends)
             for name, x in (('logits of the best head', W), ('fit', fit))]
-    return figure(title, *maps, partial(show_curves, each=components, title='components of the fit',
-                                        xlabel='tokens', ylabel='logit'))
+    return figure(cfg, says, *maps, partial(
+        show_curves, each=components, title='components of the fit', xlabel='tokens',
+        ylabel='logit'))
 
 
 def three_axes(W, ridge=1e-6):
@@ -1200,13 +1173,12 @@ def axes(model, task, cfg, length=0, n=8):
     r, centred = found.nanmean(dim=0).unbind(dim=1)  # each (L, H)
     summary = dict(mean_r=number(r.nanmean()), mean_r_centred=number(centred.nanmean()),
                    tokens=rows[0].shape[1])
-    i, h = divmod(r.nan_to_num(-2).argmax().item(), r.shape[1])  # best head
+    i, h = largest(r)
     W = trace(model, rows[0])[i].logits[0, h]  # (T, T)
     a, b, c, fit = (x[0] for x in three_axes(W[None]))
-    draw = fit_figure(f'{titled(cfg)}: logits and their fit by distance + query + key (position '
-                      'generalization, Figure 2). Equal maps: exact fit.', W, fit,
-                      {'c, key j': c, 'b, query i': b, 'a, distance i - j': a})
-    return head_rows(dict(r=r, r_centred=centred)), summary, draw
+    return head_rows(dict(r=r, r_centred=centred)), summary, fit_figure(
+        cfg, 'logits and their fit by distance + query + key. Equal maps: exact fit.', W, fit,
+        {'c, key j': c, 'b, query i': b, 'a, distance i - j': a})
 
 
 def two_axes(W):
@@ -1232,12 +1204,11 @@ def slow_dominating(zq, zk, theta, length):
 
 
 def analytic_fit(W, zq, zk, theta, pairs):
-    """[3, H]: r over i >= j between the logits of `pairs` [H, n] and f + g of eq. 15, between all
-    logits W [H, T, T] and those of the pairs, and between W and f + g; nan for heads without pairs.
+    """[3, H]: r over i >= j of logits of `pairs` [H, n] and f + g of eq. 15, of all logits W [at
+    least H, T, T] and those of the pairs, and of W and f + g; nan for heads without pairs.
 
     f = Re sum_r conj(q_r) kbar_r e^(-1j (i-j) theta_r), with the angle of the mean key kbar, so
-    that f does not depend on k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r).
-    """
+    that f does not depend on k; g = sum_r |k_r - kbar_r| |q_r| cos(arg q_r - arg k_r)."""
     t, kbar = torch.arange(zq.shape[1]), zk.mean(dim=1, keepdim=True)  # (H, 1, n)
     conj = zq.conj() * pairs[:, None]  # (H, T, n), 0 for other pairs
     turn = torch.exp(1j * t[:, None] * theta)  # (T, n)
@@ -1247,8 +1218,7 @@ def analytic_fit(W, zq, zk, theta, pairs):
     lower = torch.ones(W.shape[1:]).tril() > 0
     fg, own, acts = (x[:, lower] for x in ((f + g).real, own.real, W[:len(pairs)]))
     r = torch.stack([correlation(*pair) for pair in ((own, fg), (acts, own), (acts, fg))])
-    r = r.where(pairs.any(dim=-1), torch.nan)  # (3, heads that it acts on)
-    return F.pad(r, (0, len(W) - len(pairs)), value=torch.nan)
+    return r.where(pairs.any(dim=-1), torch.nan)
 
 
 def random_phases(zq, zk, theta, queries):
@@ -1267,18 +1237,16 @@ def random_phases(zq, zk, theta, queries):
 def disentangle(model, task, cfg, length=0, n=4, queries=8):
     """Does a query treat distance and content separately? W'_dj ~ a_d + b_j.
 
-    The position-generalization paper, section 3.2, eq. 12, Figure 3, and appendix C, eq. 15.
-    length, n: as for axes. queries: how many in each sequence. Rows: `r` of W' and the fit, mean
-    over queries; if pe rotates, also `r_random`: the same for random phases, a control. In heads
-    with slow dominating pairs, r over i >= j of: the pairs' logits and f + g of eq. 15 (`slow_fg`);
-    all logits and the pairs' (`dominance`); all logits and f + g (`r_fg`).
+    The position-generalization paper, eq. 12, Figure 3, appendix C, eq. 15. length, n: as for axes.
+    queries: per sequence. Rows: `r` of W' and the fit, mean over queries; `r_random`: for random
+    phases, a control. In heads with slow dominating pairs, r over i >= j of the pairs' logits and
+    f + g of eq. 15 (`slow_fg`), all logits and the pairs' (`dominance`) or f + g (`r_fg`).
     """
     rows = sequences(task, cfg.train_lengths, length, n)
     check_distances(model, rows[0], cfg)
     rotates = rotating(model.blocks[0].attn.pe)
 
-    def measure(layer):
-        """[1, H]: r; for an encoding that rotates [5, H]: also analytic_fit(), random_phases()."""
+    def measure(layer):  # [1, H]: r; if pe rotates [5, H]: also analytic_fit(), random_phases()
         T = layer.k.shape[2]
         chosen = [*range(T - 1, -1, -max(1, T // queries))[:queries]]
         fakes = (fake_logits(layer, i) for i in chosen)
@@ -1286,21 +1254,20 @@ def disentangle(model, task, cfg, length=0, n=4, queries=8):
         parts = [torch.stack(r).nanmean(dim=0, keepdim=True)]  # (queries, H) -> (1, H)
         if rotates:
             z = polar(layer.enc, layer.q[0], layer.k[0])  # zq, zk, theta
-            parts.append(analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1]))
-            r = random_phases(*z, chosen)[None]  # (1, heads that it acts on)
-            parts.append(F.pad(r, (0, parts[0].shape[1] - r.shape[1]), value=torch.nan))
+            fits = analytic_fit(layer.logits[0], *z, slow_dominating(*z, cfg.train_len)[1])
+            more = torch.cat([fits, random_phases(*z, chosen)[None]])  # of the heads that rotate
+            parts.append(F.pad(more, (0, parts[0].shape[1] - more.shape[1]), value=torch.nan))
         return torch.cat(parts)
     found, T = measured(model, rows, measure).nanmean(dim=0), rows[0].shape[1]  # (L, 1 or 5, H)
     names = 'r', 'slow_fg', 'dominance', 'r_fg', 'r_random'
     columns = dict(zip(names, found.unbind(dim=1)))  # each (L, H)
-    summary = {'mean_' + name: number(x.nanmean()) for name, x in columns.items()}
-    i, h = divmod(columns['r'].nan_to_num(-2).argmax().item(), found.shape[2])  # best head
+    summary = numbers({'mean_' + name: x.nanmean() for name, x in columns.items()})
+    i, h = largest(columns['r'])
     W = fake_logits(trace(model, rows[0])[i], T // 2)[h]  # (T, T)
     a, b, fit = two_axes(W)
-    draw = fit_figure(f'{titled(cfg)}: logits of query {T // 2} by distance (rows) and key, and '
-                      'their fit (position generalization, Figure 3). Equal maps: exact fit.',
-                      W, fit, {'b, key j': b, 'a, distance d': a}, 'distance d')
-    return head_rows(columns), summary | dict(tokens=T), draw
+    return head_rows(columns), summary | dict(tokens=T), fit_figure(
+        cfg, f'logits of query {T // 2} by distance and key, and their fit. Equal maps: exact fit.',
+        W, fit, {'b, key j': b, 'a, distance d': a}, 'distance d')
 
 
 @torch.no_grad()
@@ -1312,28 +1279,27 @@ def tuples(model, task, cfg, length=0, n=4):
     tokens; in radians, `rotation` over the training length and initial `angle` between the means of
     q_r and k_r; `fixed`: mean |k_r - kbar_r| / |kbar_r|, 0 for constant keys. Summary: its median.
     """
-    found = [[polar(layer.enc, layer.q[0], layer.k[0]) for layer in trace(model, row)]
-             for row in sequences(task, cfg.train_lengths, length, n)]
-    zq, zk = (torch.cat([torch.stack([z[i] for z in layers]) for layers in found], dim=-2)
-              for i in (0, 1))  # (L, H, T, n), the tokens of all sequences
-    theta = found[0][0][2]  # (n,)
+    zq, zk = [], []  # of each sequence (L, H, T, n)
+    for row in sequences(task, cfg.train_lengths, length, n):
+        q, k, theta = zip(*[polar(x.enc, x.q[0], x.k[0]) for x in trace(model, row)])  # L each
+        zq.append(torch.stack(q))
+        zk.append(torch.stack(k))
+    zq, zk, theta = torch.cat(zq, dim=-2), torch.cat(zk, dim=-2), theta[0]  # of all tokens; (n,)
     ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)  # (L, H, n)
     kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)  # (L, H, n)
     arg, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len  # (L, H, n)
     fixed = (zk - kbar[..., None, :]).abs().mean(dim=-2) / kbar.abs().clamp(min=1e-12)
     columns = dict(ratio=ratio, wavelength=2 * np.pi / theta, rotation=turn, angle=arg, fixed=fixed)
-    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1) |
-            {name: number(x[i, h, c]) for name, x in columns.items()}
+    rows = [dict(layer=i + 1, head=h + 1, pair=c + 1) | numbers(columns, i, h, c)
             for i, h, c in slow.nonzero().tolist()]
     rows.sort(key=lambda row: -row['ratio'])
     summary = dict(pairs=len(rows), heads=slow.any(dim=-1).sum().item(),
                    of_heads=slow[..., 0].numel(), fixed=number(fixed[slow].median()))
     lines = {'': {'slow dominating pairs': ((np.pi - arg.abs())[slow], turn[slow]),
                   '_equal': ([0, np.pi], [0, np.pi])}}
-    title = (f'{titled(cfg)}: slow dominating pairs (position generalization, Figure 4). Points '
-             'below the diagonal (gray) rotate by less than their gap: Observation 1.')
-    return rows, summary, curves(title, lines, 'gap between the initial angle and pi (radians)',
-                                 'rotation over the training length (radians)', ls='')
+    return rows, summary, curves(
+        cfg, 'slow dominating pairs. Below the gray line: Observation 1.', lines,
+        'gap of the initial angle to pi (radians)', 'rotation in training (radians)', ls='')
 
 
 def transposition(T, gamma, l_max, source):
@@ -1356,24 +1322,25 @@ def offsets(T, gamma, l_max, source):
     """Integers [T]: with probability gamma one of -l_max..l_max except 0, else 0. With the same
     random source, larger gamma gives more of them, larger l_max larger ones."""
     chosen, size, sign = torch.rand(3, T, generator=source, dtype=torch.float64)  # each (T,)
-    return (chosen < gamma) * (1 + (size * l_max).long()) * (1 - 2 * (sign < 0.5).long())
+    size = 1 + (size * l_max).long()
+    return torch.where(sign < 0.5, -size, size).where(chosen < gamma, 0)
 
 
 def perturbed(model, tokens, targets, kind='text', gamma=0, l_max=1):
     """Losses [n, T], which tokens are correct [n, T], outputs of the heads [n, L, H, T, D] and
     which tokens moved [n, T]. Each sequence and layer has one source for all gamma, l_max."""
-    pos, L, found = torch.arange(tokens.shape[1]), len(model.blocks), []
+    pos, found = torch.arange(tokens.shape[1]), []
     draw = offsets if kind == 'position' else transposition
 
-    def change(i, layer):
+    def change(moves, i, layer):  # moves: for each layer (T,)
         if kind == 'position':
             return logits_at(layer, pos, pos + moves[i]) + encodings.causal(layer.logits)
         return layer.enc.logits(layer.q, layer.k[:, :, moves[i]], layer.pos, layer.state, layer.x)
     for i, (row, target) in enumerate(zip(tokens.split(1), targets.split(1))):
-        sources = [train.generator('cpu', 'test', i * L + j) for j in range(L)]
-        moves = [draw(len(pos), gamma, l_max, source) for source in sources]  # L of (T,)
+        moves = [draw(len(pos), gamma, l_max, train.generator('cpu', 'perturb', i, layer))
+                 for layer in range(len(model.blocks))]
         order = moves[0] if kind == 'text' else pos  # (T,)
-        with recording(model, change if kind in ('feature', 'position') else None) as layers:
+        with recording(model, None if kind == 'text' else partial(change, moves)) as layers:
             logits = model(row[:, order])[0]  # (1, T, V)
         losses, right = train.token_losses(logits, target), logits.argmax(dim=-1) == target
         y = torch.stack([layer.y[0] for layer in layers])  # (L, H, T, D)
@@ -1391,8 +1358,7 @@ def perturb_scores(after, before, targets):
         row['exact' + when] = (right | ~asked).all(dim=1)[asked.any(dim=1)].double().mean()
     change = (after[2] - before[2]).norm(dim=(2, 4)) / before[2].norm(dim=(2, 4))  # (n, L, T)
     output = change.where(~moved[:, None], torch.nan).nanmean(dim=(1, 2)).nanmean()
-    row |= dict(cost=row['loss'] - row['loss before'], output=output)
-    return {key: number(x) for key, x in row.items()}
+    return numbers(row | dict(cost=row['loss'] - row['loss before'], output=output))
 
 
 @torch.no_grad()
@@ -1401,17 +1367,16 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     """How robust is a model to disordered positions?
 
     The position-generalization paper, section 4.1, Figure 5 and Table 1. length: as for axes. n:
-    0: 128 problems, or 16 segments of text (for a Llama: 2). A fraction gamma of tokens, keys or
-    positions moves by at most l_max. `text`: tokens swap in pairs. `feature`: keys swap in pairs,
-    others in each layer. `position`: keys get other positions (only if logits depend on distances).
-    Rows, on targets that did not move: loss in nats per token, fractions of correct tokens and
-    sequences, and the same `before`; `cost`: loss minus loss before; `output`: |o' - o| / |o| of
-    attention outputs at unmoved tokens. Summary: unperturbed scores on all targets.
+    0: 128 problems, or 16 segments of text (for a Llama: 2). A fraction gamma of tokens (`text`),
+    of the keys of each layer (`feature`), or of their positions (`position`, if logits depend on
+    distances) moves by at most l_max. Rows, on targets that did not move: loss in nats per token,
+    fractions of correct tokens and sequences, the same `before`; `cost`: loss minus loss before;
+    `output`: |o' - o| / |o| of attention outputs. Summary: unperturbed scores on all targets.
     """
     need(0 < min(gammas) <= max(gammas) <= 1 and min(l_max) > 0,
          '--gammas must be fractions in (0, 1], and --l_max integers ≥ 1')
     n = n or (16 if task.corpus else 128)
-    _, tokens, targets = batch(task, cfg.train_lengths, length, n)
+    tokens, targets = batch(task, cfg.train_lengths, length, n)[1:]
     sizes = [x for x in l_max if x < tokens.shape[1]] or [min(l_max)]
     kinds = KINDS if sees_distances(model, tokens) else KINDS[:2]
     before = perturbed(model, tokens, targets)
@@ -1421,12 +1386,13 @@ def perturb(model, task, cfg, length=0, n=0, gammas=(0.001, 0.01, 0.05, 0.1, 0.5
     for level in itertools.product(kinds, gammas, sizes):
         scores = perturb_scores(perturbed(model, tokens, targets, *level), before, targets)
         rows.append(dict(zip(('kind', 'gamma', 'l_max'), level)) | scores)
-    lines = {f'{kind}: {key}': {f'within {size} tokens': (gammas, [
-        row[key] for row in rows if (row['kind'], row['l_max']) == (kind, size)])
-        for size in sizes} for kind in kinds for key in ('cost', 'output')}  # rows by gamma
-    title = f'{titled(cfg)}, perturbed (Figure 5). If curves stay near 0, order matters little.'
-    return rows, summary, curves(title, lines, 'fraction perturbed, gamma',
-                                 'rise of the loss (nats), or change of output', xscale='log')
+    lines = collections.defaultdict(dict)
+    for kind, key, size in itertools.product(kinds, ('cost', 'output'), sizes):
+        y = [row[key] for row in rows if (row['kind'], row['l_max']) == (kind, size)]
+        lines[f'{kind}: {key}'][f'within {size} tokens'] = gammas, y
+    return rows, summary, curves(
+        cfg, 'scores after perturbations (Figure 5). Near 0, order matters little.', lines,
+        'fraction perturbed, gamma', 'rise of the loss (nats), or change of output', xscale='log')
 
 
 def sliding(layer, t, start, window, first=0):
@@ -1452,11 +1418,10 @@ def nearest(x, normal):
 def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
     """Why do sliding windows extend a context? Do attention outputs over them stay normal?
 
-    The position-generalization paper, section 4.2, Figure 6. n: problems, or segments of text (for
-    a Llama: 2). window: in tokens (0: the training length, at most half of the sequence). layer: 0:
-    the middle one. Attention outputs in the first window count as normal. Rows: median distance to
-    the nearest normal output, in units of the median among normal outputs: of `later positions`; of
-    --queries queries over sliding `windows`; of these with the first ≤ 10 tokens kept.
+    The position-generalization paper, section 4.2, Figure 6. window: in tokens (0: the training
+    length, at most half of the sequence). layer: 0: the middle one. Outputs in the first window are
+    normal. Rows: median distance to the nearest normal output, over the median among these: of
+    `later positions`; of --queries queries over sliding `windows`, or with the first tokens kept.
     """
     _, tokens, _ = batch(task, cfg.eval_lengths, length, n)
     T, L = tokens.shape[1], len(model.blocks)
@@ -1465,26 +1430,25 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
          f'stretch: --layer must be 1 to {L}, and --window 2 to {T - 1}, below the length')
     check_distances(model, tokens, cfg)
     t, step = torch.linspace(window, T - 1, queries).long(), max(1, (T - window) // 40)
-    found, sink = [], max(1, min(10, window // 8))  # sink: the number of first tokens kept
+    found, sink = collections.defaultdict(list), max(1, min(10, window // 8))  # first tokens kept
     for row in tokens.split(1):
         seen = trace(model, row)[layer - 1]
         y = seen.y[0].transpose(0, 1).flatten(1)  # (T, H out_dim)
-        kinds = {'normal': y[:window], 'later positions': y[window:]}  # (points, H out_dim)
+        found['normal'].append(y[:window])
+        found['later positions'].append(y[window:])
         for kind, first in (('windows', 0), ('windows with the first tokens', sink)):
-            kinds[kind] = torch.cat([sliding(seen, t, start, window, first)
-                                     for start in range(0, T - window + 1, step)])
-        found.append(kinds)
-    found = {kind: torch.cat([kinds[kind] for kinds in found]).double() for kind in found[0]}
-    normal = found.pop('normal')  # (n window, H out_dim)
+            found[kind] += [sliding(seen, t, start, window, first)
+                            for start in range(0, T - window + 1, step)]
+    found = {kind: torch.cat(y).double() for kind, y in found.items()}  # (points, H out_dim)
+    normal = found.pop('normal')
     apart = {kind: nearest(x, normal) for kind, x in found.items()}
-    medians = {kind: number(x.quantile(0.5)) for kind, x in apart.items()}
+    medians = numbers({kind: x.quantile(0.5) for kind, x in apart.items()})
     rows = [dict(outputs=kind, points=len(apart[kind]), median=x) for kind, x in medians.items()]
     summary = dict(window=window, tokens=T, layer=layer) | medians
     lines = {kind: (np.linspace(0, 1, len(x)), x.sort()[0]) for kind, x in apart.items()}
-    title = (f'{titled(cfg)}: attention outputs of layer {layer} at more than {window} tokens '
-             '(position generalization, Figure 6). Near 1, outputs are as close as normal ones.')
-    return rows, summary, curves(title, {'': lines}, 'fraction of the outputs',
-                                 'distance to the nearest normal output', yscale='log')
+    return rows, summary, curves(
+        cfg, f'attention outputs of layer {layer} at over {window} tokens. Near 1: normal.',
+        {'': lines}, 'fraction of outputs', 'distance to the nearest normal output', yscale='log')
 
 
 # ---- Llama-family checkpoints in place of a run --------------------------------------------------
@@ -1566,46 +1530,37 @@ class LlamaText(tasks.Corpus):
         return tokens, targets
 
 
-@contextlib.contextmanager
-def outside():
-    """Inside the with block, imports skip this folder, whose kernels.py shadows an optional
-    package of transformers."""
-    path, ours, here = sys.path[:], sys.modules.pop('kernels', None), os.path.dirname(__file__)
-    sys.path[:] = [x for x in path if os.path.abspath(x) != os.path.abspath(here)]
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        if ours:
-            sys.modules['kernels'] = ours
-
-
 def read_llama(path):
     """(transformers' model, tokenizer) from a folder or GGUF file; UserError if that fails."""
-    gguf = dict(gguf_file=os.path.basename(path)) if path.lower().endswith('.gguf') else {}
-    folder, given = os.path.dirname(os.path.abspath(path)) if gguf else path, dict(
-        trust_remote_code=False, **gguf)
+    folder, given = path, dict(trust_remote_code=False)
+    gguf = path.lower().endswith('.gguf')
+    if gguf:
+        folder, given['gguf_file'] = os.path.split(os.path.abspath(path))
+    ours = sys.modules.get('kernels')
+    sys.modules['kernels'] = None  # transformers imports a package of this name if it finds one
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
         tokenizer = AutoTokenizer.from_pretrained(folder, **given)
-        if gguf:  # transformers ignores a GGUF file's scaling of RoPE's frequencies
-            from gguf import GGUFReader
-            reader = GGUFReader(path)
-            factors = [x.data.copy() for x in reader.tensors if x.name == 'rope_freqs.weight']
-            for x in factors:
-                net.model.rotary_emb.inv_freq /= torch.tensor(x)
-            need(not any('.rope.scaling.factor' in key for key in reader.fields),
-                 f'{path} scales RoPE by metadata that transformers ignores: use another format')
-    except UserError:
-        raise
     except ModuleNotFoundError as error:
-        raise UserError(f'--hf requires {error.name}: pip install transformers'
-                        + ' gguf accelerate' * bool(gguf)) from None
+        packages = 'transformers gguf accelerate' if gguf else 'transformers'
+        raise UserError(f'--hf requires {error.name}: pip install {packages}') from None
     except Exception as error:  # a truncated file, other shapes, a quantization, ...
         says = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f'cannot load {path}: {says} (is a file truncated, a Git LFS pointer, or '
                         'from another model?)') from None
+    finally:
+        del sys.modules['kernels']
+        if ours:
+            sys.modules['kernels'] = ours
+    if gguf:  # transformers ignores a GGUF file's scaling of RoPE's frequencies
+        from gguf import GGUFReader
+        reader = GGUFReader(path)
+        for x in reader.tensors:
+            if x.name == 'rope_freqs.weight':
+                net.model.rotary_emb.inv_freq /= torch.tensor(x.data.copy())
+        need(not any('.rope.scaling.factor' in key for key in reader.fields),
+             f'{path} scales RoPE by metadata that transformers ignores: use another format')
     return net.eval(), tokenizer
 
 
@@ -1615,8 +1570,7 @@ def load_llama(path, text, length=0):
     need(text, '--hf requires a text to run the checkpoint on: --text=FILE')
     for file in (path, text):
         need(os.path.exists(file), f'no such file or folder: {file}')
-    with outside():
-        net, tokenizer = read_llama(path)
+    net, tokenizer = read_llama(path)
     task = LlamaText(tokenizer, net.config.vocab_size, text)
     lengths = [net.config.max_position_embeddings]
     tokens = batch(task, lengths, length, 1)[1]
@@ -1645,11 +1599,10 @@ def iteration_head(name):
     all tokens before it attend to BoS. ViPE's value channel (eq. 8) returns the distance: D_1 = t
     at x_t, D_2 = t - 1 at s_(t-1). Layer 2 attends to D_1 = D_2 + 1: the product of normalized
     vectors (D, c) and (D', c) is largest at D' = D. Its MLP looks up s_t = f(s_(t-1), x_t). The
-    second head of each layer is zero. cfg: a train.Config with vipe_s='one' (D unscaled), float64
-    (adjacent products differ by 1e-7), out_dir=BY_HAND_DIR + name. UserError if name has no rule.
-    """
+    second head of each layer is zero. cfg: from train.make_config, with vipe_s='one' (D unscaled),
+    float64 (products differ by 1e-7), out_dir=BY_HAND_DIR + name. UserError without a rule."""
     need(name in RULES, f'by_hand:{name}: weights are set by hand for {", ".join(RULES)} only')
-    V = len(train.Config(task=name).the_task.vocab)
+    V = len(tasks.make(name).vocab)
     BoS, EoI, EoS, symbols = 1, 2, 3, range(V - 4)
     # rows: (current token, token that layer 2 attends to, next token)
     table = [(EoI, x + 4, x + 4) for x in symbols]  # s_1 = x_1
@@ -1658,9 +1611,10 @@ def iteration_head(name):
     # channels of the residual stream: token, 1, D, token attended to, next token
     one, dist, read, write = V, V + 1, V + 2, 2 * V + 2
     C = 3 * V + 2 + V % 2  # even, for two heads
-    cfg = train.Config(task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False,
-                       vipe_d_p=1, d_model=C, n_head=2, n_layer=2, d_ff=len(table),
-                       norm='rmsnorm', dtype='float64', out_dir=BY_HAND_DIR + name)
+    cfg = train.make_config(dict(
+        task=name, pe='vipe', vipe_s='one', vipe_logn=False, vipe_u=False, vipe_d_p=1, d_model=C,
+        n_head=2, n_layer=2, d_ff=len(table), norm='rmsnorm', dtype='float64',
+        out_dir=BY_HAND_DIR + name))
     model = Transformer(cfg).double().eval().requires_grad_(False)
     tokens, unit = torch.arange(V), 1e-3  # D is stored in thousands
     for p_name, p in model.named_parameters():
@@ -1699,7 +1653,7 @@ PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
 # probes that accept a Llama-family checkpoint, and their default n for it (None: no such option)
 LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, tuples: 1,
          perturb: 2, stretch: 2}
-CONTROLLED = norms, tuning, toeplitz  # the summary also has results of an untrained model
+
 
 
 def as_text(rows, summary):
@@ -1716,22 +1670,20 @@ def as_text(rows, summary):
 
 def read_options(function, argv):
     """Parse a probe's command line: (options that all probes have, {this probe's: value})."""
-    def numbers(text):  # '0.5,1' -> [0.5, 1]
+    def as_numbers(text):  # '0.5,1' -> [0.5, 1]
         return [float(x) if '.' in x else int(x) for x in text.split(',')]
-
     parser = argparse.ArgumentParser(
         prog=f'python probe.py {function.__name__}', description=inspect.getdoc(function),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.error = lambda says: need(False, says)  # one line, as every UserError
     parser.add_argument('run', nargs='?', help="a run's folder or by_hand:TASK")
-    parser.add_argument('--seed', type=int, help='seed of the run; default: its first')
     parser.add_argument('--out_dir', default='', help="folder for the results; default: the run's")
     parser.add_argument('--hf', default='', help='a Llama-family checkpoint in place of RUN')
     parser.add_argument('--text', default='', help='the text file to run the checkpoint on')
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()
                 if p.default is not p.empty}
     for name, default in defaults.items():
-        kind = numbers if type(default) is tuple else type(default)
+        kind = as_numbers if type(default) is tuple else type(default)
         parser.add_argument(f'--{name}', type=kind, default=default, help=f'default: {default!r}')
     if LLAMA.get(function) and any(arg.startswith('--hf') for arg in argv):
         parser.set_defaults(n=LLAMA[function])  # a Llama is slow on a CPU
@@ -1757,13 +1709,17 @@ def main(argv):
     check_name('probe', name, PROBES)
     given, own = read_options(PROBES[name], argv)
     need(bool(given.run) != bool(given.hf), f'python probe.py {name}: give one run, or --hf')
-    need(not given.hf or PROBES[name] in LLAMA and given.seed is None,
-         '--hf requires a probe marked * in the list of python probe.py, and works without --seed')
-    model, cfg = load(given.run, given.seed) if given.run else load_llama(
-        given.hf, given.text, own.get('length', 0))
+    need(not given.hf or PROBES[name] in LLAMA,
+         '--hf requires a probe marked * in the list of python probe.py')
+    if given.hf:
+        model, cfg = load_llama(given.hf, given.text, own.get('length', 0))
+    elif given.run.startswith('by_hand:'):
+        model, cfg = iteration_head(given.run.removeprefix('by_hand:'))
+    else:
+        model, cfg = train.load(given.run)
     rows, summary, draw = PROBES[name](model, cfg.the_task, cfg, **own)
-    if PROBES[name] in CONTROLLED and given.run and name_of(cfg) != BY_HAND:
-        control = PROBES[name](untrained(model, cfg), cfg.the_task, cfg, **own)[1]
+    if name in ('norms', 'tuning', 'toeplitz') and given.run and name_of(cfg) != BY_HAND:
+        control = PROBES[name](untrained(cfg), cfg.the_task, cfg, **own)[1]
         summary |= {f'{key}, untrained': x for key, x in control.items() if x != summary[key]}
     print(f'{textwrap.fill(draw.title, 100)}\n\n{as_text(rows, summary)}')
     print(f'(python probe.py {name} --help explains the columns)')
