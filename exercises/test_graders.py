@@ -53,7 +53,7 @@ def test_where_it_breaks():
     draw = torch.Generator().manual_seed(secrets.randbits(31))
     lengths = range(min(cfg.train_lengths), answer['length'] + 1)
     scores = train.evaluate(model, cfg.the_task,
-                            {n: cfg.the_task.sample(200, n, draw) for n in lengths})
+                            [(n, cfg.the_task.sample(200, n, draw)) for n in lengths])
     print('exact match', {n: scores[n]['exact'] for n in lengths})
     assert [n for n in lengths if scores[n]['exact'] < 0.95] == [answer['length']]
 
@@ -65,12 +65,13 @@ def test_your_own_encoding(tmp_path):
     seeds = ','.join(str(secrets.randbelow(10 ** 6)) for _ in range(3))
     assert not train.main(
         [f'{blank.ROOT}/configs/string_copy_prism.py', '--pe=mine', '--eval_lengths=10-20',
-         '--n_test=200', f'--seeds={seeds}', f'--out_dir={tmp_path}'])
+         '--n_test=200', f'--seed={seeds}', f'--out_dir={tmp_path}'])
     longest = []
-    for seed, scores in json.loads((tmp_path / 'lengths.json').read_text()).items():
+    for path in tmp_path.glob('seed=*/lengths.json'):
+        scores = json.loads(path.read_text())
         failing = [int(n) for n, score in scores.items() if score['exact'] < 0.95]
         longest.append(min(failing, default=21) - 1)
-        print(f'seed {seed} generalizes to length {longest[-1]}')
+        print(f'{path.parent.name} generalizes to length {longest[-1]}')
     assert sum(n >= 15 for n in longest) >= 2
 
 
