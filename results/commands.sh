@@ -53,8 +53,8 @@ pope)    # indirect indexing; parts of PoPE (all seeds at all rates, as in `cros
 toeplitz)    # distance and counting
     run toeplitz --task=distance:span=16,trigger_count:most=16,distance_sum:span=16 --pe=rope,nope,ape,random,alibi,t5,ape+rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=2048 --lr=2e-3 --seed=0-2
     run toeplitz --task=distance:span=16,trigger_count:most=16,distance_sum:span=16 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=2000 --n_test=2048 --lr=2e-3 --attention=mla --seed=0-2
-    run toeplitz_scale --task=distance:span=16,trigger_count:most=16 --pe=rope,nope,ape,random,alibi,t5 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --embedding_std=0.1,1 --seed=0-2
-    run toeplitz_scale --task=distance:span=16,trigger_count:most=16 --pe=alibi,t5 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --embedding_std=0.1,1 --causal=False --seed=0-2
+    run toeplitz_scale --task=distance:span=16,trigger_count:most=16 --pe=rope,nope,ape,random,alibi,t5 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --embedding_std=None,1 --seed=0-2
+    run toeplitz_scale --task=distance:span=16,trigger_count:most=16 --pe=alibi,t5 --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=16 --eval_lengths=16-24,28,32,48 --max_steps=1000 --embedding_std=None,1 --causal=False --seed=0-2
     # 16 more runs of toeplitz_scale need options of commit 670674a
     run toeplitz_64 --task=distance:span=64 --pe=rope,nope,ape,random,alibi,t5,ape+rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --seed=0-2
     run toeplitz_64 --task=distance:span=64 --pe=rope --n_layer=4 --n_head=8 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --attention=mla --seed=0-2
@@ -72,8 +72,8 @@ toeplitz)    # distance and counting
     run counting_64 --task=trigger_count --pe=rope,nope,alibi --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --seed=0-2
     run counting_64 --task=trigger_count --pe=rope --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --attention=mla --seed=0-2
     run counting_64 --task=trigger_count --pe=rope,nope,alibi,random --n_head=4 --warmup_steps=100 --eval_interval=500 --train_lengths=64 --eval_lengths=64,72,80,96,128 --max_steps=2500 --batch_size=32 --n_test=512 --n_train=8000 --seed=0-2
-    run embedding --task=polynomial,string_reverse --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --embedding_std=0.1,1 --seed=0-2
-    run embedding --task=indirect_indexing:letters=12:shift=2 --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --embedding_std=0.1,1 --seed=0-2
+    run embedding --task=polynomial,string_reverse --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=1-8 --eval_lengths=1-12,14,16,20,24,32 --max_steps=1500 --batch_size=32 --n_eval=64 --n_test=512 --embedding_std=None,1 --seed=0-2
+    run embedding --task=indirect_indexing:letters=12:shift=2 --pe=rope,nope,ape --n_head=2 --warmup_steps=100 --eval_interval=500 --train_lengths=3-6 --eval_lengths=3-12 --max_steps=2500 --n_test=512 --embedding_std=None,1 --seed=0-2
     ;;
 prism_plain)    # PRISM with its paper's options alone
     run prism_plain configs/string_copy_prism.py --seed=0-7
