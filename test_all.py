@@ -1392,6 +1392,8 @@ def test_a_batch_follows_from_the_seed_and_the_step_alone():
     """Steps in any order give the same problems. Seeds, steps and processes differ in noise."""
     cfg = small(train_lengths='30-33', length_schedule='[(0, 30), (70, 33)]', batch_size=6)
     steps = [0, 63, 64, 69, 70, 133, 134]                  # pools begin at 0, 64, 70 and 134
+    assert [train.pool_at(cfg, step)[1] for step in (63, 64, 70)] == [
+        range(64), range(64, 70), range(70, 134)]
     assert drawn(steps, cfg) == drawn(steps[::-1], cfg)[::-1]
     one, other = (train.build(small(seed=seed), CPU)[0].head.weight for seed in (0, 1))
     assert not torch.equal(one, other)
@@ -1527,6 +1529,10 @@ def test_evaluate_counts():
                           final=0.75)
     refused('no problem of length 3 has a target', train.evaluate, model, task,
             [(3, (tokens[4:], targets[4:]))])
+    wide, passes = mock.Mock(vocab=range(50304), end=None, corpus=False), []
+    model.forward = lambda x: (passes.append(len(x)), F.one_hot(x, 2).float())[::-1]
+    train.evaluate(model, wide, [(1, (torch.ones(8, 1024).long(),) * 2)])
+    assert min(passes[:-1]) > 1                            # rows in a pass, at a large vocabulary
     table = {1: dict(exact=0.95, token=0.5, n=1), 2: dict(exact=0, token=1, n=3)}
     assert train.summary(small(), table, 'token') == ('87.5 %', '-', 'none')
     assert train.summary(small(train_lengths='1'), table) == ('95.0 %', '0.0 %', 1)
@@ -1672,6 +1678,9 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     refused('cannot read .*ckpt.pt', train.main, argv)
     torch.save(whole, path)
     assert train.main(argv) == 0
+    whole['config']['train_len'] = 99                      # as if a task became shorter since
+    torch.save(whole, path)
+    assert train.load(tmp_path)[1].train_len == 99         # FIRE and ViPE depend on it
 
 
 def test_a_sweep_makes_one_table_even_if_runs_diverge(tmp_path, monkeypatch, capsys):
