@@ -1582,6 +1582,9 @@ def test_a_run_and_its_files(tmp_path, capsys):
     assert log[2] == dict(step=6, loss=loss, lr=train.learning_rate(cfg, step))
 
 
+OWN = {'report.md', 'ckpt.pt.tmp', 'eval_mine.json', 'probe_notes.txt'}        # files of a user's
+
+
 def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     """The same command prints its table. --overwrite deletes the files of the old run only."""
     run, results = tmp_path / 'r', tmp_path / 'results.jsonl'
@@ -1596,14 +1599,16 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, capsys):
     refused('trained with lr=0.001, not 0.5: .*--overwrite', train.main, [*argv, '--lr=0.5'])
     with mock.patch.object(os, 'fsync', side_effect=OSError(28, 'No space left on device')):
         refused('cannot write .*: No space left', train.main, [*argv, '--n_test=9'])
+    with mock.patch.object(train, 'build', side_effect=MemoryError), pytest.raises(MemoryError):
+        train.main([*argv, '--overwrite'])                 # the old run is kept until it begins
     assert kept == {path: path.read_bytes() for path in run.iterdir()}
-    for name in ('probe_axes.json', 'eval.json', 'report.md', 'ckpt.pt.tmp'):
+    for name in ('probe_axes.json', 'eval.json', 'eval_pe=yarn.json', *OWN):
         (run / name).touch()
     with sigterm_in_step(1):
         train.main([*argv, '--lr=0.5', '--overwrite'])
     assert 'the same command, without --overwrite' in capsys.readouterr().out
     names = {path.name for path in run.iterdir()}
-    assert names == {'.lock', 'ckpt.pt', 'config.json', 'report.md', 'ckpt.pt.tmp'}
+    assert names == {'.lock', 'ckpt.pt', 'config.json', *OWN}
 
 
 def test_an_unusable_folder_is_noticed_before_training(tmp_path, monkeypatch):
@@ -1617,9 +1622,12 @@ def test_an_unusable_folder_is_noticed_before_training(tmp_path, monkeypatch):
     for name in names:
         (tmp_path / name).write_text('of another program')
         for more in [], ['--overwrite']:
-            refused(f'no ckpt.pt, but {name}', train.main, argv + more)
+            refused(f'{name} of another program', train.main, argv + more)
         (tmp_path / name).unlink()
-    assert [path.name for path in tmp_path.iterdir()] == ['.lock']
+    (tmp_path / '.lock').unlink()
+    (tmp_path / 'ckpt.pt').write_text('of nanoGPT')
+    refused('ckpt.pt of another program', train.main, [*argv, '--overwrite'])
+    assert [path.name for path in tmp_path.iterdir()] == ['ckpt.pt']
 
 
 @pytest.mark.parametrize('kw', [

@@ -109,8 +109,9 @@ class Config(ModelConfig, Running):
         stages = self.length_schedule
         pairs = all(isinstance(x, (list, tuple)) and [*map(type, x)] == [int, int] for x in stages)
         starts = [x[0] for x in stages] if pairs else []
-        need(pairs and starts in ([], sorted({0, *starts})), 'length_schedule must be pairs (first '
-             f'step, longest length) from step 0 on, as in [(0, 5), (400, 10)]; got {stages}')
+        rising = not starts or starts[0] == 0 and starts == sorted(set(starts))
+        need(pairs and rising, 'length_schedule must be pairs (first step, longest length) from '
+             f'step 0 on, as in [(0, 5), (400, 10)]; got {stages}')
         self.length_schedule = [list(x) for x in stages]
         single = len(self.train_lengths) == 1 and isinstance(self.the_task, tasks.Classification)
         need(self.causal or single, 'causal=False requires a classification task and one training '
@@ -208,7 +209,7 @@ def convert(cls, key, value, where):
             elif cls is Config and key not in TEXTS and ',' in value:
                 found = value.split(',')                   # pe=nope,rope
     if isinstance(found, (list, tuple, range)):
-        found = list(found)
+        found = list(found) if kind is list else list(dict.fromkeys(found))    # each once
         if cls is Config and kind is not list and len(found) > 1:
             return [convert(cls, key, x, where) for x in found]
         found = found[0] if kind is not list and len(found) == 1 else found
@@ -265,7 +266,8 @@ def read_options(argv):
         values['out_dir'] = 'out/' + ('_'.join(names) or 'sweep')
     values['out_dir'] = os.path.expanduser(values['out_dir'])
     if values['eval_only']:
-        need(not swept(values), '--eval_only takes one trained run: --out_dir=RUN')
+        need(not swept(values) and not paths, '--eval_only takes one trained run and no config '
+             'file: --out_dir=RUN')
         trained = read_checkpoint(values['out_dir'])['config']
         values = trained | {key: values[key] for key in ('out_dir', 'eval_only', 'results', *flags)}
     return values
@@ -274,7 +276,7 @@ def read_options(argv):
 def print_help(doc, cls):
     """Print a program's docstring and the options of its dataclass and of every encoding, as the
     source declares them: NAME: type = default  # meaning."""
-    print(f'{doc}\nSet --NAME=value, or NAME = value in a config file.')
+    print(f'{doc or ""}\nSet --NAME=value, or NAME = value in a config file.')
     field = re.compile(r'^((?:    # .*\n)*    (\w+): .+ = .*)', re.M)      # (its lines, its name)
     classes = [base for x in encodings.ENCODINGS.values() for base in x.__mro__]
     for owner in dict.fromkeys([*cls.__mro__, *classes]):  # each class once, in order
@@ -293,7 +295,8 @@ def random_seed(*words):
 
 
 def generator(device, *words):
-    """A random generator for a stream (train, fixed, eval, test) and numbers such as the seed."""
+    """A random generator for a stream and numbers. The streams are: train, fixed (problems of
+    n_train), eval, test (the same for every seed); random_seed() also serves weights and noise."""
     return torch.Generator(device).manual_seed(random_seed(*words))
 
 
@@ -316,7 +319,8 @@ def pool_at(cfg, step):
     steps = 64 if size is None else size // cfg.batch_size
     need(steps, f'the lengths {lengths} have too few problems for batch_size={cfg.batch_size}')
     first = step - (step - start) % steps
-    return lengths, range(first, min([first + steps, *(x for x, _ in stages if x > step)]))
+    next_stage = min([x for x, _ in stages if x > step], default=math.inf)
+    return lengths, range(first, min(first + steps, next_stage))
 
 
 class Batches:
@@ -428,7 +432,8 @@ def add_up(tensor, op=dist.ReduceOp.SUM):
 
 def update(forward, optimizer, cfg, *batch):
     """Forward, backward, clip, AdamW on a batch of Batches. Return the loss [] before the step: the
-    mean over the supervised targets of all micro-batches and processes, plus penalties."""
+    mean over the supervised targets of all micro-batches and processes, plus penalties. The batch
+    is a flat sequence of tensors, as a CUDA graph requires: tokens, targets, tokens, ..."""
     params = [p for group in optimizer.param_groups for p in group['params']]
     loss, total = 0, sum((y != -100).sum() for y in batch[1::2]).clamp(min=1)
     for x, y in zip(batch[::2], batch[1::2]):              # micro-batches, [b, t] each
@@ -609,7 +614,7 @@ def likeliest(logits, end):
 # 'optimizer': AdamW's averages by the number of a parameter, 'pool': Batches.fingerprint()} and, of
 # a finished run, 'scores': {length: scores} and 'test_of': the options that they depend on; of a
 # diverged run, 'failed': what became NaN or infinite, and when
-RUN_FILES = re.compile(r'(ckpt\.pt|config\.json|log\.jsonl|lengths\.json|eval(_.*)?\.json|'
+RUN_FILES = re.compile(r'(ckpt\.pt|config\.json|log\.jsonl|lengths\.json|eval(_.+=.+)?\.json|'
                        r'probe_[a-z]+\.(json|png))')
 
 
@@ -653,28 +658,39 @@ def read_checkpoint(folder):
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)   # runs no code
     except Exception as error:                             # torch raises many types
         raise UserError(f'cannot read {path} ({type(error).__name__}): use --overwrite') from None
-    need('pool' in checkpoint, f'older code wrote {path}: git checkout 1490abb, or use --overwrite')
+    need({'pool', 'config'} <= {*checkpoint}, f'older code wrote {path}, and git checkout 1490abb '
+         'reads it: use another --out_dir')
     checkpoint['config'] = defaults(Config) | checkpoint['config']
     return checkpoint
 
 
-def open_folder(cfg):
-    """The checkpoint of the same run in cfg.out_dir, or {}. Delete a run if cfg.overwrite."""
-    there = [name for name in os.listdir(cfg.out_dir) if RUN_FILES.fullmatch(name)]
-    need(not there or 'ckpt.pt' in there, f'{cfg.out_dir} has no ckpt.pt, but {", ".join(there)}: '
+def run_files(folder):
+    """The files of a run in a folder. Raise UserError if they are of another program."""
+    there = [name for name in os.listdir(folder) if RUN_FILES.fullmatch(name)]
+    ours = 'ckpt.pt' in there and os.path.exists(os.path.join(folder, '.lock'))
+    need(ours or not there, f'{folder} has {", ".join(there)} of another program or of older code: '
          'use another --out_dir')
-    if cfg.overwrite and not RANK:
-        for name in sorted(there, key='ckpt.pt'.__eq__):   # the checkpoint last
-            os.remove(os.path.join(cfg.out_dir, name))
-    if cfg.overwrite or not there:
+    return there
+
+
+def delete_results(folder):
+    """Delete the files of a run, except its checkpoint."""
+    for name in run_files(folder):
+        if name not in ('ckpt.pt', 'config.json') and not RANK:
+            os.remove(os.path.join(folder, name))
+
+
+def find_checkpoint(cfg):
+    """The checkpoint of the same run in cfg.out_dir; {} if there is none, or for --overwrite."""
+    if cfg.overwrite or not os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
         return {}
     checkpoint = read_checkpoint(cfg.out_dir)
     parts = [encodings.options_of(encodings.ENCODINGS[name]) for name in cfg.pe.split('+')]
+    unused = {key for key in encodings.OPTIONS if not any(key in part for part in parts)}
     for key, now in asdict(cfg).items():                   # options of other encodings may differ
-        free = key in FREE or key in encodings.OPTIONS and not any(key in x for x in parts)
         saved = checkpoint['config'].get(key)
-        need(free or saved == now, f'the run in {cfg.out_dir} was trained with {key}={saved}, not '
-             f'{now}: use another --out_dir, or --overwrite')
+        need(key in FREE | unused or saved == now, f'the run in {cfg.out_dir} was trained with '
+             f'{key}={saved}, not {now}: use another --out_dir, or --overwrite')
     return checkpoint
 
 
@@ -817,9 +833,11 @@ def train(cfg, device, checkpoint, stop):
     def save_at(step):
         save(cfg, dict(step=step, pool=pool, model=model.state_dict(),
                        optimizer=optimizer.state_dict()['state']))
-    save_at(first)                                         # raises now if it cannot be written
+    if first == 0:
+        save_at(0)                                         # raises now if it cannot be written
+        delete_results(cfg.out_dir)                        # of a run that this one replaces
     take_step = wrapped(model, optimizer, cfg, device)     # update(), a CUDA graph, or compiled
-    autocast, began = precision(cfg, device), (time.time(), first)
+    autocast, began, before = precision(cfg, device), time.time(), first
     bar = tqdm(range(first, cfg.max_steps), f'{cfg.task} {cfg.pe}', cfg.max_steps, initial=first,
                unit='step', leave=False, disable=RANK > 0 or not sys.stderr.isatty())
     for step in bar:
@@ -837,13 +855,13 @@ def train(cfg, device, checkpoint, stop):
             continue
         if not all(x.isfinite().all() for x in [loss, *model.parameters()]):
             return dict(failed=f'the loss or a weight was NaN or infinite at step {done}')
-        speed = (done - began[1]) / (time.time() - began[0])           # since an evaluation
+        speed = (done - before) / (time.time() - began)    # since the last evaluation
         entry = dict(step=done, loss=loss.item(), lr=learning_rate(cfg, step),
                      steps_per_s=round(speed, 2))
         bar.set_postfix(loss=f'{entry["loss"]:.4f}', refresh=False)
         if evaluating:
             entry['eval'] = evaluate(model, cfg.the_task, held_out(cfg, 'eval', device), autocast)
-            began = time.time(), done                      # leaves evaluation out of the speed
+            began, before = time.time(), done
             tqdm.write(f'step {done:>6}  loss {entry["loss"]:.4f}  {speed:6.1f} steps/s  '
                        f'{brief(cfg, entry["eval"])}')
         if logging:
@@ -862,9 +880,10 @@ def train(cfg, device, checkpoint, stop):
 def run(cfg, stop):
     """Train or resume a run. Return its final checkpoint, or None if a signal stopped it."""
     device = pick_device(cfg)
-    os.makedirs(cfg.out_dir, exist_ok=True)
     if cfg.results:
         open(cfg.results, 'a').close()                     # raises now rather than after training
+    os.makedirs(cfg.out_dir, exist_ok=True)
+    run_files(cfg.out_dir)                                 # raises if the folder is not ours
     with open(os.path.join(cfg.out_dir, '.lock'), 'w') as mine:    # closing it releases the lock
         try:
             if os.name == 'posix' and not RANK:
@@ -872,7 +891,7 @@ def run(cfg, stop):
                 fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)   # raises instead of waiting
         except BlockingIOError:
             raise UserError(f'another process is training in {cfg.out_dir}') from None
-        checkpoint = open_folder(cfg)
+        checkpoint = find_checkpoint(cfg)
         test_of = [cfg.n_test, cfg.eval_lengths, cfg.greedy]       # other values: another test
         if 'failed' in checkpoint or checkpoint.get('test_of') == test_of:
             print(f'{cfg.out_dir} was finished earlier; --overwrite trains it again')

@@ -1,7 +1,8 @@
 # PoPE on OpenWebText, 124M parameters (PoPE Tables 6, 7; perplexity 21.33, RoPE 21.55: Table 4). It
 # requires a GPU; not run yet. 253M: --d_model=1024 --n_layer=16 --n_head=16; 774M: --d_model=1280
 # --n_layer=36 --n_head=20. --data=FOLDER of train.bin and val.bin from nanoGPT's prepare.py. With
-# books in FOLDER/test, for Figure 2: --eval_only --eval_lengths=1024,2048,5120,10240
+# books in FOLDER/test, for Figure 2, without this file: --eval_only --out_dir=out/openwebtext_pope
+# --eval_lengths=1024,2048,5120,10240
 task = 'openwebtext'
 pe = 'pope'
 norm = 'rmsnorm'
