@@ -11,11 +11,11 @@ A record is the line of JSON that `train.py --results=FILE` appends about a run:
     {"config": {"pe": "rope", "task": "parity", "seed": 1, "out_dir": "out/SET/seed=1"}, "n": ...,
      "lengths": "1-16,20", "scores": {"exact": [1, ...], "token": [...], "last": [...]}, ...}
 
-config has pe, task, seed, out_dir and the options that differ from train.Config's defaults (rewrite
-the records if you change one), except train.NOT_RECORDED. scores is {} if the run diverged. n is
-{length: problems} if not n_test; trained_with, the trained options that --eval_only replaced. Older
-records have "seeds": "0-2" (none: 0) and {seed: scores} of those that did not diverge, without
-metrics equal to exact. Records of probes and of speed have no scores.
+config has pe, task, seed, out_dir and the options that differ from train.Config's defaults, except
+train.NOT_RECORDED. scores is {} if the run diverged. n is {length: problems} if not n_test;
+trained_with, the trained options that --eval_only replaced. Older records have "seeds": "0-2" (if
+absent: 0) and {seed: scores} of those that did not diverge, without metrics equal to exact. Records
+of probes and of speed have no scores.
 """
 import itertools
 import json
@@ -269,7 +269,8 @@ def board_table(runs):
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*runs))
     published = {record['config']['pe'] for record in read_lines('results/board.jsonl')}
     names = [row if row in published else f'**{row}**' for row in rows]
-    lines = [[name] for name in ('encoding', '---', *names, 'floor')]
+    last = ['floor'] * (columns != ['stdlib'])             # a text has none
+    lines = [[name] for name in ('encoding', '---', *names, *last)]
     for column in columns:
         _, trained, longer, _ = COLUMNS[column]
         further = min(n for n in longer if n >= 1.5 * trained[-1])     # that is evaluated
