@@ -685,9 +685,10 @@ def find_checkpoint(cfg):
     if cfg.overwrite or not os.path.exists(os.path.join(cfg.out_dir, 'ckpt.pt')):
         return {}
     checkpoint = read_checkpoint(cfg.out_dir)
-    parts = [encodings.options_of(encodings.ENCODINGS[name]) for name in cfg.pe.split('+')]
-    unused = {key for key in encodings.OPTIONS if not any(key in part for part in parts)}
-    for key, now in asdict(cfg).items():                   # options of other encodings may differ
+    unused = set(encodings.OPTIONS)                        # options of other encodings may differ
+    for name in cfg.pe.split('+'):
+        unused -= encodings.options_of(encodings.ENCODINGS[name]).keys()
+    for key, now in asdict(cfg).items():
         saved = checkpoint['config'].get(key)
         need(key in FREE | unused or saved == now, f'the run in {cfg.out_dir} was trained with '
              f'{key}={saved}, not {now}: use another --out_dir, or --overwrite')
@@ -768,7 +769,7 @@ def brief(cfg, scores):
 
 def show(cfg, groups):
     """Print {label: {seed: {length: scores}}} as a table: for each label the mean over seeds, then
-    each seed. The label '' stands for cfg.pe, of which all metrics are shown."""
+    each seed. The label '' means cfg.pe alone, of which all metrics are shown."""
     corpus, lengths, rows = cfg.the_task.corpus, cfg.eval_lengths, []
     metrics = LABELS if cfg.greedy else ('exact', 'token', 'last')
     for label, by_seed in groups.items():

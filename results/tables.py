@@ -12,10 +12,9 @@ A record is the line of JSON that `train.py --results=FILE` appends about a run:
      "lengths": "1-16,20", "scores": {"exact": [1, ...], "token": [...], "last": [...]}, ...}
 
 config has pe, task, seed, out_dir and the options that differ from train.Config's defaults, except
-train.NOT_RECORDED. scores is {} if the run diverged. n is {length: problems} if not n_test;
-trained_with, the trained options that --eval_only replaced. Older records have "seeds": "0-2" (if
-absent: 0) and {seed: scores} of those that did not diverge, without metrics equal to exact. Records
-of probes and of speed have no scores.
+train.NOT_RECORDED. scores is {} if the run diverged; n is {length: problems} where not n_test;
+trained_with has the options that --eval_only replaced. Older records have several "seeds" (if
+absent: 0) and {seed: scores}, without metrics equal to exact. Records of probes have no scores.
 """
 import itertools
 import json
