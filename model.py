@@ -179,22 +179,10 @@ class Transformer(nn.Module):
         return tokens
 
     def optim_groups(self, lr, weight_decay):
-        """Parameter groups for the optimizer. Weight decay applies to the matrices, except to the
-        embedding and the encodings' parameters. A parameter that an encoding names in `own` is in a
-        group with the settings given there; train.py applies their `clamp` after each step."""
-        own = {}                                                # {id(p): (group, settings)}
-        for enc in self.modules():
-            if isinstance(enc, encodings.Encoding):
-                for name, settings in enc.own.items():          # PRISM's alpha, PoPE's delta
-                    own[id(getattr(enc, name))] = name, settings
-        groups = {name: dict(params=[], name=name, lr=lr, weight_decay=0.0)
-                  for name in ('decay', 'no_decay', 'encoding')}
-        groups['decay']['weight_decay'] = weight_decay
-        for name, p in self.named_parameters():                 # yields a shared parameter once
-            group = 'decay' if p.dim() >= 2 and name != 'embedding.weight' else 'no_decay'
-            if '.pe.' in name:
-                group, settings = own.get(id(p), ('encoding', {}))
-                new = dict(params=[], name=group, lr=lr, weight_decay=0.0) | settings
-                groups.setdefault(group, new)
-            groups[group]['params'].append(p)
-        return [group for group in groups.values() if group['params']]
+        """Parameter groups for the optimizer: weight decay for matrices other than the embedding,
+        none for other parameters, and the groups of the encodings (pe.param_groups)."""
+        matrices = [p for p in self.parameters() if p.dim() >= 2 and p is not self.embedding.weight]
+        others = [p for p in self.parameters() if p.dim() < 2 or p is self.embedding.weight]
+        return encodings.param_groups(self, lr, [
+            dict(params=matrices, name='decay', lr=lr, weight_decay=weight_decay),
+            dict(params=others, name='no_decay', lr=lr, weight_decay=0.0)])

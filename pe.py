@@ -14,6 +14,7 @@ register it in ENCODINGS: it can then be trained, tested and probed like the oth
 In your own model, encodings = build(PEConfig(...)) returns one encoding per layer. Call state =
 encodings[0].state(x, pos) once per sequence, x = encodings[0].embed(x, pos) before layer 1, state =
 enc.restate(x, pos, state) before each later one, and in each enc.attend(q, k, v, pos, state, x).
+For its parameters, see param_groups(), clamp() and Encoding.penalty().
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
 """
@@ -22,6 +23,7 @@ import difflib
 import math
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Literal, get_args, get_origin
 
@@ -180,6 +182,7 @@ class Encoding(nn.Module):
         """Return the At of the last q_len queries; compute the state if it is None."""
         if state is None:
             state = self.state(None, pos)
+        pos = signed(pos)
         if self.shift_invariant:                # large angles would lose precision
             pos = pos - pos[..., :1]
         s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
@@ -201,9 +204,9 @@ class Encoding(nn.Module):
         if bias is None:
             return None
         sizes = ((1, B), (1, H), (1, Tq, T), (1, T))[-bias.dim():]      # allowed on each axis
-        need(2 <= bias.dim() <= 4 and all(n in allowed for n, allowed in zip(bias.shape, sizes)),
-             f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T] = '
-             f'{[B, H, Tq, T]}, got {list(bias.shape)}')
+        if bias.dim() not in (2, 3, 4) or any(n not in some for n, some in zip(bias.shape, sizes)):
+            raise UserError(f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T] = '
+                            f'{[B, H, Tq, T]}, got {list(bias.shape)}')
         return bias[..., -Tq:, :]
 
     def mask(self, like):
@@ -232,20 +235,20 @@ class Encoding(nn.Module):
         at = self.at(q, k, pos, state, x)
         if self.takes_kernel(q, k, pos):
             at.kernel = True
-            with torch.autocast(q.device.type, enabled=False):
+            with exactly(q):
                 return self.attend_by_kernel(q, k, v, at)
-        autocast = torch.is_autocast_enabled(q.device.type)
-        if self.fp32 and (autocast or q.dtype in HALF):
-            with torch.autocast(q.device.type, enabled=False):
-                x = x.float() if autocast and x is not None else x      # else in the weights' dtype
+        if self.fp32 and (autocasts(q) or q.dtype in HALF):
+            x = x.float() if autocasts(q) and x is not None else x      # else in the weights' dtype
+            with exactly(q):
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x).to(q.dtype)
         if changed(self, 'weigh'):
             weights = self.weigh(self.logits(q, k, pos, state, x))
             return self.mix(weights.to(v.dtype), v, pos, state, x)
         v = self.value(v, at)
         q, k = self.qk(q, k, at)
-        need(q.shape[-1] == k.shape[-1], f'qk() of {type(self).__name__} must return q and k of '
-             f'one width, got {q.shape[-1]} and {k.shape[-1]}')
+        if q.shape[-1] != k.shape[-1]:
+            raise UserError(f'qk() of {type(self).__name__} must return q and k of one width, got '
+                            f'{q.shape[-1]} and {k.shape[-1]}')
         bias = self.bias_rows(at, q, k)
         mask, Tq, T = None, q.shape[2], k.shape[2]      # fused attention is causal without a mask
         if bias is not None or Tq < T or not self.cfg.causal:
@@ -302,28 +305,53 @@ def changed(encoding, hook):
 
 def check_shapes(cfg, q, k, v, pos, x=None):
     """Raise UserError if the shapes do not fit together, or do not fit cfg."""
-    got = f'got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}'
-    need(q.dim() == k.dim() == v.dim() == 4, f'q, k and v must be [B, H, T, D], {got}')
-    need(all((z.shape[1], z.shape[3]) == (cfg.heads, cfg.head_dim) for z in (q, k, v)),
-         f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, [B, H, T, D], {got}; '
-         'repeat grouped keys and values: k.repeat_interleave(queries_per_key, dim=1)')
-    B, _, T, _ = k.shape
-    need(v.shape[:3] == k.shape[:3] and q.shape[2] <= T and len(q) == B, 'k and v must have length '
-         f'T and the batch size of q; q covers all T positions or the last few; {got}')
-    if x is not None:
-        need(x.shape[:2] == (B, T), f'x must be the inputs of all {T} keys, got {list(x.shape)}')
-    check_positions(pos, B, T)
+    if not q.dim() == k.dim() == v.dim() == 4:
+        says = 'q, k and v must be [B, H, T, D]'
+    elif any((z.shape[1], z.shape[3]) != (cfg.heads, cfg.head_dim) for z in (q, k, v)):
+        says = (f'the encoding was built for {cfg.heads} heads of {cfg.head_dim}, [B, H, T, D]; '
+                'repeat grouped keys and values: k.repeat_interleave(queries_per_key, dim=1)')
+    elif v.shape[:3] != k.shape[:3] or q.shape[2] > k.shape[2] or len(q) != len(k):
+        says = ('k and v must have length T and the batch size of q; q covers all T positions or '
+                'the last few')
+    elif x is not None and x.shape[:2] != (len(k), k.shape[2]):
+        says = f'x must be the inputs of all {k.shape[2]} keys, not {list(x.shape)}'
+    else:
+        return check_positions(pos, len(k), k.shape[2])
+    raise UserError(f'{says}; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}')
 
 
 def check_positions(pos, B, T):
     """Raise UserError unless pos is [T] or [B, T], at least 0 and non-decreasing. (On a GPU only
     the shape is checked, to avoid a sync.)"""
-    need(pos.shape in ((T,), (B, T)), f'pos must have a position for each of the {T} keys, [{T}] '
-         f'or [{B}, {T}] if rows differ; got {list(pos.shape)}')
-    if pos.device.type == 'cpu' and not torch.compiler.is_compiling():
+    if pos.shape not in ((T,), (B, T)) or pos.dtype in HALF:
+        raise UserError(f'pos must have a position for each of the {T} keys, [{T}] or [{B}, {T}] '
+                        'if rows differ, in integers, float32 or float64; got '
+                        f'{list(pos.shape)} in {pos.dtype}')
+    if readable(pos):
+        pos = signed(pos)
         need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all() and pos.isfinite().all(),
              'positions must be finite, at least 0 and non-decreasing in a row; put packed '
              'documents in separate rows')
+
+
+def autocasts(x):
+    """Whether autocast is on for the device of a tensor (the meta device has none)."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def exactly(x):
+    """Return a context without autocast on the device of a tensor."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def readable(x):
+    """Whether Python may branch on the values of a tensor: it need not wait for a GPU or trace."""
+    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
+
+
+def signed(pos):
+    """Return integer positions as int64, in which differences cannot wrap; others as they are."""
+    return pos if pos.is_floating_point() else pos.long()
 
 
 def causal(like, itself=True):
@@ -340,18 +368,41 @@ def frequencies(n, base, like):
     return base ** (-torch.arange(n, device=like.device, dtype=dtype) / n)
 
 
+def stretch(cfg, pos, total_len):
+    """Return s = max(1, T / train_len), T the final length, as a tensor []: torch.compile would
+    make a graph for each value of a number."""
+    T = torch.tensor(max(pos.shape[-1], total_len or 0), dtype=torch.float64)
+    return (T / cfg.train_len).clamp(min=1.0)
+
+
 def sinusoids(pos, width, base, like):
     """f(z) [.., width] for z in pos [..]: f(z)[2c], f(z)[2c+1] = sin, cos(z base^(-2c/width))."""
     angle = pos[..., None] * frequencies(width // 2, base, like)
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
-def rotate(x, angle):
-    """Rotate the feature pairs z_c = x_2c + i x_(2c+1) of x [.., T, D] by angle [.., T, D/2], to
-    z_c e^(i angle_c). Return them as x: same shape, same dtype."""
-    pairs = torch.view_as_complex(x.to(angle.dtype).reshape(*x.shape[:-1], -1, 2))
-    rotated = pairs * torch.polar(torch.ones_like(angle), angle)  # (B, H, T, D/2)
-    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
+def rotate(x, angle, pairs='adjacent'):
+    """Rotate the feature pairs z_c of x [.., T, D] by angle [.., T, D/2], to z_c e^(i angle_c).
+    z_c = x_2c + i x_(2c+1) if pairs='adjacent', x_c + i x_(c+D/2) if 'half'. Same shape, dtype."""
+    wide, turn = x.to(angle.dtype), torch.polar(torch.ones_like(angle), angle)
+    if pairs == 'half':
+        z = torch.complex(*wide.chunk(2, dim=-1)) * turn            # (B, H, T, D/2)
+        return torch.cat([z.real, z.imag], dim=-1).to(x.dtype)
+    wide = wide if wide.stride(-1) == 1 else wide.contiguous()      # view_as_complex requires it
+    z = torch.view_as_complex(wide.unflatten(-1, (x.shape[-1] // 2, 2))) * turn
+    return torch.view_as_real(z).flatten(-2).to(x.dtype)
+
+
+class Affine(nn.Module):
+    """W x + b, initialized as in nn.Linear. It is not an nn.Linear, so that a rule for all linear
+    layers of a model, such as nanoGPT's _init_weights, leaves an encoding's weights as they are."""
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        linear = nn.Linear(inputs, outputs)
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
 
 
 def fused_attention(q, k, v, mask, scale):
@@ -429,9 +480,15 @@ class Random(Learned):
 
 class RoPE(Encoding):
     """Rotary embedding (Su et al. 2021; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
-    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; d must be even."""
+    R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; d must be even.
+
+    Pair c: the features (2c, 2c + 1), or (c, c + d/2) as in Llama, GPT-NeoX and transformers. With
+    the other pairs, a trained model's weights give other logits. GPT-NeoX's partial rotary rotates
+    the first p d features with base^(-2c/(p d)): rope_fraction = p with rope_base = base^(1/p)."""
     shift_invariant = needs_pairs = True
     rope_fraction: float = 1.0     # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024)
+    # pair c: features 2c and 2c + 1 (adjacent) | c and c + d/2 (half), as in a Llama's weights
+    rope_pairs: Literal['adjacent', 'half'] = 'adjacent'
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -444,7 +501,8 @@ class RoPE(Encoding):
 
     def qk(self, q, k, at):
         theta = self.theta(q)
-        return rotate(q, at.t[..., None] * theta), rotate(k, at.s[..., None] * theta)
+        return [rotate(x, pos[..., None] * theta, self.rope_pairs)
+                for x, pos in ((q, at.t), (k, at.s))]
 
 
 class LatentRoPE(RoPE):
@@ -467,7 +525,7 @@ class YaRN(RoPE):
         need(cfg.rope_base > 1, f'rope_base must be above 1 for yarn, got {cfg.rope_base}')
 
     def state(self, x, pos, total_len=None):
-        return max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
+        return stretch(self.cfg, pos, total_len)
 
     def qk(self, q, k, at):
         s, d, base = at.state, q.shape[-1], self.cfg.rope_base
@@ -478,9 +536,9 @@ class YaRN(RoPE):
         c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
         theta = (1 - w) * theta + w * theta / s                     # (D/2,)
-        temperature = 0.1 * math.log(s) + 1         # scales q and k, so the logits by its square
-        return (rotate(q, at.t[..., None] * theta) * temperature,
-                rotate(k, at.s[..., None] * theta) * temperature)
+        temperature = 0.1 * s.log() + 1         # scales q and k, so the logits by its square
+        return [rotate(x, pos[..., None] * theta, self.rope_pairs) * temperature
+                for x, pos in ((q, at.t), (k, at.s))]
 
 
 class PoPE(Encoding):
@@ -491,7 +549,7 @@ class PoPE(Encoding):
     every optimizer step. polar() returns q' and k' in Cartesian form (eq. 7-10), 2d wide."""
     shift_invariant = True
     triton = 'faster'
-    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # clamped by train.py
+    own = {'delta': dict(clamp=(-2 * math.pi, 0.0))}    # see param_groups()
     pope_softplus: bool = True     # magnitudes softplus(q), softplus(k); False: q, k
     # a frequency for each of the d features (all) | RoPE's d/2, each for two features (half)
     pope_frequencies: Literal['all', 'half'] = 'all'
@@ -558,25 +616,32 @@ class T5(Encoding):
     logit_ts = <q_t, k_s> / sqrt(d) + b_h[bucket(t - s)].
 
     With n buckets and e = floor(n/2): bucket(m) = m for m < e, else the smaller of n - 1 and e +
-    floor((n - e) log(m/e) / log(t5_max_distance/e)). The original T5 has no factor 1/sqrt(d)."""
+    floor((n - e) log(m/e) / log(t5_max_distance/e)). With causal=False, n = t5_buckets / 2, and
+    keys after the query have the other half. The original T5 has no factor 1/sqrt(d)."""
     shared = shift_invariant = True
     t5_buckets: int = 32           # number of distance buckets
     t5_max_distance: int = 128     # all distances from here on are in the last bucket
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        n, far = self.t5_buckets, self.t5_max_distance
-        need(2 <= n < 2 * far, f't5 requires 2 <= t5_buckets < 2 t5_max_distance, got {n}, {far}')
+        n, far, least = self.t5_buckets, self.t5_max_distance, 2 if cfg.causal else 4
+        need(least <= n < least * far, f't5 requires {least} <= t5_buckets < {least} '
+             f't5_max_distance, got {n}, {far}')
         self.table = nn.Parameter(torch.zeros(self.t5_buckets, cfg.heads))
 
     def bucket(self, d):                            # distances [..] -> [..]
-        n, e = self.t5_buckets, self.t5_buckets // 2
+        n = self.t5_buckets if self.cfg.causal else self.t5_buckets // 2
+        e = n // 2
         ratio = torch.log(d.clamp(min=1) / e) / math.log(self.t5_max_distance / e)
         far = (e + (ratio * (n - e)).long()).clamp(max=n - 1)
         return torch.where(d < e, d.long(), far)
 
     def bias(self, at):
-        b = F.embedding(self.bucket(at.distance), self.table)   # (.., 1, Tq, T, H)
+        bucket = self.bucket(at.distance)                       # (.., 1, Tq, T)
+        if not self.cfg.causal:                                 # the other half for future keys
+            future = at.s[..., None, :] > at.t[..., :, None]
+            bucket = bucket + self.t5_buckets // 2 * future
+        b = F.embedding(bucket, self.table)                     # (.., 1, Tq, T, H)
         return b.transpose(-4, -1).squeeze(-1)                  # (.., H, Tq, T)
 
 
@@ -587,7 +652,7 @@ class FIRE(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.mlp = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, cfg.heads))
+        self.mlp = nn.Sequential(Affine(1, 32), nn.ReLU(), Affine(32, cfg.heads))
         self.c = nn.Parameter(torch.tensor(0.1))  # |c| is used
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 
@@ -602,16 +667,25 @@ class FIRE(Encoding):
 
 class FoX(Encoding):
     """Forgetting Transformer (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log
-    f_j, with a forget gate f_j = sigmoid(<w_h, x_j> + b_h) for each token j and head h."""
+    f_j, with a forget gate f_j = sigmoid(<w_h, x_j> + b_h) for each token j and head h.
+
+    A cache may drop its oldest keys. If it also keeps earlier ones (attention sinks), the gates of
+    the tokens between are missing, so steps of pos above 1 are an error (on a GPU, NaN)."""
     shift_invariant = needs_causal = True
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.gate = nn.Linear(cfg.d_model, cfg.heads)
+        self.gate = Affine(cfg.d_model, cfg.heads)
 
     def bias(self, at):
         f = F.logsigmoid(self.gate(at.x)).transpose(1, 2)                # (B, H, T)
         c = f.to(torch.promote_types(f.dtype, torch.float32)).cumsum(dim=-1)   # never in bfloat16
+        gap = (at.s.diff() > 1).any()
+        if readable(gap):
+            need(not gap, 'fox requires the gates of all tokens between a key and the query: drop '
+                 'only the oldest keys from a cache, and use positions with steps of at most 1')
+        else:
+            c = c.masked_fill(gap, math.nan)
         return c[..., :, None] - c[..., None, :]
 
 
@@ -620,12 +694,13 @@ class StickBreaking(Encoding):
     sigmoid(z_tj)), s < t, z = QK^T / sqrt(d): going back from t, each key takes the fraction
     sigmoid(z) of what is left of a stick of length 1. No token attends to itself, so y_0 = 0."""
     shift_invariant = needs_causal = True
+    fp32 = True                    # sums of logarithms
 
     def weigh(self, logits):
         logits = logits + causal(logits, itself=False)
         taken, left = F.logsigmoid(logits), F.logsigmoid(-logits)   # -inf, 0 at masked keys
-        later = left.flip(-1).cumsum(dim=-1).flip(-1) - left    # sum_{j>s} log(1 - sigmoid(z_tj))
-        return (taken + later).exp()
+        later = F.pad(left[..., 1:], (0, 1)).flip(-1).cumsum(dim=-1).flip(-1)
+        return (taken + later).exp()    # later: sum_{j>s} log(1 - sigmoid(z_tj))
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -676,11 +751,12 @@ class ViPE(Encoding):
             self.b_p = nn.Parameter(torch.zeros(cfg.heads, 1, d_p))
             self.out_dim = cfg.head_dim + d_p
 
-    def state(self, x, pos, total_len=None):  # s
-        s = max(1.0, max(pos.shape[-1], total_len or 0) / self.cfg.train_len)
-        if s > 1 and self.vipe_s == 'global':
-            return max(1.0, self.cfg.eval_len / self.cfg.train_len)
-        return 1.0 if self.vipe_s == 'one' else s
+    def state(self, x, pos, total_len=None):        # s []
+        s = stretch(self.cfg, pos, total_len)
+        if self.vipe_s == 'global':
+            most = max(1.0, self.cfg.eval_len / self.cfg.train_len)
+            return torch.where(s > 1, most, s)
+        return torch.ones_like(s) if self.vipe_s == 'one' else s
 
     def qk(self, q, k, at):                         # q_n s log(n), k_i (1 + <u, k_i>)
         raw = at.k.float() if at.kernel else at.k                   # (B, H, T, D)
@@ -772,9 +848,9 @@ class Gates(nn.Module):
     def __init__(self, cfg, n):
         super().__init__()
         self.cfg, self.n, hidden = cfg, n, cfg.prism_hidden
-        self.W_x = nn.Linear(cfg.d_model, 3 * hidden)           # GRU gates r, z, n: input part
-        self.W_h = nn.Linear(hidden, 3 * hidden)                # recurrent part
-        self.W = nn.Linear(hidden, 4 * n)                       # reset, incr, decr, keep
+        self.W_x = Affine(cfg.d_model, 3 * hidden)              # GRU gates r, z, n: input part
+        self.W_h = Affine(hidden, 3 * hidden)                   # recurrent part
+        self.W = Affine(hidden, 4 * n)                          # reset, incr, decr, keep
         nn.init.orthogonal_(self.W_h.weight)
         with torch.no_grad():
             self.W.weight.mul_(0.3)
@@ -822,9 +898,9 @@ class CopyBranch(nn.Module):
     def __init__(self, cfg, n):
         super().__init__()
         width, self.head_dim = cfg.d_model + cfg.prism_hidden, cfg.head_dim
-        self.W_q = nn.Linear(width, n * cfg.head_dim)
-        self.W_k = nn.Linear(width, n * cfg.head_dim)
-        self.W_stay = nn.Linear(width, n)
+        self.W_q = Affine(width, n * cfg.head_dim)
+        self.W_k = Affine(width, n * cfg.head_dim)
+        self.W_stay = Affine(width, n)
         nn.init.constant_(self.W_stay.bias, 3.0)                # p_jump = 0.05 at token 0
 
     def forward(self, x):
@@ -889,7 +965,7 @@ class Cursors(nn.Module):
         d_pe = cfg.prism_d_pe
         dtype = torch.promote_types(x.dtype, torch.float32)
         offsets = torch.arange(-T, T + 1, device=x.device, dtype=dtype)             # (2T+1,)
-        with torch.autocast(x.device.type, enabled=False):
+        with exactly(x):
             if cfg.prism_superpose:
                 e = self.scan(x, sinusoids(offsets, d_pe, cfg.rope_base, x))
             else:                                           # f of the mean offset (PRISM A.3)
@@ -1099,6 +1175,33 @@ def build(cfg):
         enc = parts[0] if len(parts) == 1 else Sum(here, *parts)
         layers.append(SomeHeads(cfg, enc, NoPE(rest)) if rest.heads else enc)
     return layers
+
+
+def param_groups(model, lr, others=()):
+    """Return the parameter groups `others` of an optimizer without the parameters of the encodings
+    in `model`, and then groups of these: no weight decay, and the settings of Encoding.own, such as
+    the learning rate of PRISM's alpha (`lr` for the rest) or the range to clamp() PoPE's delta."""
+    own, groups = {}, {}                                    # {parameter: (group's name, settings)}
+    for enc in model.modules():                             # a sum comes before its parts
+        if isinstance(enc, Encoding):
+            own |= {p: ('encoding', {}) for p in enc.parameters() if p not in own}
+            named = {name: getattr(enc, name) for name in enc.own}      # None: not in use
+            own |= {p: (name, enc.own[name]) for name, p in named.items() if p is not None}
+    for p, (name, settings) in own.items():
+        new = dict(params=[], name=name, lr=lr, weight_decay=0.0) | settings
+        groups.setdefault(name, new)['params'].append(p)
+    rest = [g | dict(params=[p for p in g['params'] if p not in own]) for g in others]
+    return [g for g in (*rest, *groups.values()) if g['params']]
+
+
+@torch.no_grad()
+def clamp(optimizer):
+    """Clamp the parameters of each group that has `clamp`, (lowest, highest). Call it after every
+    step of the optimizer."""
+    for group in optimizer.param_groups:
+        if 'clamp' in group:
+            for p in group['params']:
+                p.clamp_(*group['clamp'])
 
 
 # ---- python pe.py --------------------------------------------------------------------------------

@@ -193,10 +193,16 @@ def test_ape_and_tables_add_vectors():
 
 @pytest.mark.parametrize('p, rotates', [(1.0, [1, 1, 1, 1]), (0.3, [1, 1, 0, 0])])
 def test_rope(p, rotates):
-    """Pair c is rotated by t 10000^(-2c/d). With rope_fraction p, only the fastest ceil(p D/2)."""
+    """Pair c is rotated by t 10000^(-2c/d). With rope_fraction p, only the fastest ceil(p D/2).
+    With rope_pairs=half, pairs are those of Llama. GPT-NeoX's frequencies by another base."""
     theta = THETA * torch.tensor(rotates)
     check_logits(encoding('rope', rope_fraction=p),
                  lambda q, k, t, s, *_: rotated(q, k, (s - t) * theta))
+    adjacent = [0, 4, 1, 5, 2, 6, 3, 7]                     # features of pairs (c, c + 4)
+    check_logits(encoding('rope', rope_fraction=p, rope_pairs='half'), lambda q, k, t, s, *_:
+                 rotated(q[adjacent], k[adjacent], (s - t) * theta))
+    neox = encoding('rope', rope_fraction=0.25, rope_base=1e4 ** 4, head_dim=32)
+    close(neox.theta(torch.zeros(32).double())[:5], [*1e4 ** -(torch.arange(4) / 4).double(), 0])
 
 
 @pytest.mark.parametrize('T, train_len, d, base', [
@@ -240,7 +246,8 @@ def test_pope(delta, positive, number):
 
 def test_alibi_and_t5_add_a_bias():
     """ALiBi's slopes for 12 heads are those in the code of BLOOM and MPT; T5's buckets begin at the
-    published distances. Without a causal mask the distance is |t - s|."""
+    published distances. Without a causal mask ALiBi takes |t - s|, and T5 has 16 buckets for keys
+    before the query, 16 for those after it."""
     slopes = [2.0 ** -h for h in (1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5)]
     for heads in 8, 12:
         close(encoding('alibi', heads=heads).slope('cpu'), slopes[:heads], 1e-6)
@@ -252,8 +259,12 @@ def test_alibi_and_t5_add_a_bias():
         check_logits(encoding('alibi', causal=causal), lambda q, k, t, s, h, b:
                      content(q, k) - 2.0 ** (-4 * (h + 1)) * abs(t - s))
         t5 = noisy(encoding('t5', causal=causal))
-        check_logits(t5, lambda q, k, t, s, h, b, t5=t5:
-                     content(q, k) + t5.table[t5.bucket(torch.tensor(abs(t - s))), h], T=25)
+        check_logits(t5, lambda q, k, t, s, h, b, t5=t5: content(q, k) + t5.table[
+            t5.bucket(torch.tensor(abs(t - s))) + 16 * (s > t), h], T=25)
+    future = F.one_hot(torch.tensor([0, 17, 18, 19, 24, 26, 31]), 32).double()   # as transformers
+    t5.table.data[:, 0] = torch.arange(32)
+    bias = t5.bias(t5.at(*at_random(2, 1, 2, 201, 8), torch.arange(201)))[0, 0, 0]
+    close(bias[[0, 1, 2, 3, 8, 16, 200]], future @ torch.arange(32.0).double())
 
 
 def test_fire_and_fox_add_a_bias():
@@ -495,7 +506,7 @@ def test_causal_and_right_at_other_positions(kw):
         close(model(tokens[:, :t], total_len=20)[0], logits[:, :t])
 
     tokens = tokens[:1, :14].expand(3, -1)
-    pos = torch.stack([torch.arange(14), torch.arange(14) + 7, 3 * torch.rand(14).cumsum(0)])
+    pos = torch.stack([torch.arange(14), torch.arange(14) + 7, torch.rand(14).cumsum(0)])
     logits = model(tokens, pos=pos)[0]
     for given, expected in zip((None, *pos[1:]), logits, strict=True):    # by default 0..T-1
         close(model(tokens[:1], pos=given)[0], expected[None])

@@ -449,10 +449,7 @@ def update(forward, optimizer, cfg, *batch):
     if cfg.grad_clip:
         torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip)          # joint norm of all
     optimizer.step()                                       # AdamW
-    for group in optimizer.param_groups:
-        if 'clamp' in group:                               # PoPE's delta
-            for p in group['params']:
-                p.data.clamp_(*group['clamp'])             # (lowest, highest)
+    encodings.clamp(optimizer)                             # PoPE's delta
     optimizer.zero_grad(set_to_none=False)                 # a CUDA graph adds to the same tensors
     return loss
 
