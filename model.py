@@ -4,6 +4,8 @@ Probes read or replace activations through forward hooks on "taps", nn.Identity 
 tap_k [B, H, T, D] before the encoding; tap_logits [B, H, T, T], computed only while hooked;
 tap_head_out [B, H, T, out_dim]; tap_resid [B, T, C] before the first and after each block.
 """
+import copy
+import traceback
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import pe as encodings
+from pe import UserError, need
 
 
 @dataclass
@@ -28,7 +31,7 @@ class ModelConfig(encodings.PEConfig):
     def __post_init__(self):
         super().__post_init__()
         encodings.check_positive(self, 'vocab_size', 'embedding_std')
-        encodings.need(0 <= self.dropout < 1, f'dropout must be in [0, 1), got {self.dropout}')
+        need(0 <= self.dropout < 1, f'dropout must be in [0, 1), got {self.dropout}')
 
 
 NORMS = {'layernorm': nn.LayerNorm, 'rmsnorm': nn.RMSNorm}
@@ -159,8 +162,8 @@ class Transformer(nn.Module):
     def generate(self, tokens, n, temperature=0.0, end=None):
         """tokens [B, T] -> [B, up to T + n]: without dropout, append tokens sampled from
         softmax(logits / temperature), greedily at temperature 0. After `end`, a row is padded."""
-        encodings.need(self.cfg.causal, 'generate() requires a causal mask: causal=True')
-        encodings.need(tokens.all(), 'prompts must be of one length, without padding (token 0)')
+        need(self.cfg.causal, 'generate() requires a causal mask: causal=True')
+        need(tokens.all(), 'prompts must be of one length, without padding (token 0)')
         total_len, was_training = tokens.shape[1] + n, self.training
         self.eval()
         done = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
@@ -186,3 +189,56 @@ class Transformer(nn.Module):
         return encodings.param_groups(self, lr, [
             dict(params=matrices, name='decay', lr=lr, weight_decay=weight_decay),
             dict(params=others, name='no_decay', lr=lr, weight_decay=0.0)])
+
+
+# ---- a trial of someone's encoding ---------------------------------------------------------------
+
+@torch.no_grad()
+def check(cfg):
+    """Try the encodings of a configuration on random inputs. Raise UserError, which names the hook,
+    if a hook fails, changes its inputs or returns another shape than attention expects."""
+    cfg = copy.copy(cfg)
+    cfg.kernel = 'reference'
+    with torch.random.fork_rng(devices=[]):                     # leaves the caller's numbers alone
+        try:
+            try_hooks(cfg)
+        except UserError:
+            raise
+        except Exception as error:
+            calls = traceback.extract_tb(error.__traceback__)
+            call = [x for x in calls if x.name in (*encodings.HOOKS, '__init__')] or calls
+            hint = ('. at.distance is [1, Tq, T]; write a parameter m [H] as m[:, None, None]'
+                    if call[-1].name == 'bias' else '; see the comments in pe.Encoding')
+            raise UserError(f'{call[-1].name}() of {cfg.pe}, line {call[-1].lineno}: '
+                            f'{" ".join(str(error).split())}{hint}') from error
+
+
+def try_hooks(cfg):
+    """Call every hook of the first layer and compare shapes with those that pe.Encoding states."""
+    enc = encodings.build(cfg)[0].eval()
+    enc = enc.parts[0] if isinstance(enc, encodings.SomeHeads) else enc
+    B, H, D, T = 2, enc.cfg.heads, cfg.head_dim, 5 + (enc.cfg.heads == 5)   # B, H, T differ
+    inputs = dict(x=torch.randn(B, T, cfg.d_model), q=torch.randn(B, H, T, D),
+                  k=torch.randn(B, H, T, D), v=torch.randn(B, H, T, D), pos=torch.arange(T))
+    x, q, k, v, pos = [z.clone() for z in inputs.values()]
+
+    def expect(hook, y, *shape):
+        got = list(y.shape) if isinstance(y, torch.Tensor) else y
+        fits = isinstance(got, list) and len(got) == len(shape) and all(
+            n in ('any', size) for n, size in zip(shape, got))
+        need(fits, f'{hook}() of {cfg.pe} must return [{", ".join(map(str, shape))}], got {got}')
+
+    state = enc.state(x, pos, None)
+    expect('embed', enc.embed(x, pos), B, T, cfg.d_model)
+    at = enc.at(q, k, pos, state, x)
+    pair = enc.qk(q, k, at)
+    need(type(pair) in (tuple, list) and len(pair) == 2, f'qk() of {cfg.pe} must return q and k')
+    for z in pair:
+        expect('qk', z, B, H, T, 'any')
+    need(pair[0].shape == pair[1].shape, f'qk() of {cfg.pe} must return q and k of one width')
+    expect('value', enc.value(v, at), B, H, T, 'any')
+    expect('weigh', enc.weigh(enc.logits(q, k, pos, state, x)), B, H, T, T)
+    expect('out', enc.attend(q, k, v, pos, state, x), B, H, T, enc.out_dim)     # self.out_dim
+    for name, z in zip(inputs, (x, q, k, v, pos)):
+        need(torch.equal(z, inputs[name]), f'{cfg.pe} changes its input {name} in place: write '
+             'x = x + p instead of x += p')

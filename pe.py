@@ -1049,6 +1049,8 @@ OPTIONS = {}                                        # {option: (type, default)} 
 for encoding in ENCODINGS.values():
     for name, option in options_of(encoding).items():
         need(name not in OPTIONS or OPTIONS[name] == option, f'{name} has two defaults or types')
+        need(not hasattr(Encoding, name) and not hasattr(SharedConfig, name) and name not in
+             ('cfg', 'scale', 'out_dim', 'heads', 'head_dim', 'layer'), f'rename the option {name}')
         OPTIONS[name] = option
 PEConfig = make_dataclass('PEConfig', [(name, *option) for name, option in OPTIONS.items()],
                           bases=(SharedConfig,),
@@ -1206,9 +1208,12 @@ def clamp(optimizer):
 
 # ---- python pe.py --------------------------------------------------------------------------------
 
+HOOKS = 'embed', 'state', 'restate', 'penalty', 'qk', 'bias', 'weigh', 'value', 'out'
+
+
 def hooks_of(names):
     """Return the hooks that an encoding, or any part of a sum 'a+b', overrides."""
-    return [hook for hook in 'embed state restate penalty qk bias weigh value out'.split()
+    return [hook for hook in HOOKS
             if any(changed(ENCODINGS[name], hook) for name in names.split('+'))]
 
 

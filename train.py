@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import pe as encodings
 import tasks
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, check
 from pe import UserError, check_name, need
 
 # torchrun starts WORLD processes: each takes its rows of every batch, and RANK 0 writes and prints
@@ -155,8 +155,7 @@ def make_config(values):
     cfg.vocab_size = len(task.vocab)                       # V, padding included
     cfg.train_len = task.width(cfg.train_lengths)          # in tokens
     cfg.eval_len = task.width(cfg.eval_lengths)
-    with torch.random.fork_rng(devices=[]):                # building draws random numbers
-        encodings.build(cfg)                               # raises if the options do not fit
+    check(cfg)                                             # raises if the encoding does not fit
     return cfg
 
 
@@ -198,6 +197,9 @@ def parse_list(text):
 def convert(cls, key, value, where):
     """Convert a value, or its text, to the type of option `key`. For a scalar option of Config,
     several values become a list, for a sweep. Raise UserError if the value is invalid."""
+    for encoding in encodings.ENCODINGS.values():
+        need(key in keys(cls) or key not in vars(encoding), f'{encoding.__name__}.{key} is not an '
+             f'option until its class says its type, as in {key}: float = 0.5')
     check_name(f'option in {where}:', key, keys(cls))
     kind, default, found = keys(cls)[key].type, defaults(cls)[key], value
     if isinstance(value, str):
