@@ -17,6 +17,7 @@ enc.restate(x, pos, state) before each later one, and in each enc.attend(q, k, v
 For its parameters, see param_groups(), clamp() and Encoding.penalty().
 
     python pe.py                 prints all encodings: equation, options, parameters, hooks
+    python pe.py vectors         writes assets/vectors.json, to check other implementations
 """
 import copy
 import difflib
@@ -182,7 +183,7 @@ class Encoding(nn.Module):
         """Return the At of the last q_len queries; compute the state if it is None."""
         if state is None:
             state = self.state(None, pos)
-        pos = signed(pos)
+        pos = pos if pos.is_floating_point() else pos.long()    # small types would wrap
         if self.shift_invariant:                # large angles would lose precision
             pos = pos - pos[..., :1]
         s = pos.unsqueeze(-2)                   # (1, T) or (B, 1, T)
@@ -237,8 +238,9 @@ class Encoding(nn.Module):
             at.kernel = True
             with exactly(q):
                 return self.attend_by_kernel(q, k, v, at)
-        if self.fp32 and (autocasts(q) or q.dtype in HALF):
-            x = x.float() if autocasts(q) and x is not None else x      # else in the weights' dtype
+        autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+        if self.fp32 and (autocast or q.dtype in HALF):
+            x = x.float() if autocast and x is not None else x      # else in the weights' dtype
             with exactly(q):
                 return self.attend(q.float(), k.float(), v.float(), pos, state, x).to(q.dtype)
         if changed(self, 'weigh'):
@@ -328,15 +330,9 @@ def check_positions(pos, B, T):
                         'if rows differ, in integers, float32 or float64; got '
                         f'{list(pos.shape)} in {pos.dtype}')
     if readable(pos):
-        pos = signed(pos)
-        need((pos[..., :1] >= 0).all() and (pos.diff() >= 0).all() and pos.isfinite().all(),
+        need((pos >= 0).all() and (pos.double().diff() >= 0).all() and pos.isfinite().all(),
              'positions must be finite, at least 0 and non-decreasing in a row; put packed '
              'documents in separate rows')
-
-
-def autocasts(x):
-    """Whether autocast is on for the device of a tensor (the meta device has none)."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def exactly(x):
@@ -347,11 +343,6 @@ def exactly(x):
 def readable(x):
     """Whether Python may branch on the values of a tensor: it need not wait for a GPU or trace."""
     return x.device.type == 'cpu' and not torch.compiler.is_compiling()
-
-
-def signed(pos):
-    """Return integer positions as int64, in which differences cannot wrap; others as they are."""
-    return pos if pos.is_floating_point() else pos.long()
 
 
 def causal(like, itself=True):
@@ -1233,4 +1224,8 @@ def print_encodings():
 if __name__ == '__main__':
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # python pe.py | head
-    print_encodings() if not sys.argv[1:] else print(__doc__)
+    if sys.argv[1:] == ['vectors']:
+        from assets.vectors import write
+        write()
+    else:
+        print(__doc__) if sys.argv[1:] else print_encodings()

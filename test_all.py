@@ -42,6 +42,7 @@ import pe
 import probe
 import tasks
 import train
+from assets import vectors
 from model import ModelConfig, Transformer, check
 from results import tables
 
@@ -764,6 +765,21 @@ def test_stick_breaking_in_half_precision():
     assert (y - exact).norm() < 0.004 * exact.norm()        # rounding the output: 0.0017
     weights = enc.weigh(enc.logits(q.float(), k.float(), pos))
     assert weights.sum(dim=-1).max() < 1 + 1e-5
+
+
+def test_vectors_are_those_of_the_code():
+    """assets/vectors.json, whose cases for rope, yarn, alibi, t5 and pope agree with other code."""
+    def numbers(z):
+        z = [*z.values()] if isinstance(z, dict) else z
+        return [x for y in z for x in numbers(y)] if isinstance(z, list) else [z]
+    with open(os.path.join(HERE, 'assets/vectors.json')) as f:
+        written, new = json.load(f), json.loads(vectors.vectors())
+    for old, case in zip(written['cases'], new['cases'], strict=True):
+        assert (old['pe'], old['options']) == (case['pe'], case['options'])
+        for key in 'parameters', 'embed', 'results':
+            ours, theirs = ([math.inf if x is None else x for x in numbers(z[key])]
+                            for z in (case, old))
+            close(ours, theirs, 1e-9)
 
 
 @pytest.mark.parametrize('hook, says', [
