@@ -228,9 +228,10 @@ class Encoding(nn.Module):
         """Return mix(weigh(logits), v) [B, H, Tq, out_dim]; stores the logits only for weigh().
 
         q: queries at all T positions, or at the last Tq when decoding with a cache of k and v. pos:
-        positions of k and v. state: from state(), or None if it depends on the length alone. x: the
-        normalized input of the attention layer, for encodings whose hooks read it. Raise UserError
-        if shapes do not fit. The kernels return NaN for integer positions that are not consecutive;
+        positions of k and v; ape and vipe compute with them in float32, which counts up to 2^24.
+        state: from state(), or None if it depends on the length alone. x: the normalized input of
+        the attention layer, for encodings whose hooks read it. Raise UserError if shapes do not
+        fit. The kernels return NaN for integer positions that are not consecutive;
         kernel='reference' accepts any."""
         check_shapes(self.cfg, q, k, v, pos, x)
         at = self.at(q, k, pos, state, x)
@@ -474,10 +475,11 @@ class RoPE(Encoding):
     R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; d must be even.
 
     Pair c: the features (2c, 2c + 1), or (c, c + d/2) as in Llama, GPT-NeoX and transformers. With
-    the other pairs, a trained model's weights give other logits. GPT-NeoX's partial rotary rotates
-    the first p d features with base^(-2c/(p d)): rope_fraction = p with rope_base = base^(1/p)."""
+    the other pairs, a trained model's weights give wrong logits."""
     shift_invariant = needs_pairs = True
-    rope_fraction: float = 1.0     # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024)
+    # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024), which keep their frequencies.
+    # GPT-NeoX's partial rotary has base^(-2c/(p d)) instead: the same with rope_base = base^(1/p)
+    rope_fraction: float = 1.0
     # pair c: features 2c and 2c + 1 (adjacent) | c and c + d/2 (half), as in a Llama's weights
     rope_pairs: Literal['adjacent', 'half'] = 'adjacent'
 
@@ -697,7 +699,8 @@ class StickBreaking(Encoding):
 # ---- values --------------------------------------------------------------------------------------
 
 class VRoPE(Encoding):
-    """Values rotated as in RoPE (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s."""
+    """Values rotated as in RoPE (ViPE B.1, in words): y_t = R_t^T sum_s alpha_ts R_s v_s, adjacent
+    pairs of features, also with rope_pairs='half'."""
     shift_invariant = needs_pairs = True
 
     def rotated(self, v, pos):
