@@ -61,6 +61,7 @@ class SharedConfig:
     n_head: int = 1                # attention heads; mla makes n_head / 2 heads of two halves
     n_layer: int = 2               # blocks
     train_len: int = 128           # tokens in the longest training sequence (train.py sets it)
+    first_len: int = 0             # the same when training began, before --init_from; 0: train_len
     eval_len: int = 0              # the same in evaluation (train.py sets it)
     rope_base: float = 10000.0     # base of the frequencies, as in theta_c = base^(-2c/d)
     rope_heads: int = None         # the encoding acts on the first k heads only; None: on all
@@ -87,6 +88,11 @@ class SharedConfig:
         need(self.rope_heads is None or 1 <= self.rope_heads <= self.heads,
              f'rope_heads must be from 1 to {self.heads}, the number of heads, got '
              f"{self.rope_heads}; for none use pe='nope'")
+
+    @property
+    def original_len(self):
+        """The train_len with which training began: L of pi, ntk, yarn, fire and vipe."""
+        return self.first_len or self.train_len
 
 
 def check_positive(cfg, *keys):
@@ -131,6 +137,16 @@ class At:
         if self.content is None:
             raise InputMissing('this encoding requires the attention input: pass x to attend()')
         return self.content
+
+    def without_gaps(self, z):
+        """Return z, of all tokens between a key and a query, if positions show that none is missing
+        (steps of at most 1). Else raise UserError, or on a GPU return NaN."""
+        gap = (self.s.diff() > 1).any()
+        if not readable(gap):
+            return z.masked_fill(gap, math.nan)
+        need(not gap, 'fox and path require all tokens between a key and the query: drop only the '
+             'oldest keys from a cache, and use positions with steps of at most 1')
+        return z
 
 
 class Encoding(nn.Module):
@@ -361,10 +377,10 @@ def frequencies(n, base, like):
 
 
 def stretch(cfg, pos, total_len):
-    """Return s = max(1, T / train_len), T the final length, as a tensor []: torch.compile would
-    make a graph for each value of a number."""
+    """Return s = max(1, T / cfg.original_len), T the final length, as a tensor [], because
+    torch.compile would make a graph for each value of a number."""
     T = torch.tensor(max(pos.shape[-1], total_len or 0), dtype=torch.float64)
-    return (T / cfg.train_len).clamp(min=1.0)
+    return (T / cfg.original_len).clamp(min=1.0)
 
 
 def sinusoids(pos, width, base, like):
@@ -482,18 +498,20 @@ class RoPE(Encoding):
     rope_fraction: float = 1.0
     # pair c: features 2c and 2c + 1 (adjacent) | c and c + d/2 (half), as in a Llama's weights
     rope_pairs: Literal['adjacent', 'half'] = 'adjacent'
+    rope_skip: int = 0             # k: every k-th layer is without RoPE (SmolLM3, Llama 4); 0: none
 
     def __init__(self, cfg):
         super().__init__(cfg)
         need(self.rope_fraction <= 1, f'rope_fraction must be at most 1, got {self.rope_fraction}')
 
-    def theta(self, like):                          # (D/2,)
+    def theta(self, like, s=1.0):                   # (D/2,); s: see PI
         theta = frequencies(like.shape[-1] // 2, self.cfg.rope_base, like)
         theta[math.ceil(self.rope_fraction * len(theta)):] = 0        # slow pairs: no rotation
-        return theta
+        skipped = self.rope_skip and (self.cfg.layer + 1) % self.rope_skip == 0
+        return 0 * theta if skipped else theta
 
     def qk(self, q, k, at):
-        theta = self.theta(q)
+        theta = self.theta(q, at.state)
         return [rotate(x, pos[..., None] * theta, self.rope_pairs)
                 for x, pos in ((q, at.t), (k, at.s))]
 
@@ -507,31 +525,61 @@ class LatentRoPE(RoPE):
         return torch.cat([q, q_p], dim=-1), torch.cat([k, k_p], dim=-1)
 
 
-class YaRN(RoPE):
-    """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
-    and logits times (0.1 ln s + 1)^2.
+class PI(RoPE):
+    """Position interpolation (Chen et al. 2023): RoPE with theta_c -> theta_c / s.
 
-    s = max(1, T / train_len), T the final length (pass `total_len`). As in the authors' code, w_c
-    is linear in c: 0 at the pair of 32 rotations over train_len, 1 at the pair of one rotation."""
+    s = max(1, T / L), T the final length (pass `total_len`), L the training length. If training
+    went on at a greater length (--init_from), s = train_len / L at all T. A fixed rope_scale is the
+    factor in a checkpoint's configuration (transformers: `linear`)."""
+    rope_scale: float = 0.0        # s of pi, ntk and yarn, at least 1; 0: as their docstring says
+
     def __init__(self, cfg):
         super().__init__(cfg)
-        need(cfg.rope_base > 1, f'rope_base must be above 1 for yarn, got {cfg.rope_base}')
+        need(cfg.rope_base > 1, f'rope_base must be above 1 for {cfg.pe}, got {cfg.rope_base}')
+        need(self.rope_scale == 0 or self.rope_scale >= 1, 'rope_scale must be at least 1, or 0: '
+             f'final length over training length; got {self.rope_scale}')
 
-    def state(self, x, pos, total_len=None):
+    def state(self, x, pos, total_len=None):        # s []
+        tuned = self.cfg.train_len / self.cfg.original_len
+        fixed = self.rope_scale or (tuned if tuned > 1 else 0)
+        if fixed:
+            return torch.tensor(fixed, dtype=torch.float64)
         return stretch(self.cfg, pos, total_len)
 
-    def qk(self, q, k, at):
-        s, d, base = at.state, q.shape[-1], self.cfg.rope_base
-        fast, slow = (d * math.log(self.cfg.train_len / (2 * math.pi * n)) / 2 / math.log(base)
-                      for n in (32, 1))  # the c of a pair that makes n rotations over train_len
+    def theta(self, like, s=1.0):
+        return super().theta(like) / s
+
+
+class NTK(PI):
+    """NTK-aware interpolation (bloc97 2023): RoPE with base -> base s^(d/(d-2)), d the rotated
+    width, so that the fastest pair keeps its frequency and the slowest has theta_c / s. s: see PI.
+    transformers' `dynamic` with factor f is rope_scale = f T / L - (f - 1)."""
+    def theta(self, like, s=1.0):
+        theta = RoPE.theta(self, like)
+        n = math.ceil(self.rope_fraction * len(theta))      # rotated pairs, d = 2n
+        c = torch.arange(len(theta), device=like.device, dtype=theta.dtype)
+        return theta * s ** (-c / max(1, n - 1))
+
+
+class YaRN(PI):
+    """YaRN (Peng et al. 2023): RoPE with theta_c -> (1 - w_c) theta_c + w_c theta_c / s
+    and logits times (0.1 ln s + 1)^2, s as in PI.
+
+    As in the authors' code, w_c is linear in c: 0 at the pair of 32 rotations over the training
+    length L, 1 at the pair of one rotation."""
+    def theta(self, like, s=1.0):
+        d, base, L = like.shape[-1], self.cfg.rope_base, self.cfg.original_len
+        fast, slow = (d * math.log(L / (2 * math.pi * n)) / 2 / math.log(base)
+                      for n in (32, 1))             # the c of a pair that makes n rotations over L
         low, high = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
-        theta = self.theta(q)
-        c = torch.arange(d // 2, device=q.device, dtype=theta.dtype)
+        theta = RoPE.theta(self, like)
+        c = torch.arange(d // 2, device=like.device, dtype=theta.dtype)
         w = ((c - low) / max(high - low, 0.001)).clamp(0, 1)        # 0 fast, 1 slow
-        theta = (1 - w) * theta + w * theta / s                     # (D/2,)
-        temperature = 0.1 * s.log() + 1         # scales q and k, so the logits by its square
-        return [rotate(x, pos[..., None] * theta, self.rope_pairs) * temperature
-                for x, pos in ((q, at.t), (k, at.s))]
+        return (1 - w) * theta + w * theta / s                      # (D/2,)
+
+    def qk(self, q, k, at):
+        temperature = 0.1 * at.state.log() + 1      # scales q and k, so the logits by its square
+        return [x * temperature for x in super().qk(q, k, at)]
 
 
 class PoPE(Encoding):
@@ -650,7 +698,7 @@ class FIRE(Encoding):
         self.L = nn.Parameter(torch.tensor(1.0))  # in units of train_len / 4
 
     def bias(self, at):
-        threshold = (self.L * max(1.0, self.cfg.train_len / 4)).abs()
+        threshold = (self.L * max(1.0, self.cfg.original_len / 4)).abs()
         reach = torch.maximum(at.t.to(threshold.dtype), threshold)  # (1, Tq)
         x = torch.log(self.c.abs() * at.distance.to(reach.dtype) + 1)   # psi(t - s)
         x = x / (torch.log(self.c.abs() * reach + 1)[..., None] + 1e-6)     # (.., 1, Tq, T)
@@ -673,13 +721,49 @@ class FoX(Encoding):
     def bias(self, at):
         f = F.logsigmoid(self.gate(at.x)).transpose(1, 2)                # (B, H, T)
         c = f.to(torch.promote_types(f.dtype, torch.float32)).cumsum(dim=-1)   # never in bfloat16
-        gap = (at.s.diff() > 1).any()
-        if readable(gap):
-            need(not gap, 'fox requires the gates of all tokens between a key and the query: drop '
-                 'only the oldest keys from a cache, and use positions with steps of at most 1')
-        else:
-            c = c.masked_fill(gap, math.nan)
+        c = at.without_gaps(c)
         return c[..., :, None] - c[..., None, :]
+
+
+class PaTH(Encoding):
+    """PaTH attention (Yang et al. 2025): logit_ts = q_t^T H_t H_(t-1) ... H_(s+1) k_s / sqrt(d),
+    H_j = 1 - beta_j w_j w_j^T, with w_j = W_w x_j + b of unit norm and beta_j = 2 sigmoid(<w, x_j>
+    + b) for each token j and head (without the short convolution of the paper).
+
+    With B = diag(beta), the bias on <q_t, k_s> / sqrt(d) is -tril(Q W^T) (1 + tril(B W W^T, -1))^-1
+    B tril(W K^T, -1) / sqrt(d). A cache may drop its oldest keys alone, as with FoX."""
+    shift_invariant = needs_causal = fp32 = True
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.w = Affine(cfg.d_model, cfg.heads * cfg.head_dim)
+        self.beta = Affine(cfg.d_model, cfg.heads)
+
+    def bias(self, at):
+        q, k, (H, D) = at.q, at.k, (self.cfg.heads, self.cfg.head_dim)
+        w = F.normalize(self.w(at.x).unflatten(-1, (H, D)), dim=-1).transpose(1, 2).to(q.dtype)
+        beta = 2 * torch.sigmoid(self.beta(at.x)).transpose(1, 2)[..., None].to(q.dtype)
+        w = at.without_gaps(w)                                  # (B, H, T, D)
+        later = (beta * (w @ w.mT)).tril(-1)                    # (B, H, T, T)
+        right = beta * (w @ k.mT).tril(-1)                      # j after s
+        left = (q @ w.mT).tril(k.shape[2] - q.shape[2])         # (B, H, Tq, T): j up to t
+        return -left @ torch.linalg.solve_triangular(
+            later, right, upper=False, unitriangular=True) * self.scale
+
+
+class SSMax(Encoding):
+    """Scalable softmax (Nakanishi 2025): logit_ts = s_h log(n) <q_t, k_s> / sqrt(d) for n = t + 1
+    visible keys, s_h learned, initially 1 / log(train_len). Use it in a sum: rope+ssmax."""
+    needs_causal = True
+    order = 2
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        start = 1 / math.log(max(2, cfg.original_len))
+        self.s = nn.Parameter(torch.full((cfg.heads, 1, 1), start))
+
+    def qk(self, q, k, at):
+        return (q * self.s * (at.t + 1).to(self.s.dtype)[..., None].log()).to(q.dtype), k
 
 
 class StickBreaking(Encoding):
@@ -719,7 +803,7 @@ class ViPE(Encoding):
     """ViPE (eq. 7-9): logit_ni = s log(n) (1 + <u, k_i>) <q_n, k_i> / sqrt(d),
     z_n = [sum_i alpha_ni v_i ; W_p E_alpha[n - i] / s + b_p].
 
-    Positions n, i count from 1; s = max(1, T / train_len), or as vipe_s says. The distance code
+    Positions n, i count from 1; s = max(1, T / L), L as in PI, or as vipe_s says. The distance code
     W_p (n - i) / s + b_p is linear in n - i, so its average needs one extra value channel, i:
     E_alpha[n - i] = n - sum_i alpha_ni i. Each head and layer learns its own u, W_p and b_p; u and
     b_p start at 0. z_n is head_dim + d_p wide. s depends on the final length: pass `total_len`."""
@@ -729,7 +813,7 @@ class ViPE(Encoding):
     vipe_value: bool = True        # the value-side distance code
     vipe_logn: bool = True         # log(n) in the logit scale; False: the factor is s alone
     vipe_u: bool = True            # 1 + <u, k> in the logit scale
-    # s = length (T / train_len, at least 1) | global (eval_len / train_len if T > train_len) | one
+    # s = length (T / L, at least 1) | global (eval_len / L if T > L) | one
     vipe_s: Literal['length', 'global', 'one'] = 'length'
     vipe_d_p: int = 0              # width of the distance code; 0: the head dimension
 
@@ -748,7 +832,7 @@ class ViPE(Encoding):
     def state(self, x, pos, total_len=None):        # s []
         s = stretch(self.cfg, pos, total_len)
         if self.vipe_s == 'global':
-            most = max(1.0, self.cfg.eval_len / self.cfg.train_len)
+            most = max(1.0, self.cfg.eval_len / self.cfg.original_len)
             return torch.where(s > 1, most, s)
         return torch.ones_like(s) if self.vipe_s == 'one' else s
 
@@ -1034,9 +1118,10 @@ class PRISM(Encoding):
 
 
 ENCODINGS = {'nope': NoPE, 'ape': APE, 'learned': Learned, 'random': Random,
-             'shifted_ape': ShiftedAPE, 'rope': RoPE, 'yarn': YaRN, 'pope': PoPE, 'alibi': ALiBi,
-             't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE, 'prism': PRISM,
-             'fox': FoX, 'stickbreaking': StickBreaking}
+             'shifted_ape': ShiftedAPE, 'rope': RoPE, 'pi': PI, 'ntk': NTK, 'yarn': YaRN,
+             'pope': PoPE, 'alibi': ALiBi, 't5': T5, 'fire': FIRE, 'vrope': VRoPE, 'vipe': ViPE,
+             'prism': PRISM, 'fox': FoX, 'path': PaTH, 'stickbreaking': StickBreaking,
+             'ssmax': SSMax}
 
 
 OPTIONS = {}                                        # {option: (type, default)} of every encoding

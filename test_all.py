@@ -225,6 +225,48 @@ def test_yarn(T, train_len, d, base):
                  enc.state(None, torch.arange(10), T))
 
 
+def test_pi_and_ntk_and_their_scale():
+    """theta_c / s, and base s^(d/(d-2)), at s = 7 as in transformers 5.24 (`dynamic`, factor 2, 512
+    tokens after 128). s is fixed by rope_scale, or by training that went on at a greater length."""
+    c, L = torch.arange(4).double(), 6
+    for name, factor in ('pi', lambda s: 1 / s), ('ntk', lambda s: s ** (-c / 3)):
+        for kw, s in ((dict(train_len=L), 10 / L), (dict(rope_scale=3.0), 3),
+                      (dict(train_len=12), 1), (dict(train_len=24, first_len=L), 4)):
+            enc = encoding(name, **kw)
+            check_logits(enc, lambda q, k, t, at, *_, s=s, factor=factor: rotated(
+                q, k, (at - t) * THETA * factor(s)))
+    close(encoding('ntk', head_dim=16).theta(torch.zeros(16).double(), 7.0), [
+        1, 0.2394814, 0.0573513, 0.0137346, 0.0032892, 0.0007877, 0.0001886, 0.0000452], 1e-6)
+    refused('at least 1', encoding, 'pi', rope_scale=0.5)
+
+
+def test_every_third_layer_without_rope():
+    layers = pe.build(pe.PEConfig(rope_skip=3, n_layer=6))
+    assert [bool(enc.theta(torch.zeros(16)).any()) for enc in layers] == [True, True, False] * 2
+
+
+def test_path():
+    """logit_ts = q_t^T H_t ... H_(s+1) k_s / sqrt(d), H_j = 1 - beta_j w_j w_j^T, in a loop."""
+    enc, x = noisy(encoding('path')), at_random(2, 10, 16)
+    w, beta = enc.w(x).view(2, 10, 2, 8), 2 * torch.sigmoid(enc.beta(x))
+
+    def score(q, k, t, s, h, b):
+        for j in range(s + 1, t + 1):
+            unit = w[b, j, h] / w[b, j, h].norm()
+            k = k - beta[b, j, h] * unit * (unit @ k)
+        return content(q, k)
+    check_logits(enc, score, x=x)
+
+
+def test_ssmax():
+    """Logits times s_h log(t + 1), initially 1 / log(train_len)."""
+    enc = encoding('rope+ssmax', train_len=50)
+    close(enc.parts[1].s.flatten(), [1 / math.log(50)] * 2, 1e-6)
+    noisy(enc)
+    check_logits(enc, lambda q, k, t, s, h, b: enc.parts[1].s[h, 0, 0] * math.log(t + 1) * rotated(
+        q, k, (s - t) * THETA))
+
+
 @pytest.mark.parametrize('delta, positive, number', [
     ('zero', True, 'all'), ('uniform', False, 'all'), ('none', True, 'half')])
 def test_pope(delta, positive, number):
@@ -701,7 +743,7 @@ def test_positions_of_other_types_and_with_gaps():
     fox, x = encoding('fox', heads=4), at_random(2, 10, 32)
     fox.attend(q, k, v, pos * 0.9, x=x)
     gap = pos + 3 * (pos > 1)                               # sinks 0 and 1, then a window
-    refused('fox requires the gates of all tokens', fox.attend, q, k, v, gap, x=x)
+    refused('require all tokens between a key', fox.attend, q, k, v, gap, x=x)
 
 
 def test_a_gap_in_positions_is_nan_where_values_cannot_be_read(monkeypatch):

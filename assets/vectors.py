@@ -17,7 +17,8 @@ token embeddings), q, k, v [1, 2, 8, 4] are those before any encoding, at positi
 uses the first T tokens and the queries from first_query on, as with a cache; total_len is the final
 length (yarn, vipe). logits include 1 / sqrt(4) and are null where masked; y is the output of
 attention; embed is x as layer 1 receives it; W in W x + b is [out, in]. Compared with transformers
-5.24 (rope with both pairs, yarn, alibi, t5), rotary-embedding-torch 0.9.1, x-transformers 2.31
+5.24 (rope with both pairs, pi, ntk, yarn,
+alibi, t5), rotary-embedding-torch 0.9.1, x-transformers 2.31
 (alibi) and PoPE-pytorch 0.2.1: at most 3e-7 apart where these compute angles in float32, else
 2e-12."""
 
@@ -26,6 +27,8 @@ OTHER = {  # each encoding's second setting in vectors(), beside its defaults
     'random': dict(max_len=12), 'shifted_ape': dict(rope_base=100.0), 'alibi': dict(causal=False),
     'rope': dict(rope_pairs='half'), 'yarn': dict(rope_pairs='half', train_len=1000),
     'pope': dict(pope_frequencies='half', pope_softplus=False), 't5': dict(causal=False),
+    'pi': dict(rope_pairs='half', rope_scale=4.0), 'ntk': dict(rope_pairs='half', train_len=5),
+    'path': dict(rope_heads=1), 'ssmax': dict(rope_heads=1),
     'fire': dict(train_len=16), 'vrope': dict(rope_base=100.0), 'fox': dict(rope_heads=1),
     'vipe': dict(vipe_s='one', vipe_logn=False, vipe_d_p=3), 'stickbreaking': dict(rope_heads=1),
     'prism': dict(prism_copy='trained', prism_absolute=True, prism_norm='unit')}
