@@ -75,6 +75,7 @@ class Config(ModelConfig, Running):
     train_lengths: list = range(1, 17)  # problem lengths to train on, mixed within a batch
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: sampled online
+    init_from: str = ''            # begin with the weights of this run, and its options
     # optimization: AdamW, linear warm-up, decay
     seed: int = 0                  # of weights, problems and dropout; --seed=0-7 trains 8 models
     batch_size: int = 64           # sequences per step
@@ -89,7 +90,8 @@ class Config(ModelConfig, Running):
     grad_clip: float = 1.0         # largest norm of the gradient; 0: no clipping
     dtype: Literal['float32', 'tf32', 'bfloat16', 'float64'] = 'float32'  # of matrix products
 
-    DERIVED = ('vocab_size', 'train_len', 'eval_len')      # make_config() reads these off the task
+    # make_config() reads these off the task and the run in init_from
+    DERIVED = 'vocab_size', 'train_len', 'eval_len', 'first_len'
 
     def __post_init__(self):
         """Raise UserError if options contradict each other. Read no data and build nothing."""
@@ -124,6 +126,11 @@ class Config(ModelConfig, Running):
         return tasks.make(self.task, self.data)
 
     @property
+    def parent(self):
+        """The folder of the run to begin from: init_from, which may contain {seed}."""
+        return self.init_from.replace('{seed}', str(self.seed))
+
+    @property
     def weights_dtype(self):
         """The dtype of the parameters, which stay in float32 when products are in bfloat16."""
         return torch.float64 if self.dtype == 'float64' else torch.float32
@@ -134,7 +141,7 @@ FREE = {f.name for f in fields(Running)} | {'kernel', 'data', 'eval_len'}
 NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', 'accumulate', 'data'}
 # options that --eval_only may change beside FREE: the encoding, its options and the problems
 EVALUATED = {*encodings.OPTIONS, 'pe', 'rope_base', 'rope_heads', 'task'}
-TEXTS = 'out_dir', 'results', 'data'                       # a comma in these does not make a sweep
+TEXTS = 'out_dir', 'results', 'data', 'init_from'          # a comma in these makes no sweep
 KINDS = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0', float: 'a number >= 0',
          bool: 'True or False', str: 'text'}
 
@@ -155,6 +162,11 @@ def make_config(values):
     cfg.vocab_size = len(task.vocab)                       # V, padding included
     cfg.train_len = task.width(cfg.train_lengths)          # in tokens
     cfg.eval_len = task.width(cfg.eval_lengths)
+    cfg.first_len = values.get('first_len', 0)
+    if cfg.init_from and not cfg.first_len:                # not yet read
+        begun = read_checkpoint(cfg.parent)['config']
+        cfg.first_len = begun['first_len'] or begun['train_len']
+        inherited(cfg)                                     # raises if the weights do not fit
     check(cfg)                                             # raises if the encoding does not fit
     return cfg
 
@@ -259,11 +271,21 @@ def read_options(argv):
     run) and flags; a list where a sweep varies an option."""
     flags, paths = parse(Config, argv)
     values = defaults(Config)
+    if 'init_from' in flags:                               # its options, too
+        need('eval_only' not in flags, '--init_from begins a training, --eval_only has none: use '
+             '--eval_only with --out_dir=RUN')
+        seed = flags.get('seed', 0)
+        folder = flags['init_from'].replace('{seed}', str(seed[0] if type(seed) is list else seed))
+        trained = read_checkpoint(folder)['config']
+        values |= {key: trained[key] for key in values if key not in (
+            'out_dir', 'results', 'overwrite', 'eval_only', 'length_schedule')}
     for path in paths:                                     # a later file overrides an earlier one
         values = read_file(path, values)
     values |= flags                                        # flags override all files
     if not values['out_dir']:                              # out/TASK_PE, or what else varies
         names = [slug(values[key]) for key in ('task', 'pe') if key not in swept(values)]
+        if values['init_from']:                            # out/from_RUN_PE
+            names = ['from', slug(os.path.basename(values['init_from'])), *names[1:]]
         names += [key for key in swept(values) if key not in ('task', 'pe')]
         values['out_dir'] = 'out/' + ('_'.join(names) or 'sweep')
     values['out_dir'] = os.path.expanduser(values['out_dir'])
@@ -399,6 +421,10 @@ def build(cfg, device):
         encodings.kernels()                                # before the optimizer imports Triton
     torch.manual_seed(random_seed('weights', cfg.seed))
     model = Transformer(cfg).to(device, cfg.weights_dtype)         # initialized on the CPU
+    if cfg.init_from:
+        weights, apart = inherited(cfg)
+        model.load_state_dict(weights, strict=False)
+        print(f'weights of {cfg.parent}' + ', except ' * bool(apart) + ', '.join(apart))
     on_gpu, groups = device.type == 'cuda', model.optim_groups(cfg.lr, cfg.weight_decay)
     for group in groups:                                   # a CUDA graph reads lr from a tensor
         group['peak'] = group['lr']                        # before warm-up and decay
@@ -702,6 +728,29 @@ def load_weights(model, checkpoint, folder):
         raise UserError(f'this model has other parameters than the run in {folder}') from None
 
 
+def check_task(cfg, saved, folder):
+    """Raise UserError if a run's configuration `saved` has another vocabulary than cfg."""
+    trained, task = tasks.make(saved['task'], saved['data']), cfg.the_task
+    need(task.vocab == trained.vocab and type(task) is type(trained), f'the run in {folder} was '
+         f'trained with task={trained.name}; {task.name} is another task or vocabulary')
+
+
+def inherited(cfg):
+    """{name: weight} of the run cfg.parent for a model of cfg, and the names that only one of the
+    two models has. UserError if these are not of an encoding, or if the task is another one."""
+    checkpoint = read_checkpoint(cfg.parent)
+    check_task(cfg, checkpoint['config'], cfg.parent)
+    with torch.device('meta'):
+        new = Transformer(cfg).state_dict()
+    old = checkpoint['model']
+    weights = {name: x for name, x in old.items() if name in new and new[name].shape == x.shape}
+    apart = sorted((old.keys() | new.keys()) - weights.keys())
+    wrong = [name for name in apart if '.pe.' not in name]
+    need(not wrong, f'the run in {cfg.parent} has other weights, such as {wrong[:1]}: use its '
+         'sizes, and an encoding with outputs of the same width')
+    return weights, apart
+
+
 def restore(cfg, checkpoint, model, optimizer, pool):
     """Load weights and AdamW's averages, and drop lines of the log beyond the checkpoint."""
     need(checkpoint['pool'] == pool, f'the training problems of the run in {cfg.out_dir} have '
@@ -914,9 +963,7 @@ def load(run_dir, cfg=None):
     saved = checkpoint['config']
     need('failed' not in checkpoint, f'the run in {run_dir} diverged: {checkpoint.get("failed")}')
     cfg = cfg or make_config(saved | dict(out_dir=str(run_dir)))
-    trained, task = tasks.make(saved['task'], saved['data']), cfg.the_task
-    need(task.vocab == trained.vocab and type(task) is type(trained), f'the run in {run_dir} was '
-         f'trained with task={trained.name}; {task.name} is another task or vocabulary')
+    check_task(cfg, saved, run_dir)
     cfg.train_len = saved['train_len']                     # vipe, yarn and fire depend on it
     model = Transformer(cfg).to(cfg.weights_dtype)
     load_weights(model, checkpoint, run_dir)
