@@ -42,6 +42,7 @@ KINDS = 'text', 'feature', 'position'  # what perturb() can change
 BY_HAND, BY_HAND_DIR = 'weights set by hand', 'out/by_hand_'
 NOT_CAUSAL = 'this probe requires a causal mask: train with --causal=True'
 NOT_PRISM = 'this probe analyses cursors and requires a run with pe=prism'
+SHORTER = 'probes require attention as in short texts; use a shorter --length'
 # Shapes: B or n problems, each of T tokens with an input of length L; H heads of D features;
 # C = d_model. Before an H, as in [L, H], L is the number of layers.
 
@@ -189,7 +190,6 @@ def correlation(x, y):
     """Pearson's r along the last dimension; nan where x or y is constant, up to rounding."""
     x, y = (z.double() - z.double().mean(dim=-1, keepdim=True) for z in (x, y))
     norms = (x.square().sum(dim=-1) * y.square().sum(dim=-1)).sqrt()  # |x| |y|
-
     return torch.where(norms > 1e-12 * x.shape[-1], (x * y).sum(dim=-1) / norms, torch.nan)
 
 
@@ -249,9 +249,10 @@ def show_curves(ax, each, xlabel, trained=None, ls='-', **settings):
 
 
 def show_map(ax, values, title, label, ends, xlabel='key', ylabel='query', words=None, extent=None,
-             **settings):
-    """Draw values [rows, columns] as colours, nan as blanks. words: tokens that label the columns,
-    and the rows if these are queries. ends: the values at the two ends of the colour scale."""
+             trained=np.inf, **settings):
+    """Draw values [rows, columns] as colours, nan as blanks, and red lines after `trained` tokens.
+    words: tokens that label the columns, and the rows if these are queries. ends: the values at the
+    two ends of the colour scale."""
     low, high = ends
     image = ax.imshow(np.asarray(values), vmin=low, vmax=high, aspect='auto', extent=extent)
     ax.locator_params(integer=True)  # ticks at whole numbers
@@ -261,6 +262,9 @@ def show_map(ax, values, title, label, ends, xlabel='key', ylabel='query', words
         label_tokens(ax.xaxis, words)
     if words and ylabel == 'query':
         label_tokens(ax.yaxis, words)
+    if len(values) > trained:
+        ax.axvline(trained - 0.5, **RED)
+        ax.axhline(trained - 0.5, **RED)
 
 
 def label_tokens(axis, words):
@@ -315,19 +319,14 @@ def attention(model, task, cfg, length=0, n=16):
             summary[f's_to_x_t, length {L}'] = number(columns['s_to_x_t'].max())
         chosen = chosen or sharpest_heads(layers, columns.get('s_to_x_t'))  # at the shorter length
         words = [task.vocab[i] for i in tokens[0].tolist() if i]  # of the first problem, unpadded
-        maps += [(layers[i].weights[0, h, :len(words), :len(words)], words,
-                  f'head {i + 1}.{h + 1}, length {L}') for i, h in chosen]
+        maps += [dict(values=layers[i].weights[0, h, :len(words), :len(words)], words=words,
+                      title=f'head {i + 1}.{h + 1}, length {L}') for i, h in chosen]
     # one colour scale for all maps, without BoS, to which many heads attend
-    top = torch.cat([x[1:, 1:].amax(dim=1) for x, *_ in maps]).quantile(0.9).item()
-
-    def panel(ax, weights, words, title):
-        show_map(ax, weights, title, 'attention weight', words=words, ends=(0, top))
-        if len(words) > cfg.train_len:
-            ax.axvline(cfg.train_len - 0.5, **RED)
-            ax.axhline(cfg.train_len - 0.5, **RED)
+    top = torch.cat([x['values'][1:, 1:].amax(dim=1) for x in maps]).quantile(0.9).item()
+    look = dict(label='attention weight', ends=(0, top), trained=cfg.train_len)
     return rows, summary | dict(n=len(tokens)), figure(
         cfg, f'attention; red lines: the longest training sequence, {cfg.train_len} tokens.',
-        *[partial(panel, weights=x, words=words, title=name) for x, words, name in maps])
+        *[partial(show_map, **x, **look) for x in maps])
 
 
 def sharpest_heads(layers, on_x_t):
@@ -561,6 +560,13 @@ def rotating(enc):
     return next((x for x in enc.modules() if isinstance(x, (encodings.RoPE, encodings.PoPE))), None)
 
 
+def pairs_of(x, rope):
+    """The feature pairs of x [.., D] as complex numbers [.., D/2], as in pe.rotate()."""
+    if rope.rope_pairs == 'half':
+        return torch.complex(*x.chunk(2, dim=-1))
+    return torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+
+
 def polar(enc, q, k):
     """Return q, k [H, T, D] as complex zq, zk [H, T, n], not yet rotated, and theta [n].
 
@@ -573,12 +579,12 @@ def polar(enc, q, k):
     need(not isinstance(part, encodings.YaRN) or q.shape[1] <= c.train_len,
          f'yarn rotates differently after {c.train_len} tokens: use a shorter --length')
     width = c.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1)
-    q, k = (x[:c.heads, :, -width:].contiguous() for x in (q, k))  # (heads it acts on, T, width)
+    q, k = (x[:c.heads, :, -width:] for x in (q, k))  # (heads it acts on, T, width)
     if isinstance(part, encodings.PoPE):
         q, k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)  # magnitudes
         phase = 1 if part.delta is None else torch.exp(1j * part.delta[:, None])  # (H, 1, D)
         return q + 0j, k * phase + 0j, part.theta(q)  # eq. 6
-    return *(torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k)), part.theta(q)
+    return pairs_of(q, part), pairs_of(k, part), part.theta(q)
 
 
 @torch.no_grad()
@@ -1279,12 +1285,11 @@ def tuples(model, task, cfg, length=0, n=4):
     tokens; in radians, `rotation` over the training length and initial `angle` between the means of
     q_r and k_r; `fixed`: mean |k_r - kbar_r| / |kbar_r|, 0 for constant keys. Summary: its median.
     """
-    zq, zk = [], []  # of each sequence (L, H, T, n)
-    for row in sequences(task, cfg.train_lengths, length, n):
-        q, k, theta = zip(*[polar(x.enc, x.q[0], x.k[0]) for x in trace(model, row)])  # L each
-        zq.append(torch.stack(q))
-        zk.append(torch.stack(k))
-    zq, zk, theta = torch.cat(zq, dim=-2), torch.cat(zk, dim=-2), theta[0]  # of all tokens; (n,)
+    found = [[polar(x.enc, x.q[0], x.k[0]) for x in trace(model, row)]  # zq, zk (H, T, n), theta
+             for row in sequences(task, cfg.train_lengths, length, n)]
+    zq, zk = (torch.cat([torch.stack([x[part] for x in layers]) for layers in found], dim=-2)
+              for part in (0, 1))  # (L, H, tokens of all sequences, n)
+    theta = found[0][0][2]  # (n,)
     ratio, slow = slow_dominating(zq, zk, theta, cfg.train_len)  # (L, H, n)
     kbar, theta = zk.mean(dim=-2), theta.expand_as(ratio)  # (L, H, n)
     arg, turn = (zq.mean(dim=-2) * kbar.conj()).angle(), theta * cfg.train_len  # (L, H, n)
@@ -1457,18 +1462,28 @@ class LlamaRoPE(encodings.RoPE):
     """RoPE with the frequencies theta [d/2] and the scaling of a checkpoint's rotary module."""
     def __init__(self, cfg, rotary):
         super().__init__(cfg)
-        self.inv_freq, self.scaling = rotary.inv_freq.float(), rotary.attention_scaling
+        self.rotary = rotary
+        self.inv_freq = self.frequencies(1)
+        self.scale *= rotary.attention_scaling ** 2  # of q and of k
+
+    def frequencies(self, T):
+        """The frequencies [d/2] that the rotary module uses for T tokens."""
+        rotary = copy.deepcopy(self.rotary)  # with dynamic scaling it remembers the longest T
+        rotary(rotary.inv_freq, torch.arange(T)[None])
+        return rotary.inv_freq.float()
 
     def theta(self, like):
         return self.inv_freq
 
-    def qk(self, q, k, at):
-        return [x * self.scaling for x in super().qk(q, k, at)]
+    def state(self, x, pos, total_len=None):
+        """None. Raise UserError if other frequencies are used for as many tokens."""
+        need(torch.equal(self.frequencies(len(pos)), self.inv_freq), f'at {len(pos)} tokens, this '
+             f'checkpoint has other frequencies ({self.rotary.rope_type} scaling): {SHORTER}')
 
 
 class LlamaAttention(Attention):
     """A Llama's attention as one of ours. Keys and values are repeated for the heads that share
-    them (GQA). The feature pairs that Llama rotates, (c, c + d/2), are moved to (2c, 2c + 1)."""
+    them (GQA)."""
     def __init__(self, theirs, cfg, enc):
         super().__init__(cfg, enc)
         self.linears, self.proj = [theirs.q_proj, theirs.k_proj, theirs.v_proj], theirs.o_proj
@@ -1479,13 +1494,16 @@ class LlamaAttention(Attention):
     def project(self, x):
         q, k, v = (linear(x).unflatten(-1, (-1, self.pe.cfg.head_dim))  # (B, T, H or fewer, D)
                    for linear in self.linears)
-        q, k = (z.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2) for z in (q, k))
         k, v = (z.repeat_interleave(self.heads // z.shape[2], dim=2) for z in (k, v))
         return q.flatten(-2), k.flatten(-2), v.flatten(-2)  # 3 x (B, T, H D)
 
-    def in_place(self, hidden_states, **_):
-        """Replaces forward() of transformers' attention."""
-        return self(hidden_states, torch.arange(hidden_states.shape[1]), None), None
+    def in_place(self, hidden_states, attention_mask=None, **_):
+        """Replaces forward() of transformers' attention. Raise UserError for a mask that hides the
+        first key from the last query."""
+        T = hidden_states.shape[1]
+        need(attention_mask is None or attention_mask[0, 0, -1, 0],
+             f'at {T} tokens, this checkpoint has a sliding window: {SHORTER}')
+        return self(hidden_states, torch.arange(T), None), None
 
 
 class Llama(torch.nn.Module):
@@ -1493,11 +1511,10 @@ class Llama(torch.nn.Module):
     def __init__(self, net):
         super().__init__()
         self.net, self.blocks, c = net, net.model.layers, net.config
-        need(c.model_type in ('llama', 'mistral', 'qwen2'),
-             f'--hf requires a llama, mistral or qwen2 checkpoint, not {c.model_type}')
-        width = c.num_attention_heads * self.blocks[0].self_attn.head_dim
-        self.cfg = encodings.PEConfig(d_model=width, n_head=c.num_attention_heads,
-                                      n_layer=len(self.blocks), train_len=c.max_position_embeddings)
+        self.cfg = encodings.PEConfig(
+            d_model=c.num_attention_heads * self.blocks[0].self_attn.head_dim,
+            n_head=c.num_attention_heads, n_layer=len(self.blocks), rope_pairs='half',
+            train_len=c.max_position_embeddings)
         for layer in self.blocks:
             enc = LlamaRoPE(self.cfg, net.model.rotary_emb)
             layer.attn = LlamaAttention(layer.self_attn, self.cfg, enc)
@@ -1509,18 +1526,20 @@ class Llama(torch.nn.Module):
 
 class LlamaText(tasks.Corpus):
     """A text file in a checkpoint's tokens; segments begin with its tokenizer's prefix."""
-    first, needs = 0, 'a text of some words'
+    first, needs = 0, 'a text of two tokens or more (is the tokenizer missing?)'
 
     def __init__(self, tokenizer, size, path):
         words = {i: word for word, i in tokenizer.get_vocab().items()}
         self.vocab, self.data = [words.get(i, f'<{i}>') for i in range(size)], path
-        one, x = (tokenizer('x', add_special_tokens=own).input_ids for own in (True, False))
-        self.begin = one[:one.index(x[0])]  # the prefix, such as a BoS token
-        self.ids = np.array(tokenizer(tasks.read_text(path), add_special_tokens=False,
-                                      verbose=False).input_ids)
+        text = tasks.read_text(path)
+        self.ids, plain, full = (
+            tokenizer(text[:end], add_special_tokens=own, verbose=False).input_ids
+            for end, own in ((None, False), (99, False), (99, True)))
+        starts = [i for i in range(len(full)) if full[i:i + len(plain)] == plain]
+        self.begin = full[:min(starts, default=0)]  # the prefix, such as a BoS token
 
     def read(self):
-        return [('test', self.ids)]
+        return [('test', np.array(self.ids))]
 
     def lay_out(self, pieces, length):
         pieces = [[*self.begin, *piece][:length] for piece in pieces]
@@ -1539,34 +1558,53 @@ def read_llama(path):
     ours = sys.modules.get('kernels')
     sys.modules['kernels'] = None  # transformers imports a package of this name if it finds one
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        kind = AutoConfig.from_pretrained(folder, **given).model_type
+        need(kind in ('llama', 'mistral', 'qwen2'),
+             f'--hf requires a llama, mistral or qwen2 checkpoint, not {kind}')
+        net, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation='sdpa', output_loading_info=True,
+            ignore_mismatched_sizes=True, **given)
+        net(input_ids=torch.tensor([[0, 0]]))  # fails if the configuration contradicts itself
         tokenizer = AutoTokenizer.from_pretrained(folder, **given)
+    except UserError:
+        raise
     except ModuleNotFoundError as error:
         packages = 'transformers gguf accelerate' if gguf else 'transformers'
         raise UserError(f'--hf requires {error.name}: pip install {packages}') from None
-    except Exception as error:  # a truncated file, other shapes, a quantization, ...
-        says = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    except Exception as error:  # a truncated file, a quantization, ...
+        says = textwrap.shorten(f'{type(error).__name__}: {error}', 200)
         raise UserError(f'cannot load {path}: {says} (is a file truncated, a Git LFS pointer, or '
                         'from another model?)') from None
     finally:
         del sys.modules['kernels']
         if ours:
             sys.modules['kernels'] = ours
-    if gguf:  # transformers ignores a GGUF file's scaling of RoPE's frequencies
+    # transformers draws missing weights at random and ignores others, such as biases
+    wrong = [*info['missing_keys'], *(key for key, *_ in info['mismatched_keys']),
+             *(key for key in info['unexpected_keys'] if '.layers.' in key)]
+    need(not wrong, f'{path} lacks weights that its configuration requires, or has others: '
+         f'{min(wrong, default="")} ({len(wrong)} in all)')
+    if gguf:
         from gguf import GGUFReader
-        reader = GGUFReader(path)
-        for x in reader.tensors:
-            if x.name == 'rope_freqs.weight':
-                net.model.rotary_emb.inv_freq /= torch.tensor(x.data.copy())
-        need(not any('.rope.scaling.factor' in key for key in reader.fields),
-             f'{path} scales RoPE by metadata that transformers ignores: use another format')
+        read_ignored(net, GGUFReader(path))
     return net.eval(), tokenizer
+
+
+def read_ignored(net, reader):
+    """Divide a model's frequencies by the factors in a GGUF file, which transformers ignores. Raise
+    UserError if it ignores other tensors or a scaling of RoPE."""
+    factors = [x.data for x in reader.tensors if x.name == 'rope_freqs.weight']
+    need(len(reader.tensors) - len(factors) == len(list(net.parameters())) and not any(
+        key.endswith(('.rope.scaling.factor', '.rope.scale_linear')) for key in reader.fields),
+        'transformers ignores biases or a scaling of RoPE in this GGUF file: use another format')
+    for x in factors:
+        net.model.rotary_emb.inv_freq /= torch.tensor(x.copy())
 
 
 def load_llama(path, text, length=0):
     """(model, cfg) from a checkpoint and the text to run it on, as from load(). Raise UserError if
-    transformers computes other logits at this length, for instance with a sliding window."""
+    transformers computes other logits at this length."""
     need(text, '--hf requires a text to run the checkpoint on: --text=FILE')
     for file in (path, text):
         need(os.path.exists(file), f'no such file or folder: {file}')
@@ -1576,11 +1614,11 @@ def load_llama(path, text, length=0):
     tokens = batch(task, lengths, length, 1)[1]
     with torch.no_grad():
         theirs = net(input_ids=tokens, use_cache=False).logits
+        need(theirs.isfinite().all(), f'{path} gives logits that are not finite')
         model, name = Llama(net).eval(), os.path.basename(os.path.normpath(path))
         apart = ((model(tokens)[0] - theirs).abs().max() / theirs.abs().max()).item()
     need(apart < 1e-3, f'{path}: at {tokens.shape[1]} tokens, attention as probed changes the '
-         f'logits by {100 * apart:.1f} %; it supports no sliding window and no frequencies that '
-         'depend on the length: use a shorter --length')
+         f'logits by {100 * apart:.1f} %, so that probes do not support it')
     return model, argparse.Namespace(
         **vars(model.cfg), task=name, data=text, the_task=task, train_lengths=lengths,
         eval_lengths=lengths, out_dir=f'out/{train.slug(name)}')
@@ -1653,7 +1691,6 @@ PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
 # probes that accept a Llama-family checkpoint, and their default n for it (None: no such option)
 LLAMA = {attention: 1, loss: 1, norms: 1, tuning: None, axes: 1, disentangle: 1, tuples: 1,
          perturb: 2, stretch: 2}
-
 
 
 def as_text(rows, summary):

@@ -2474,7 +2474,8 @@ def test_three_axes_solve_equation_7_and_two_axes_equation_12():
 @pytest.mark.parametrize('kw', [
     dict(pe='rope'), dict(pe='pope', pope_delta='uniform'), dict(pe='rope', attention='mla'),
     dict(pe='rope', rope_fraction=0.5), dict(pe='alibi', rope_heads=1), dict(pe='yarn'),
-    dict(pe='pope+alibi')], ids=str)
+    dict(pe='pope+alibi'), dict(pe='rope', rope_pairs='half'), dict(pe='yarn', rope_pairs='half')],
+    ids=str)
 def test_logits_at_other_distances(kw):
     """logits_at() gives the model's logits at true positions, and fake_logits() at distances."""
     enc, pos = make(**kw).blocks[0].attn.pe, torch.arange(10)
@@ -2487,6 +2488,18 @@ def test_logits_at_other_distances(kw):
     if kw['pe'] in ('rope', 'pope', 'yarn') and 'attention' not in kw:
         logits = rotated_products(*probe.polar(enc, q[0], k[0]), pos) * enc.scale
         close(logits[:, below], layer.logits[0][:, below])
+
+
+def test_probes_read_the_pairs_that_rope_rotates():
+    """With rope_pairs=half, a model whose features are moved as follows has the same tables."""
+    (model, task, cfg), (half, _, _) = (
+        nano(pe='rope', n_head=2, rope_pairs=pairs) for pairs in ('adjacent', 'half'))
+    order = torch.arange(16).view(2, 4, 2).mT.flatten()  # of each head: features 0, 2, .., 1, 3, ..
+    for block in half.blocks:
+        qk = block.attn.qkv.weight[:32].view(2, 16, 16)
+        qk[:] = qk[:, order]
+    for function in (probe.norms, probe.tuning, probe.axes, probe.disentangle, probe.tuples):
+        assert function(half, task, cfg)[:2] == function(model, task, cfg)[:2]
 
 
 def test_slow_dominating_pairs_eq_15_and_its_control():
@@ -2575,29 +2588,43 @@ def test_stretch():
     close(found, probe.nearest(later, normal).quantile(0.5), 1e-4)
 
 
-def test_a_llama_as_one_of_ours(tmp_path):
-    """A trace has transformers' attention. Texts longer than a sliding window are refused."""
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=67, max_position_embeddings=64,
+             initializer_range=0.5, head_dim=12)  # of a Llama
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """llama(kind, change, **config) -> (checkpoint's folder, text, model). Weights are random, and
+    in the checkpoint as `change` says, without those that it maps to None."""
     transformers, tokenizers = map(pytest.importorskip, ('transformers', 'tokenizers'))
-    torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=67, max_position_embeddings=64,
-                 attn_implementation='eager', initializer_range=0.5, head_dim=12)
-    rope = dict(rope_type='yarn', rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **shape, attention_bias=True, rope_parameters=rope)).eval()
-    other = transformers.MistralForCausalLM(transformers.MistralConfig(**shape, sliding_window=8))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f'w{i}': i for i in range(67)},
                                                              unk_token='w66'))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.post_processor = tokenizers.processors.TemplateProcessing(
         single='w1 $A w2', special_tokens=[('w1', 1), ('w2', 2)])  # begin and end a text
-    folder, text = tmp_path / 'net', tmp_path / 'text'
-    for path, saved in ((folder, net), (tmp_path / 'other', other)):
-        saved.save_pretrained(path)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    text = tmp_path / 'text'
     text.write_text(' '.join(f'w{random.Random(i).randrange(1, 66)}' for i in range(200)))
-    model, cfg = probe.load_llama(str(folder), str(text))
+
+    def make(kind, change=(), **config):
+        torch.manual_seed(0)
+        config = getattr(transformers, kind + 'Config')(**SMALL | config)
+        net = transformers.AutoModelForCausalLM.from_config(config).eval()
+        folder = tmp_path / f'net{len(list(tmp_path.iterdir()))}'
+        net.save_pretrained(folder, state_dict={
+            name: x for name, x in (net.state_dict() | dict(change)).items() if x is not None})
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+        return str(folder), str(text), net
+    return make
+
+
+def test_a_llama_as_one_of_ours(llama, tmp_path):
+    """A trace has transformers' attention."""
+    rope = dict(rope_type='yarn', rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
+    folder, text, net = llama('Llama', attention_bias=True, rope_parameters=rope)
+    model, cfg = probe.load_llama(folder, text)
     row, = probe.sequences(cfg.the_task, [16], 0, 1)
+    net.set_attn_implementation('eager')
     with torch.no_grad():
         theirs = net(input_ids=row, output_attentions=True, use_cache=False)
         close(model(row)[0], theirs.logits, 1e-4)
@@ -2610,8 +2637,47 @@ def test_a_llama_as_one_of_ours(tmp_path):
     tokens, targets = cfg.the_task.lay_out([[0, 1], [1, 0, 1, 0, 1]], 5)
     assert tokens.tolist() == [[1, 0, 1, 0, 0], [1, 1, 0, 1, 0]]
     assert targets.tolist() == [[0, 1, -100, -100, -100], [1, 0, 1, 0, -100]]  # 0 is a token
-    probe.load_llama(str(path), str(text), 8)
-    refused('at 9 tokens, .* changes the logits by', probe.load_llama, str(path), str(text), 9)
+
+
+def test_lengths_at_which_a_llama_changes(llama):
+    """The longest length at which attention is as in short texts is probed, the next refused."""
+    def scaled(name, **more):
+        return dict(rope_parameters=dict(rope_type=name, rope_theta=500.0, factor=4.0, **more))
+    long = dict(short_factor=[1.0] * 6, long_factor=[2.0] * 6, original_max_position_embeddings=16)
+    for kind, says, config in (
+            ('Mistral', 'sliding window', dict(sliding_window=16)),
+            ('Llama', 'dynamic scaling', dict(max_position_embeddings=16) | scaled('dynamic')),
+            ('Llama', 'longrope scaling', scaled('longrope', **long))):
+        folder, text, _ = llama(kind, **config)
+        refused(f'at 17 tokens, .*{says}', probe.load_llama, folder, text, 17)
+        model, cfg = probe.load_llama(folder, text, 16)
+        if kind == 'Llama':  # its distances are longer than the text of the check
+            refused(f'at 17 tokens, .*{says}', probe.tuning, model, cfg.the_task, cfg, length=17)
+
+
+def test_checkpoints_that_are_refused(llama):
+    """Transformers would draw missing weights at random, and ignores what it does not know."""
+    query = 'model.layers.1.self_attn.q_proj.'
+    for kind, change, says in (
+            ('Llama', {query + 'weight': None}, 'q_proj.weight'),
+            ('Qwen2', {query + 'bias': None}, 'q_proj.bias'),
+            ('Llama', {query + 'bias': torch.ones(48)}, 'q_proj.bias'),  # not in the configuration
+            ('Mistral', {'model.norm.weight': torch.ones(9)}, 'norm.weight'),
+            ('Qwen2', (), 'is the tokenizer missing'),  # its class ignores ours
+            ('GPT2', (), 'not gpt2'), ('OPT', (), 'not opt')):
+        refused(says, probe.load_llama, *llama(kind, change)[:2], 16)
+    partial = dict(rope_type='linear', rope_theta=500.0, factor=1.0, partial_rotary_factor=0.5)
+    refused('cannot load', probe.load_llama, *llama('Llama', rope_parameters=partial)[:2], 16)
+    net = llama('Llama')[2]
+    factors = types.SimpleNamespace(name='rope_freqs.weight', data=np.array([1, 2] * 3))
+    names, before = [*net.state_dict()], net.model.rotary_emb.inv_freq.clone()
+    reader = types.SimpleNamespace(tensors=[mock.Mock() for _ in names] + [factors], fields=[])
+    probe.read_ignored(net, reader)  # a GGUF file
+    close(net.model.rotary_emb.inv_freq * torch.tensor([1, 2] * 3), before)
+    reader.fields = ['llama.rope.scale_linear']
+    refused('a scaling of RoPE', probe.read_ignored, net, reader)
+    reader.fields, reader.tensors = [], reader.tensors + [mock.Mock()]
+    refused('biases', probe.read_ignored, net, reader)
 
 
 # ---- results/tables.py: records, tables, the board in results/README.md, commands ----------------
