@@ -575,16 +575,16 @@ def polar(enc, q, k):
     that the encoding does not act on are left out."""
     part = rotating(enc)
     need(part, f'this probe analyses frequencies, but pe={enc.cfg.pe} has none: use rope or pope')
-    c = part.cfg
-    need(not isinstance(part, encodings.YaRN) or q.shape[1] <= c.train_len,
-         f'yarn rotates differently after {c.train_len} tokens: use a shorter --length')
+    c, s = part.cfg, part.state(None, torch.arange(q.shape[1]))  # s: of pi, ntk and yarn
+    need(not isinstance(part, encodings.YaRN) or s == 1, 'yarn changes logits by its temperature '
+         f'after {c.original_len} tokens: use a shorter --length')
     width = c.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1)
     q, k = (x[:c.heads, :, -width:] for x in (q, k))  # (heads it acts on, T, width)
     if isinstance(part, encodings.PoPE):
         q, k = (F.softplus(q), F.softplus(k)) if c.pope_softplus else (q, k)  # magnitudes
         phase = 1 if part.delta is None else torch.exp(1j * part.delta[:, None])  # (H, 1, D)
         return q + 0j, k * phase + 0j, part.theta(q)  # eq. 6
-    return pairs_of(q, part), pairs_of(k, part), part.theta(q)
+    return pairs_of(q, part), pairs_of(k, part), part.theta(q, s)
 
 
 @torch.no_grad()
@@ -1472,7 +1472,7 @@ class LlamaRoPE(encodings.RoPE):
         rotary(rotary.inv_freq, torch.arange(T)[None])
         return rotary.inv_freq.float()
 
-    def theta(self, like):
+    def theta(self, like, s=1.0):
         return self.inv_freq
 
     def state(self, x, pos, total_len=None):
