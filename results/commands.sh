@@ -233,6 +233,24 @@ paper)    # the papers' own sizes; these need a GPU and have no records yet
     run paper_prism configs/multiplication_cot_prism.py configs/paper_prism.py $short $baseline --train_lengths=1-9 '--length_schedule=[(0,5),(5000,9)]' --eval_lengths=1-18 --seed=0-2
     run paper_prism configs/stack_prism.py configs/paper_prism.py $baseline --prism_layers=1,4 --seed=0-2
     ;;
+extension)    # a trained RoPE at longer contexts; rates of tuning by seed 3, in extension_rates
+    text="--train_lengths=256 --batch_size=4 --eval_interval=1000 --warmup_steps=10"
+    pairs="--train_lengths=2-64 --eval_interval=1000 --warmup_steps=10"
+    flip="--task=flip_flop --n_head=2 --train_lengths=2-16 --eval_lengths=16,32,64,128 --batch_size=32 --n_eval=64 --n_test=256 --max_steps=1200 --eval_interval=1200 --warmup_steps=120"
+    python train.py configs/stdlib_rope.py --seed=0-3 --out_dir=out/extension/text --results="$records"
+    python train.py $flip --seed=0-3 --out_dir=out/extension/flip --results="$records"
+    run extension configs/stdlib_rope.py --pe=alibi,fox,stickbreaking,fire --seed=0-2
+    run extension $flip --pe=alibi,fox,stickbreaking,fire --seed=0-2
+    run extension configs/stdlib_rope.py --train_lengths=256 --batch_size=4 --seed=0-2
+    run extension $flip --train_lengths=2-64 --seed=0-2
+    for seed in 0 1 2; do for task in text flip; do for pe in pi ntk yarn; do
+        python train.py --eval_only --out_dir=out/extension/$task/seed=$seed --pe=$pe --results="$records"
+    done; done; done
+    for steps in 50 200; do
+        run extension_rates $text --init_from=out/extension/text/seed={seed} --max_steps=$steps --pe=rope,pi,ntk,yarn,nope --lr=5e-4,1e-3,2e-3,4e-3 --seed=3
+        run extension_rates $pairs --init_from=out/extension/flip/seed={seed} --max_steps=$steps --pe=rope,pi,ntk,yarn,nope --lr=5e-4,1e-3,2e-3,4e-3 --seed=3
+    done
+    ;;
 headline)    # the six panels of the front page; resumes after the last finished cell
     python results/tables.py board --pe=nope,rope,alibi,t5,fox,stickbreaking,pope,vipe,prism --task=parity,polynomial,string_reverse,flip_flop,mqar,stdlib --records="$records" --figure=assets/generalization.png
     ;;
