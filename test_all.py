@@ -1967,6 +1967,36 @@ train.run_program(train.main)
         refused('batch_size=3 must be at least 4', small, batch_size=3)
 
 
+def test_training_goes_on_from_another_run(tmp_path, capsys):
+    """With --init_from, the first step sees the old run's logits, although training is longer. The
+    options are the old run's; weights of another encoding are drawn; misfits write nothing."""
+    base = f'{tmp_path}/base'
+    train.main(flags(pe='fire,vipe,rope', out_dir=base, seed='0,1'))
+    for pe_ in 'fire', 'vipe', 'rope':
+        parent = f'{base}/pe={pe_},seed={{seed}}'
+        given = ['--train_lengths=4-9', '--max_steps=2', '--seed=1', f'--init_from={parent}']
+        (_, cfg), = train.read_points(train.read_options(given))
+        old, saved = train.load(parent.format(seed=1))
+        assert (cfg.pe, cfg.d_model, cfg.out_dir[:9]) == (pe_, 16, 'out/from_')
+        assert cfg.train_len > cfg.first_len == saved.train_len
+        model = train.build(cfg, torch.device('cpu'))[0].eval()
+        tokens, _ = cfg.the_task.sample(4, 9)
+        assert torch.equal(model(tokens)[0], old(tokens)[0])
+    results = tmp_path / 'x.jsonl'
+    out = [f'--out_dir={tmp_path}/on', f'--results={results}']
+    train.main(given + out + ['--pe=nope,fox'])
+    first, second = [json.loads(line)['config'] for line in results.read_text().splitlines()]
+    assert first['init_from'] == second['init_from'] == parent
+    assert 'except blocks.0.attn.pe.gate.bias, blocks.0.attn.pe.gate' in capsys.readouterr().out
+    for more, says in (('--pe=vipe', 'has other weights'), ('--d_model=32', 'has other weights'),
+                       ('--task=copy', 'another task or vocabulary'), ('--eval_only', 'begins a'),
+                       ('--pe=pi --rope_scale=0.5', 'at least 1'), ('--init_from=no', 'no run in')):
+        refused(says, train.main, [*given, f'--out_dir={tmp_path}/not', *more.split()])
+    assert not (tmp_path / 'not').exists()
+    os.rename(base, base + '_elsewhere')
+    assert train.load(f'{tmp_path}/on/pe=fox')[1].first_len == saved.train_len
+
+
 def test_eval_only_uses_the_runs_own_configuration(tmp_path, capsys):
     """Scores with another encoding have a file of their own; the record has the trained values."""
     run, results = tmp_path / 'run', tmp_path / 'r.jsonl'
