@@ -1456,6 +1456,45 @@ def stretch(model, task, cfg, length=0, n=8, window=0, layer=0, queries=6):
         {'': lines}, 'fraction of outputs', 'distance to the nearest normal output', yscale='log')
 
 
+# ---- longer contexts: angles that training has not shown -----------------------------------------
+
+def dials(model, task, cfg):
+    """Which angles between queries and keys are new at longer lengths, also with pi, ntk, yarn?
+
+    Pair c turns by theta_c a token, so the distances 0..L-1 of training cover an arc of its circle.
+    Rows: pairs, fast to slow: wavelength in tokens; turns: of distance L-1. Then fractions of the
+    circle that training has not covered, but distances up to 2L-1 or 4L-1 do: rope 2x, rope 4x;
+    at 4x with the frequencies of pi, ntk and yarn at s = 4. Summary: means over pairs, and how much
+    more slowly the fastest pair turns, which tells neighbours apart.
+    """
+    part, L = rotating(model.blocks[0].attn.pe), cfg.original_len
+    need(isinstance(part, encodings.RoPE), f'dials requires rope, pi, ntk or yarn, not {cfg.pe}')
+    like = torch.zeros(cfg.head_dim // (2 if isinstance(part, encodings.LatentRoPE) else 1))
+    theta = {name: encodings.ENCODINGS[name](part.cfg).theta(like, 4.0)  # {name: (pairs,)}
+             for name in ('rope', 'pi', 'ntk', 'yarn')}
+    turns = {key: theta[key.split()[0]] * (times * L - 1) / (2 * torch.pi) for key, times in (
+        ('rope', 1), ('rope 2x', 2), ('rope 4x', 4), ('pi', 4), ('ntk', 4), ('yarn', 4))}
+    arcs = {key: x.clamp(max=1) for key, x in turns.items()}  # covered fractions of the circle
+    new = {key: (x - arcs['rope']).clamp(min=0) for key, x in arcs.items() if key != 'rope'}
+    rows = [dict(pair=c + 1) | numbers(dict(wavelength=2 * np.pi / theta['rope']), c, digits=1)
+            | numbers(dict(turns=turns['rope']) | new, c) for c in range(len(turns['rope']))]
+
+    def show(ax, name, longer):  # clocks in rows of four, from the top
+        for c, seen in enumerate(arcs['rope'].tolist()):
+            ends = [seen, *(max(seen, arcs[key][c].item()) for key in longer), 1]
+            ax.pie(np.diff([0, *ends]), center=(c % 4, -(c // 4)), radius=0.42, startangle=90,
+                   counterclock=False, colors=[*COLOURS[:len(ends) - 1], '0.93'])
+        ax.set(title=name, xlim=(-0.5, 3.5), ylim=(-0.5 - c // 4, 0.5))
+    panels = [partial(show, name='rope at 2 and 4 times the length', longer=('rope 2x', 'rope 4x'))]
+    panels += [partial(show, name=f'{name} at 4 times', longer=(name,)) for name in theta
+               if name != 'rope']
+    summary = {f'new, {key}': number(x.mean()) for key, x in new.items()}
+    summary |= {f'pair 1 slowed, {key}': number(theta['rope'][0] / theta[key][0])
+                for key in ('pi', 'ntk', 'yarn')}
+    return rows, summary, figure(cfg, f'angles of pairs, fast to slow. Blue: at distances below '
+                                 f'{L}, as in training; orange, green: only beyond.', *panels)
+
+
 # ---- Llama-family checkpoints in place of a run --------------------------------------------------
 
 class LlamaRoPE(encodings.RoPE):
@@ -1686,6 +1725,7 @@ PAPERS = {
     'ViPE': [attention, alignment, squeeze, linear], 'PoPE': [loss, norms, tuning],
     'Toeplitz study': [ablate, toeplitz, gradients], 'PRISM': [cursor, kernel],
     'LLM position generalization': [axes, disentangle, tuples, perturb, stretch],
+    'Longer contexts': [dials],
 }
 PROBES = {f.__name__: f for probes in PAPERS.values() for f in probes}
 # probes that accept a Llama-family checkpoint, and their default n for it (None: no such option)

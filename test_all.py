@@ -2154,6 +2154,7 @@ def test_every_probe_on_every_kind_of_run(kw, refusals):
     of. The model gets no hooks and has bitwise the same outputs."""
     model, task, cfg = nano(**dict(task='parity', longest=4, dtype='float32') | kw)
     expected = {} if cfg.pe == 'prism' else dict.fromkeys(('cursor', 'kernel'), 'run with pe=prism')
+    expected |= {} if 'rope' in cfg.pe else dict(dials='dials requires rope')
     expected |= {name: says for says, names in refusals.items() for name in names.split()}
     tokens = probe.batch(task, cfg.train_lengths, 0, 2)[1]
     before = model.requires_grad_(True)(tokens)[0]
@@ -2597,6 +2598,25 @@ def test_perturbed_and_original_have_the_same_targets(kind):
     close([row[key] for key in ('loss', 'token', 'loss before', 'exact')],
           [np.mean(x) for x in (*values, [*exact])], 2e-4)
     assert row['output'] > 0
+
+
+def test_dials():
+    """Fractions of circles by marking 720 angles that real distances reach."""
+    model, task, cfg = nano(pe='rope', d_model=32, n_head=2)        # head_dim 16: 8 pairs
+    rows, summary, _ = probe.dials(model, task, cfg)
+    theta = 10.0 ** -(torch.arange(8).double() / 2)
+    L, others = cfg.train_len, {'pi': theta / 4, 'ntk': theta * 4 ** -(torch.arange(8) / 7)}
+
+    def reached(theta, end):                                # (8, 720): the marked angles
+        angles = torch.linspace(0, end, 40 * 720).double()[:, None] * theta
+        return F.one_hot((angles / torch.pi * 360).long() % 720, 720).amax(dim=0).bool()
+    seen = reached(theta, L - 1)
+    for key, end, turning in (('rope 2x', 2 * L - 1, theta), ('rope 4x', 4 * L - 1, theta),
+                              *((name, 4 * L - 1, x) for name, x in others.items())):
+        new = (reached(turning, end) & ~seen).double().mean(dim=1)
+        close([row[key] for row in rows], new, 2e-3)
+    close([row['turns'] for row in rows], theta * (L - 1) / (2 * torch.pi), 1e-3)
+    assert (summary['pair 1 slowed, pi'], summary['pair 1 slowed, ntk']) == (4, 1)
 
 
 def test_stretch():
