@@ -250,6 +250,18 @@ extension)    # a trained RoPE at longer contexts; rates of tuning by seed 3, in
         run extension_rates $text --init_from=out/extension/text/seed={seed} --max_steps=$steps --pe=rope,pi,ntk,yarn,nope --lr=5e-4,1e-3,2e-3,4e-3 --seed=3
         run extension_rates $pairs --init_from=out/extension/flip/seed={seed} --max_steps=$steps --pe=rope,pi,ntk,yarn,nope --lr=5e-4,1e-3,2e-3,4e-3 --seed=3
     done
+    # best at contexts of 256, or 64 instructions; the smallest of equal rates
+    while read -r steps lr encodings; do run extension $text --init_from=out/extension/text/seed={seed} --max_steps=$steps --lr=$lr --pe=$encodings --seed=0-2; done <<< "50 2e-3 rope,pi,nope
+50 1e-3 ntk,yarn
+200 2e-3 pi,nope
+200 1e-3 rope,ntk,yarn"
+    while read -r steps lr encodings; do run extension $pairs --init_from=out/extension/flip/seed={seed} --max_steps=$steps --lr=$lr --pe=$encodings --seed=0-2; done <<< "50 4e-3 ntk,nope
+50 2e-3 rope
+50 1e-3 pi
+50 5e-4 yarn
+200 4e-3 nope
+200 1e-3 pi
+200 5e-4 rope,ntk,yarn"
     ;;
 headline)    # the six panels of the front page; resumes after the last finished cell
     python results/tables.py board --pe=nope,rope,alibi,t5,fox,stickbreaking,pope,vipe,prism --task=parity,polynomial,string_reverse,flip_flop,mqar,stdlib --records="$records" --figure=assets/generalization.png
