@@ -4,11 +4,12 @@
     python tasks.py parity 5                                print examples of a task and length
     python tasks.py jsb 64 --data=Jsb16thSeparated.json     the same for a task that reads files
 
-A task has `vocab`, the list of its token strings, padding first; `end`, the index of the token that
+A task has `vocab`, the list of its token strings, '<pad>' first; `end`, the index of the token that
 ends an answer, or None; `sample(n, length, generator) -> (tokens, targets)`; and `decode(row)`,
 which returns the text of a row of tokens. tokens [n, T] int64 are whole sequences, problem and
 answer, on the generator's device. targets[:, t] are the next tokens, tokens[:, t + 1], or -100 at
-positions that the loss ignores. To add a task, write a class and register an instance in TASKS.
+positions that the loss ignores. To add a task, write a subclass of Task and register an instance
+in TASKS.
 """
 import argparse
 import contextlib
@@ -27,6 +28,7 @@ import sys
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from pe import UserError, check_name, need
@@ -36,8 +38,10 @@ PARTS = ('train', 'val', 'test')
 
 
 class Task:
-    """Base of all tasks. A subclass defines problems(n, length, draw) -> (tokens, targets)."""
+    """Base of all tasks. A subclass defines vocab, and problems(n, length, draw) -> (tokens,
+    targets); draw is a Draw, from which all random numbers come."""
     name = 'the task'      # the name given to make(), with its options
+    vocab = ()             # the texts of the tokens, '<pad>' first
     separator = ' '        # the string between two tokens in a text
     end = None             # the index of the token that ends an answer, or None
     min_length = 1
@@ -49,11 +53,18 @@ class Task:
     own_vocab = False      # True: the vocabulary is read from the data
 
     def sample(self, n, length, generator=None):
-        """Return (tokens, targets) [n, T] of n problems. Raise UserError if the length has none."""
+        """Return (tokens, targets) [n, T] of n problems. Raise UserError if the length has none, or
+        if problems() breaks a rule of check()."""
         known = f'{self.min_length} to {self.max_length}'.replace('to inf', 'and more')
         need(self.min_length <= length <= self.max_length, f'{self.name} has problems of lengths '
              f'{known}, not {length} (options train_lengths and eval_lengths)')
-        return self.problems(n, length, Draw(generator))    # None: the default generator
+        draw = Draw(generator)                  # None: the default generator
+        problems = self.problems(n, length, draw)
+        check(self, problems, n, draw.device)
+        return problems
+
+    def problems(self, n, length, draw):
+        raise UserError(f'{self.name}: define problems(n, length, draw) -> (tokens, targets)')
 
     def pool(self, n, length, generator):
         """Return the training problems of a length for one epoch: n new ones, or all fixed ones."""
@@ -72,9 +83,15 @@ class Task:
         """Return the number of training problems of these lengths, or None if unlimited."""
 
     def width(self, lengths):
-        """Return the number of tokens in the longest sequence; it depends on the length alone."""
-        ends = min(lengths), max(lengths)   # one of these has the longest sequences
-        return max(self.sample(1, n, torch.Generator())[0].shape[1] for n in ends)
+        """Return the number of tokens in the longest sequence; it depends on the length alone.
+        Raise UserError if problems differ although the generator is the same."""
+        widths = []
+        for n in {min(lengths), max(lengths)}:  # one of these has the longest sequences
+            tokens, again = (self.sample(8, n, torch.Generator())[0] for _ in range(2))
+            need(torch.equal(tokens, again), f'{self.name}: problems() must take all its random '
+                 'numbers from draw, so that a seed gives the same problems again')
+            widths.append(tokens.shape[1])
+        return max(widths)
 
     def decode(self, row):
         """Return the text of a row of token indices, without padding."""
@@ -90,11 +107,40 @@ class Task:
         return torch.tensor([index[word] for word in words], dtype=torch.int64)
 
 
+def check(task, problems, n, device):
+    """Raise UserError, which names the task and the rule, unless its attributes and the n problems
+    that problems() returned are as the top of this file says."""
+    def rule(condition, says):
+        need(condition, f'{task.name}: {says}')
+
+    words = task.vocab if isinstance(task.vocab, (list, tuple)) else []
+    V = len({word for word in words if isinstance(word, str)})
+    rule(words and V == len(words) and words[0] == '<pad>',
+         "vocab must be a list of different strings, the first of them '<pad>'")
+    rule(task.end is None or task.end in range(1, V),
+         f'end must be None or the index of a token in vocab, got {task.end!r}')
+    rule(isinstance(problems, (tuple, list)) and [*map(torch.is_tensor, problems)] == [True, True],
+         'problems() must return two tensors, (tokens, targets), with rows padded to one width')
+    tokens, targets = problems
+    found = [f'{x.dtype} {[*x.shape]} on {x.device.type}' for x in problems]
+    right = f'{torch.int64} {[n, *tokens.shape[-1:]]} on {device.type}'
+    rule(tokens.numel() and found == [right, right],
+         f'tokens and targets [n={n}, T] must be {right}; got {found[0]} and {found[1]}')
+    least, most = (x.item() for x in tokens.aminmax())
+    rule(0 <= least and most < V,
+         f'tokens must be 0 to {V - 1}, the indices of vocab; got {least} to {most}')
+    after = F.pad(tokens[:, 1:], (0, 1), value=PAD)         # [n, T], the next tokens
+    rule(not ((tokens == PAD) & (after != PAD)).any(),
+         'token 0 is padding, which may only follow all other tokens of a row')
+    rule(((targets == -100) | (targets == after) & (after != PAD)).all(), 'targets[:, t] must be '
+         'the next token, tokens[:, t + 1], or -100 (no loss), as at the end and before padding')
+
+
 class Draw:
     """Random numbers from one generator, on its device."""
     def __init__(self, generator):
         self.g = generator
-        self.device = generator.device if generator else 'cpu'
+        self.device = generator.device if generator else torch.device('cpu')
 
     def integers(self, high, *shape):
         """Integers uniform on 0..high-1; high: an int, or a tensor that broadcasts to shape."""
@@ -120,6 +166,8 @@ def supervise(tokens, start):
 def compose(prompt, answer):
     """Return (tokens, targets) [n, T] of prompts with answers, which are supervised. Both are lists
     of tokens: ints, the same in all rows, or tensors [n, k]. Padding moves to the end of a row."""
+    shapes = [[*part.shape] for part in [*prompt, *answer] if torch.is_tensor(part)]
+    need(all(len(x) == 2 for x in shapes), f'compose() takes ints and tensors [n, k], got {shapes}')
     one = next(filter(torch.is_tensor, prompt))[:, :1]      # [n, 1]
     columns = [part if torch.is_tensor(part) else torch.full_like(one, part)
                for part in [*prompt, *answer]]              # an int becomes a column
@@ -155,6 +203,7 @@ class Iterative(Task):
 
     def problems(self, n, length, draw):
         x, s = self.inputs_and_states(n, length, draw)  # [n, L], [n, m], indices of symbols
+        need(s.min() >= 0, f'{self.name}: states must be 0 and more, got {s.min()}')
         s = s if self.steps else s[:, -1:]              # [n, 1] without steps
         return compose([BOS, x + 4, EOI], [s + 4, EOS])  # symbol 0 is token 4
 
@@ -566,6 +615,8 @@ class Pairs(Task):
             rows.setdefault((part, length), []).append(self.encode(text))           # [t]
         for key, group in rows.items():
             tokens = pad_sequence(group, batch_first=True, padding_value=PAD)       # [n, T]
+            need((tokens == EOI).any(dim=1).all(),
+                 f'{self.name}: every text must contain {self.marks[0]}, which ends its command')
             mark = (tokens == EOI).long().argmax(dim=1, keepdim=True)               # [n, 1]
             rows[key] = tokens, supervise(tokens, mark + 1)     # the answer follows its mark
         return rows
@@ -1014,6 +1065,10 @@ TASKS = {'copy': Copy(), 'parity': Parity(), 'polynomial': Polynomial(),
          'cfq': CFQ(), 'text': Text(), 'tokens': Tokens(),
          'openwebtext': GPT2(), 'jsb': JSB(), 'maestro': MIDI(), 'genome': Genome()}
 
+# the type of an option's default: (pattern of its values, what they are)
+OPTIONS = {bool: ('[01]', '0 or 1'), int: ('[0-9]{1,6}', 'an integer below 10^6'),
+           float: (r'[0-9]*\.?[0-9]+', 'a number, as in 0.5'), str: ('.*', 'a text')}
+
 
 @functools.cache
 def make(name, data=''):
@@ -1021,18 +1076,21 @@ def make(name, data=''):
     path for a task that reads files. Raise UserError if a name or option is unknown."""
     base, *options = name.split(':')
     check_name('task', base, TASKS)
+    need(isinstance(TASKS[base], Task), f'TASKS[{base!r}] must be an instance of a subclass of '
+         f'tasks.Task, as in Parity(); got {TASKS[base]!r}')
     task = copy.copy(TASKS[base])   # so that the registered task does not change
     need(data or not task.needs, f'{base} reads files: add --data=PATH, the path of {task.needs}')
     need(task.needs or not data, f'{base} reads no files: remove --data={data}')
     takes, given = inspect.signature(type(task)).parameters, {}
     for option in options:
-        key, _, value = option.partition('=')   # value: text, an integer, or 0 or 1 for a bool
+        key, _, value = option.partition('=')
         need(key in takes, f'{key!r} is not an option of {base}, whose options are: '
              f'{options_of(task) or "none"}')
         kind = type(takes[key].default)
-        need(kind is not bool or value in ('0', '1'), f'{key} must be 0 or 1, got {value!r}')
-        need(kind is not int or value.isdecimal(), f'{key} must be an integer, got {value!r}')
-        given[key] = value if kind is str else kind(int(value))
+        need(kind in OPTIONS, f'{base}: option {key} requires a default, as 1, 0.5 or True')
+        pattern, what = OPTIONS[kind]
+        need(re.fullmatch(pattern, value), f'{key} must be {what}, got {value!r}')
+        given[key] = value if kind is str else kind(float(value))
     if given:
         task = type(task)(**given)
     task.name, task.data = name, data or task.data  # stdlib has a default path
@@ -1063,15 +1121,16 @@ def main(argv):
     args = parser.parse_args(argv)
     if not args.name:
         for name, task in TASKS.items():
-            print(f'{name:18} {inspect.getdoc(task).splitlines()[0]}')
+            print(f'{name:18} {(inspect.getdoc(task) or "no docstring").splitlines()[0]}')
         return print('\npython tasks.py NAME [LENGTH] [--data=PATH] prints examples')
-    task = make(args.name, args.data)
+    task = make(args.name, os.path.expanduser(args.data))
     usual = 64 if task.corpus else max(5, task.min_length)
     length = usual if args.length is None else args.length
     tokens, targets = task.sample(5, length)    # unseeded: different every time
-    print(inspect.getdoc(task).partition('>>>')[0].strip())
+    width = task.width([length])                # raises if a seed gives other problems
+    print((inspect.getdoc(task) or 'no docstring').partition('>>>')[0].strip())
     print('options:', options_of(task) or 'none')
-    print(f'\nvocabulary of {len(task.vocab)}; length {length}, {tokens.shape[1]} tokens\n')
+    print(f'\nvocabulary of {len(task.vocab)}; length {length}, {width} tokens\n')
     for row, target in zip(tokens, targets):
         answer = 'all but the first token' if task.corpus else task.decode(target[target != -100])
         print(f'{task.decode(row)}\n    to predict: {answer}')

@@ -105,8 +105,8 @@ class Config(ModelConfig, Running):
              'accumulate, times 2 per process of torchrun')
         for key in 'train_lengths', 'eval_lengths':
             lengths = getattr(self, key)
-            need(lengths and all(type(x) is int for x in lengths),
-                 f'{key} must be integers, as in 1-16 or 1,2,4; got {lengths[:99]}')
+            need(lengths and all(type(x) is int and x < 10 ** 9 for x in lengths),
+                 f'{key} must be integers below 10^9, as in 1-16 or 1,2,4; got {lengths[:99]}')
             setattr(self, key, sorted(set(lengths)))
         stages = self.length_schedule
         pairs = all(isinstance(x, (list, tuple)) and [*map(type, x)] == [int, int] for x in stages)
@@ -142,8 +142,8 @@ NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', '
 # options that --eval_only may change beside FREE: the encoding, its options and the problems
 EVALUATED = {*encodings.OPTIONS, 'pe', 'rope_base', 'rope_heads', 'task'}
 TEXTS = 'out_dir', 'results', 'data', 'init_from'          # a comma in these makes no sweep
-KINDS = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0', float: 'a number >= 0',
-         bool: 'True or False', str: 'text'}
+KINDS = {list: 'a list (1-16 or [(0, 5)])', int: 'an integer >= 0 (a size: below 10^9)',
+         float: 'a number >= 0', bool: 'True or False', str: 'text'}
 
 
 def make_config(values):
@@ -159,9 +159,9 @@ def make_config(values):
         need(getattr(cfg, key), f'{cfg.task} has no problems of these {key}')
     for start, _ in cfg.length_schedule or [(0, None)]:
         pool_at(cfg, start)                                # raises if the pool is too small
-    cfg.vocab_size = len(task.vocab)                       # V, padding included
-    cfg.train_len = task.width(cfg.train_lengths)          # in tokens
+    cfg.train_len = task.width(cfg.train_lengths)          # in tokens; raises if the task is wrong
     cfg.eval_len = task.width(cfg.eval_lengths)
+    cfg.vocab_size = len(task.vocab)                       # V, padding included
     cfg.first_len = values.get('first_len', 0)
     if cfg.init_from and not cfg.first_len:                # not yet read
         begun = read_checkpoint(cfg.parent)['config']
@@ -203,7 +203,8 @@ def parse_list(text):
     if text.startswith('['):
         return ast.literal_eval(text)                      # accepts only literals, runs no code
     ends = [[int(x) for x in part.split('-')] for part in text.split(',')]     # [5] or [1, 16]
-    return [x for span in ends for x in range(span[0], span[-1] + 1)[:10 ** 6]]
+    need(all(span[-1] - span[0] < 10 ** 5 for span in ends), 'a range is too long')
+    return [x for span in ends for x in range(span[0], span[-1] + 1)]
 
 
 def convert(cls, key, value, where):
@@ -215,6 +216,7 @@ def convert(cls, key, value, where):
     check_name(f'option in {where}:', key, keys(cls))
     kind, default, found = keys(cls)[key].type, defaults(cls)[key], value
     if isinstance(value, str):
+        found = os.path.expanduser(value)                  # of --data=~/x, which shells leave
         with contextlib.suppress(SyntaxError, ValueError, TypeError):      # an invalid text stays
             if kind is list or key == 'seed':              # a range is allowed for seeds, too
                 found = parse_list(value)
@@ -229,7 +231,8 @@ def convert(cls, key, value, where):
         found = found[0] if kind is not list and len(found) == 1 else found
     fits = type(found) is kind or found in get_args(kind)  # the choices of a Literal
     if kind in (int, float):                               # max_steps=1e4 and lr=1 are valid
-        fits = type(found) in (int, float) and 0 <= found < math.inf and kind(found) == found
+        limit = 10 ** 9 if kind is int and key != 'seed' else math.inf
+        fits = type(found) in (int, float) and 0 <= found < limit and kind(found) == found
         found = kind(found) if fits else found
     what = KINDS.get(kind) or 'one of ' + ', '.join(get_args(kind))
     got = 'no value' if value is True else repr(found)     # the flag alone means True
@@ -251,13 +254,13 @@ def read_file(path, values):
     """Return `values` updated with a config file's assignments, which may use earlier values."""
     names = dict(values)
     try:
-        with open(path, encoding='utf-8') as f:
+        with open(path, encoding='utf-8-sig') as f:        # Windows may begin it with a mark
             exec(compile(f.read(), path, 'exec'), names)
-    except Exception as error:                             # whatever its lines raise
+    except (Exception, SystemExit) as error:               # whatever its lines raise
         raise UserError(f'config file {path}: {type(error).__name__}: {error}') from None
     where = f'{path} (helpers begin with _)'
     return {key: convert(Config, key, x, where) for key, x in names.items()
-            if not (key.startswith('_') or inspect.ismodule(x) or callable(x))}
+            if key in values or not (key.startswith('_') or inspect.ismodule(x) or callable(x))}
 
 
 def swept(values):
@@ -288,7 +291,6 @@ def read_options(argv):
             names = ['from', slug(os.path.basename(values['init_from'])), *names[1:]]
         names += [key for key in swept(values) if key not in ('task', 'pe')]
         values['out_dir'] = 'out/' + ('_'.join(names) or 'sweep')
-    values['out_dir'] = os.path.expanduser(values['out_dir'])
     if values['eval_only']:
         need(not swept(values) and not paths, '--eval_only takes one trained run and no config '
              'file: --out_dir=RUN')
@@ -381,8 +383,6 @@ class Batches:
         T = max(x.shape[1] for x, _ in problems)           # problems: [([n, t], [n, t])]
         tokens = torch.cat([F.pad(x, (0, T - x.shape[1]), value=tasks.PAD) for x, _ in problems])
         targets = torch.cat([F.pad(y, (0, T - y.shape[1]), value=-100) for _, y in problems])
-        need(tokens.max() < cfg.vocab_size, f'{type(cfg.the_task).__name__} returned token '
-             f'{tokens.max()}, but its vocabulary has {cfg.vocab_size} tokens')
         widths, rows = (tokens != tasks.PAD).sum(dim=1).sort(stable=True)      # (N,), N >= steps B
         half = B // 2                                      # rows of a batch from the narrower part
         cut = len(rows) * half // B                        # 0 if a batch has one row
@@ -662,9 +662,11 @@ def write_file(path, data):
 
 def append_line(path, entry):
     """Add a line of JSON to a file."""
-    if not RANK:
-        with open(path, 'a') as f:
+    try:
+        with open(os.devnull if RANK else path, 'a') as f:
             f.write(json.dumps(entry, separators=(',', ':')) + '\n')
+    except OSError as error:                               # the disk is full
+        raise UserError(f'cannot write {path}: {error.strerror}') from None
 
 
 def save(cfg, checkpoint):
@@ -821,11 +823,9 @@ def show(cfg, groups):
     corpus, lengths, rows = cfg.the_task.corpus, cfg.eval_lengths, []
     metrics = LABELS if cfg.greedy else ('exact', 'token', 'last')
     for label, by_seed in groups.items():
-        first, *others = by_seed.values()
-        scores = {}                                        # means over seeds
-        for n, row in first.items():
-            scores[n] = {key: (x + sum(run[n][key] for run in others)) / len(by_seed)
-                         for key, x in row.items()}
+        runs = list(by_seed.values())
+        scores = {n: {key: sum(run[n][key] for run in runs) / len(runs) for key in row}
+                  for n, row in runs[0].items()}           # means over seeds
         if corpus or label:
             rows.append((label or 'perplexity', scores, 'exact'))
         else:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from train import UserError, check_name, need, run_program  # noqa: E402
+from train import check_name, need, run_program  # noqa: E402
 
 GRADERS = ('exercises/test_graders.py', 'test_all.py')
 
@@ -122,6 +122,7 @@ def main(argv):
         print(__doc__ if name else '\n'.join(titles))
         return 0
     check_name('exercise', name, EXERCISES)
+    need(flag in ('', '--check', '--show-diff'), f'unknown flag {flag}: use --check or --show-diff')
     folder, copied = ROOT / 'out/exercises' / name, not (ROOT / 'exercises/TEACHING.md').exists()
     need(flag == '--check' or not copied, 'this is a copy: run this in the original repository')
     need(not flag or copied or folder.exists(), f'first run: python exercises/blank.py {name}')
@@ -133,15 +134,13 @@ def main(argv):
         for path in sorted({*EXERCISES[name].blanks, 'pe.py'}):
             both = [(root / path).read_text().splitlines() for root in (ROOT, folder)]
             print('\n'.join(difflib.unified_diff(*both, f'original/{path}', path, lineterm='')))
-    elif flag == '--check':
+    else:
         # prints a line for each test, the errors, and the output of passing tests; if a test takes
         # 2 minutes, as in an endless loop, it prints the line reached and stops
         return subprocess.call([sys.executable, '-m', 'pytest', '-v', '--tb=line', '-rsP', '-p',
                                 'no:cacheprovider', '-o', 'faulthandler_timeout=120', '-o',
                                 'faulthandler_exit_on_timeout=true', *graders(name)],
                                cwd=folder if folder.exists() else ROOT)
-    else:
-        raise UserError(f'unknown flag {flag}: use --check or --show-diff')
     return 0
 
 

@@ -35,7 +35,7 @@ PAGE = ROOT / 'results/README.md'
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
-from train import as_typed, check_name, parse_list  # noqa: E402
+from train import UserError, as_typed, check_name, need, parse_list  # noqa: E402
 
 DEFAULTS = {key: as_typed(value) if isinstance(value, list) else value
             for key, value in train.defaults(train.Config).items()} | {'trained_with': None}
@@ -84,9 +84,14 @@ class Run:
 
 
 def read_lines(path):
-    """The JSON in each line of a file; [] if there is no such file."""
-    path = Path(ROOT, path)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """[('FILE, line N', its JSON)] of the lines of a file; [] if there is no such file."""
+    path, found = Path(ROOT, path), []
+    for n, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        try:
+            found.append((f'{path}, line {n}', json.loads(line)))
+        except ValueError:                                 # cut off, or two lines in one
+            raise UserError(f'{path}, line {n} is damaged: repair or delete it') from None
+    return found
 
 
 def key_of(options, *free):
@@ -99,23 +104,26 @@ def read_runs(*paths):
     """{set: [Run]} of files, by default results/*.jsonl. The first folder below out/ names the set.
     Repeated scores of a seed count once; other scores of the same seed begin another Run."""
     sets = {}
-    for record in itertools.chain(*map(read_lines, paths or sorted(ROOT.glob('results/*.jsonl')))):
+    paths = paths or sorted(ROOT.glob('results/*.jsonl'))
+    for place, record in itertools.chain(*map(read_lines, paths)):
         if 'scores' not in record:                         # of a probe, or of speed
             continue
-        config, seeds = record['config'], record['scores']
+        config, seeds, lengths = record['config'], record['scores'], parse_list(record['lengths'])
         if 'seed' in config:
             seeds = {config.pop('seed'): seeds}
         else:                                              # an older record
             seeds = {n: seeds.get(str(n), {}) for n in parse_list(config.pop('seeds', '0'))}
             for x in filter(None, seeds.values()):         # it omits metrics that equal exact
                 x |= {'token': x['exact'], 'last': x['exact']} | x
+        need(all(len(x) == len(lengths) for scores in seeds.values() for x in scores.values()),
+             f'{place} requires {len(lengths)} scores, one per length: repair or delete it')
         options = DEFAULTS | config | {'trained_with': record.get('trained_with')}
         name = re.sub('^(.*/)?out/', '', options['out_dir']).partition('/')[0]
         key, runs = record['lengths'] + key_of(options), sets.setdefault(name, [])
         known = [run for run in runs if run.key == key and all(    # seeds of both have equal scores
             run.seeds.get(seed, x).get('token') == x.get('token') for seed, x in seeds.items())]
         if not known:
-            sizes = dict.fromkeys(parse_list(record['lengths']), options['n_test'])
+            sizes = dict.fromkeys(lengths, options['n_test'])
             known = [Run(key, options, parse_list(options['train_lengths']), sizes, {})]
             runs += known
         run = known[0]
@@ -193,7 +201,7 @@ def run_train(folder, *flags):
     command = [sys.executable, 'train.py', *flags, f'--out_dir={folder}', '--overwrite']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     says = (done.stderr.splitlines() or ['stopped'])[-1]
-    train.need(done.returncode == 0 or ' diverged: ' in says, f'{folder}: {says}')
+    need(done.returncode == 0 or ' diverged: ' in says, f'{folder}: {says}')
 
 
 def best_rate(minutes, row, column):
@@ -205,7 +213,7 @@ def best_rate(minutes, row, column):
 
     def merit(rate):
         logs = [f'{folder}_lr/seed={seed},lr={float(rate)}/log.jsonl' for seed in (5, 6)]
-        ends = [x['eval'] for log in logs for x in read_lines(log) if 'eval' in x]
+        ends = [x['eval'] for log in logs for _, x in read_lines(log) if 'eval' in x]
         scores = [(-x.get('loss', 0), x['exact'], x['token']) for end in ends for x in end.values()]
         return len(ends), *map(statistics.mean, zip(*scores))          # (0,) if both diverged
     return max(RATES.split(','), key=merit)                # the first if several are equal
@@ -233,7 +241,7 @@ def board(options, training=True):
         check_name('task of the board', column, COLUMNS)
         check_name('encoding', row.split('+')[0], train.encodings.ENCODINGS)
     known, runs = recorded(), {}
-    for cell in tqdm(cells, unit='cell', disable=not training):
+    for cell in tqdm(cells, unit='cell', disable=None if training else True):
         for times in TIMES:
             folder, flags = plan(options.minutes, *cell, times)
             key, run = key_of(train.parse(train.Config, flags)[0], 'n_test', 'lr'), runs.get(cell)
@@ -264,10 +272,12 @@ def board_cell(run, further):
 
 
 def board_table(runs):
-    """Return a Markdown table of {(row, column): Run}, which results/README.md explains."""
+    """Return a Markdown table of {(row, column): Run}, as in results/README.md; your rows are bold,
+    those with a run that is not in results/board.jsonl."""
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*runs))
-    published = {record['config']['pe'] for record in read_lines('results/board.jsonl')}
-    names = [row if row in published else f'**{row}**' for row in rows]
+    published = [run for some in read_runs('results/board.jsonl').values() for run in some]
+    own = {row for (row, _), run in runs.items() if run not in published}
+    names = [f'**{row}**' if row in own else row for row in rows]
     last = ['floor'] * (columns != ['stdlib'])             # a text has none
     lines = [[name] for name in ('encoding', '---', *names, *last)]
     for column in columns:
@@ -350,11 +360,11 @@ def main(argv):
             draw(runs, options.figure)
         print(board_table(runs))
     else:
-        train.need(what in sets, f'unknown set {what!r}; python results/tables.py lists them')
+        need(what in sets, f'unknown set {what!r}; python results/tables.py lists them')
         if removed := {key for run in sets[what] for key in run.options} - DEFAULTS.keys():
             print('options that have been removed: ' + ', '.join(sorted(removed)))
         print('\n'.join(listing(sets[what], options.metric, options.length)))
 
 
 if __name__ == '__main__':
-    train.run_program(main, json.JSONDecodeError, ImportError)      # no matplotlib
+    train.run_program(main, ImportError)                   # no matplotlib
