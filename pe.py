@@ -300,11 +300,15 @@ def kernels(required=True):
     """Return the module kernels.py, which is imported only here, when it is needed. With
     required=False, return None if kernels.py or Triton is missing."""
     try:
-        import kernels
-    except ModuleNotFoundError:
-        need(not required, "kernel='triton' requires kernels.py beside pe.py: copy it there")
-        return None
-    return kernels if required or kernels.triton else None
+        if __package__:
+            from . import kernels
+        else:
+            import kernels
+        ours = hasattr(kernels, 'cursor_scan')              # another package has this name, too
+    except ImportError:
+        ours = False
+    need(ours or not required, "kernel='triton' requires kernels.py beside pe.py: copy it there")
+    return kernels if ours and (required or kernels.triton) else None
 
 
 def options_of(cls):
@@ -359,7 +363,8 @@ def exactly(x):
 
 def readable(x):
     """Whether Python may branch on the values of a tensor: it need not wait for a GPU or trace."""
-    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
+    plain = type(x) is torch.Tensor                 # not a FakeTensor
+    return plain and x.device.type == 'cpu' and not torch.compiler.is_compiling()
 
 
 def causal(like, itself=True):
@@ -389,14 +394,16 @@ def sinusoids(pos, width, base, like):
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
-def rotate(x, angle, pairs='adjacent'):
+def rotate(x, angle, half=0):
     """Rotate the feature pairs z_c of x [.., T, D] by angle [.., T, D/2], to z_c e^(i angle_c).
-    z_c = x_2c + i x_(2c+1) if pairs='adjacent', x_c + i x_(c+D/2) if 'half'. Same shape, dtype."""
+    z_c = x_2c + i x_(2c+1), or x_c + i x_(c+n) for the first n pairs if half=n. Same shape."""
     wide, turn = x.to(angle.dtype), torch.polar(torch.ones_like(angle), angle)
-    if pairs == 'half':
-        z = torch.complex(*wide.chunk(2, dim=-1)) * turn            # (B, H, T, D/2)
-        return torch.cat([z.real, z.imag], dim=-1).to(x.dtype)
-    wide = wide if wide.stride(-1) == 1 else wide.contiguous()      # view_as_complex requires it
+    if half:
+        z = torch.complex(wide[..., :half], wide[..., half:2 * half]) * turn[..., :half]
+        return torch.cat([z.real, z.imag, wide[..., 2 * half:]], dim=-1).to(x.dtype)
+    if torch.compiler.is_compiling() or wide.stride(-1) != 1 or any(    # no view as pairs
+            n % 2 for n in (*wide.stride()[:-1], wide.storage_offset())):
+        wide = wide.contiguous()
     z = torch.view_as_complex(wide.unflatten(-1, (x.shape[-1] // 2, 2))) * turn
     return torch.view_as_real(z).flatten(-2).to(x.dtype)
 
@@ -468,7 +475,12 @@ class Learned(Encoding):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = nn.Parameter(torch.randn(self.max_len, cfg.d_model) * 0.02)
+        need(cfg.train_len <= self.max_len, f'max_len={self.max_len} is shorter than a training '
+             f'sequence: it must be at least {cfg.train_len}')
+        self.make_table(torch.randn(self.max_len, cfg.d_model))
+
+    def make_table(self, draw):
+        self.table = nn.Parameter(draw * 0.02)
 
     def embed(self, x, pos):
         check_positions(pos, *x.shape[:2])
@@ -479,9 +491,8 @@ class Learned(Encoding):
 class Random(Learned):
     """A random vector per position (the Toeplitz study's "random"): x_t += P[min(t, max_len - 1)].
     Our choices: P is fixed, with entries from N(0, 1/2), so that norms match those of sinusoids."""
-    def __init__(self, cfg):
-        Encoding.__init__(self, cfg)                # without the learned table
-        self.register_buffer('table', torch.randn(self.max_len, cfg.d_model) * 0.5 ** 0.5)
+    def make_table(self, draw):
+        self.register_buffer('table', draw * 0.5 ** 0.5)
 
 
 # ---- queries and keys ----------------------------------------------------------------------------
@@ -490,13 +501,13 @@ class RoPE(Encoding):
     """Rotary embedding (Su et al. 2021; PoPE eq. 1): logit_ts = q_t^T R_(s-t) k_s / sqrt(d),
     R_m rotating pair c by m theta_c, theta_c = base^(-2c/d). No parameters; d must be even.
 
-    Pair c: the features (2c, 2c + 1), or (c, c + d/2) as in Llama, GPT-NeoX and transformers. With
-    the other pairs, a trained model's weights give wrong logits."""
+    Pair c: the features (2c, 2c + 1), or (c, c + n) as in Llama, GPT-NeoX and transformers, with n
+    rotated pairs. With the other pairs, a trained model's weights give wrong logits."""
     shift_invariant = needs_pairs = True
     # p: rotate the ceil(p d/2) fastest pairs (Barbero et al. 2024), which keep their frequencies.
     # GPT-NeoX's partial rotary has base^(-2c/(p d)) instead: the same with rope_base = base^(1/p)
     rope_fraction: float = 1.0
-    # pair c: features 2c and 2c + 1 (adjacent) | c and c + d/2 (half), as in a Llama's weights
+    # pair c: features 2c and 2c + 1 (adjacent) | c and c + ceil(p d/2) (half), as in a Llama
     rope_pairs: Literal['adjacent', 'half'] = 'adjacent'
     rope_skip: int = 0             # k: every k-th layer is without RoPE (SmolLM3, Llama 4); 0: none
 
@@ -512,8 +523,11 @@ class RoPE(Encoding):
 
     def qk(self, q, k, at):
         theta = self.theta(q, at.state)
-        return [rotate(x, pos[..., None] * theta, self.rope_pairs)
-                for x, pos in ((q, at.t), (k, at.s))]
+        half = self.half(len(theta))
+        return [rotate(x, pos[..., None] * theta, half) for x, pos in ((q, at.t), (k, at.s))]
+
+    def half(self, pairs):                          # number of rotated pairs, or 0 if adjacent
+        return math.ceil(self.rope_fraction * pairs) if self.rope_pairs == 'half' else 0
 
 
 class LatentRoPE(RoPE):
@@ -1098,8 +1112,8 @@ class PRISM(Encoding):
             self.cursors = Cursors(cfg, end - cfg.layer)    # up to the next PRISM layer
 
     def state(self, x, pos, total_len=None):
-        need(x is not None, 'prism requires a state: pass state=encodings[0].state(x, pos), with x '
-             '[B, T, C] the token embeddings')
+        need(x is not None and self.layer == 0, 'prism requires a state: pass '
+             'state=encodings[0].state(x, pos), with x [B, T, C] the token embeddings')
         return self.cursors(x, pos)
 
     def restate(self, x, pos, state):
@@ -1109,7 +1123,10 @@ class PRISM(Encoding):
         return self.cursors.gates.penalty() if self.layer == 0 else 0.0
 
     def qk(self, q, k, at):
-        g_q, g_k = at.state[:, self.layer, ..., :k.shape[2], :]         # (B, H, T, branches d_pe)
+        if at.state.shape[-2] != k.shape[2]:
+            raise UserError('prism requires the state of the cached tokens: a slice of the state '
+                            f'of all, state[..., start:end, :], of length {k.shape[2]}')
+        g_q, g_k = at.state[:, self.layer]                              # (B, H, T, branches d_pe)
         g_q = g_q[..., k.shape[2] - q.shape[2]:, :]                     # (B, H, Tq, branches d_pe)
         mu = torch.sigmoid(self.m)                                      # (H, 1, 1)
         weight = (1 - mu) * self.factor * self.alpha.abs()              # (H, 1, branches)
@@ -1154,6 +1171,7 @@ class Sum(Encoding):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE
             need(len(group) < 2, f'{names} cannot be added: {why}')
 
+        at_most_one([p for p in parts if isinstance(p, RoPE)], 'each rotates q and k')
         changing = [p for p in parts if changed(p, 'qk')]
         at_most_one([p for p in changing if p.order == 1], 'each appends features to q and k')
         if any(isinstance(p, PoPE) for p in parts):
@@ -1163,6 +1181,8 @@ class Sum(Encoding):
         at_most_one(softmax, 'each replaces the softmax')
         at_most_one([p for p in parts if p.mean_distance or p in softmax],
                     'the mean distance requires weights that sum to 1, and may be taken once')
+        for part in parts:
+            at_most_one([p for p in parts if type(p) is type(part)], 'each does the same')
         for p in softmax:                               # the only one, or none
             self.weigh = p.weigh
 

@@ -562,8 +562,10 @@ def rotating(enc):
 
 def pairs_of(x, rope):
     """The feature pairs of x [.., D] as complex numbers [.., D/2], as in pe.rotate()."""
-    if rope.rope_pairs == 'half':
-        return torch.complex(*x.chunk(2, dim=-1))
+    if n := rope.half(x.shape[-1] // 2):
+        x, rest = x[..., :2 * n], x[..., 2 * n:]  # n rotated pairs, and others in any order
+        both = zip(x.chunk(2, dim=-1), rest.chunk(2, dim=-1))
+        return torch.complex(*(torch.cat(parts, dim=-1) for parts in both))
     return torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
 
 
