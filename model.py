@@ -208,15 +208,20 @@ def check(cfg):
             calls = traceback.extract_tb(error.__traceback__)
             call = [x for x in calls if x.name in (*encodings.HOOKS, '__init__')] or calls
             hint = ('. at.distance is [1, Tq, T]; write a parameter m [H] as m[:, None, None]'
-                    if call[-1].name == 'bias' else '; see the comments in pe.Encoding')
+                    if call[-1].name == 'bias' and 'must match' in str(error) else
+                    '; see the comments in pe.Encoding')
             raise UserError(f'{call[-1].name}() of {cfg.pe}, line {call[-1].lineno}: '
-                            f'{" ".join(str(error).split())}{hint}') from error
+                            f'{type(error).__name__}: {" ".join(str(error).split())}{hint}'
+                            ) from error
 
 
 def try_hooks(cfg):
-    """Call every hook of the first layer and compare shapes with those that pe.Encoding states."""
+    """Call every hook of the first layer: it returns the shape that pe.Encoding states, keeps its
+    inputs, and its outputs are finite and do not depend on later tokens."""
     enc = encodings.build(cfg)[0].eval()
     enc = enc.parts[0] if isinstance(enc, encodings.SomeHeads) else enc
+    need(encodings.hooks_of(cfg.pe) or 'nope' in cfg.pe, f'{cfg.pe} overrides none of the hooks '
+         + ', '.join(encodings.HOOKS))
     B, H, D, T = 2, enc.cfg.heads, cfg.head_dim, 5 + (enc.cfg.heads == 5)   # B, H, T differ
     inputs = dict(x=torch.randn(B, T, cfg.d_model), q=torch.randn(B, H, T, D),
                   k=torch.randn(B, H, T, D), v=torch.randn(B, H, T, D), pos=torch.arange(T))
@@ -236,9 +241,23 @@ def try_hooks(cfg):
     for z in pair:
         expect('qk', z, B, H, T, 'any')
     need(pair[0].shape == pair[1].shape, f'qk() of {cfg.pe} must return q and k of one width')
+    need(enc.bias(at) is not None or not encodings.changed(enc, 'bias'),
+         f'bias() of {cfg.pe} returns nothing')
     expect('value', enc.value(v, at), B, H, T, 'any')
     expect('weigh', enc.weigh(enc.logits(q, k, pos, state, x)), B, H, T, T)
-    expect('out', enc.attend(q, k, v, pos, state, x), B, H, T, enc.out_dim)     # self.out_dim
+    y = enc.attend(q, k, v, pos, state, x)
+    expect('out', y, B, H, T, enc.out_dim)                      # enc.out_dim says its last size
     for name, z in zip(inputs, (x, q, k, v, pos)):
         need(torch.equal(z, inputs[name]), f'{cfg.pe} changes its input {name} in place: write '
              'x = x + p instead of x += p')
+    need(y.isfinite().all(), f'attention with {cfg.pe} is NaN or infinite (masked logits are -inf)')
+    for name, z in vars(enc).items():
+        need(not isinstance(z, torch.Tensor), f'{name} of {cfg.pe} would not be saved: use '
+             f'nn.Parameter, or self.register_buffer({name!r}, ...)')
+    if cfg.causal:
+        for z in (q, k, v):
+            z[:, :, -1] += 1
+        x[:, -1] += torch.randn_like(x[:, -1])                  # norms would cancel a constant
+        later = enc.attend(q, k, v, pos, enc.state(x, pos, None), x)
+        need(torch.allclose(y[:, :, :-1], later[:, :, :-1], rtol=1e-4, atol=1e-5),
+             f'outputs of {cfg.pe} change with a later token, or from call to call')

@@ -224,7 +224,10 @@ class Encoding(nn.Module):
         if bias.dim() not in (2, 3, 4) or any(n not in some for n, some in zip(bias.shape, sizes)):
             raise UserError(f'bias() of {type(self).__name__} must broadcast to [B, H, Tq, T] = '
                             f'{[B, H, Tq, T]}, got {list(bias.shape)}')
-        return bias[..., -Tq:, :]
+        if not bias.is_floating_point():
+            raise UserError(f'bias() of {type(self).__name__} must not be {bias.dtype}: '
+                            'use at.distance.float(), or torch.where(visible, 0.0, -math.inf)')
+        return bias[..., -Tq:, :].expand(*bias.shape[:-2], Tq, T)
 
     def mask(self, like):
         """Return the mask [Tq, T] in the dtype of `like` [.., Tq, T]: 0, or -inf at masked keys."""
@@ -1166,6 +1169,7 @@ class Sum(Encoding):
         found = {p.triton for p in parts}       # one part is enough for the first two of these
         self.triton = next(x for x in ('unable', 'faster', 'no faster') if x in found)
         self.out_dim += sum(p.out_dim - p.cfg.head_dim for p in parts)      # each adds width
+        self.scale *= math.prod(p.scale / self.scale for p in parts)        # of one that changes it
 
         def at_most_one(group, why):
             names = ' and '.join(type(p).__name__ for p in group)           # PoPE and RoPE

@@ -544,8 +544,9 @@ def test_causal_and_right_at_other_positions(kw):
     model, tokens = make(**kw), torch.randint(11, (3, 150))
     logits = model(tokens)[0]
     for t in (1, 7, 19, 149):
-        close(model(tokens[:, :t], total_len=150)[0], logits[:, :t])
-    close(model(tokens[1:2])[0], logits[1:2])
+        close(model(tokens[:, :t], total_len=150)[0], logits[:, :t],
+              what=f'{t} tokens alone (later ones are visible, or something depends on T)')
+    close(model(tokens[1:2])[0], logits[1:2], what='a row alone (rows of a batch are mixed)')
 
     tokens = tokens[:1, :14].expand(3, -1)
     pos = torch.stack([torch.arange(14), torch.arange(14) + 7, torch.rand(14).cumsum(0)])
@@ -570,7 +571,7 @@ def test_an_encoder_sees_all_but_the_answer(kw):
     tokens = torch.randint(11, (3, 12))
     seen, place = model(tokens)[0], torch.arange(12)
     late, last = (tokens.where(place != t, (tokens + 1) % 11) for t in (10, 11))
-    assert not torch.isclose(model(late)[0][:, 0], seen[:, 0], rtol=0, atol=1e-12).all()
+    assert not torch.isclose(model(late)[0][:, 9], seen[:, 9], rtol=0, atol=1e-12).all()
     assert torch.equal(model(last)[0][:, :11], seen[:, :11])
     model.blocks[0].attn.tap_logits.register_forward_hook(lambda *_: None)
     close(model(tokens)[0], seen)  # the same if logits are stored
@@ -829,7 +830,14 @@ def test_vectors_are_those_of_the_code():
     ('bias(self, at): return torch.ones(4) * at.distance', r'write a parameter m \[H\] as m\[:,'),
     ('qk(self, q, k, at): return q[..., :4], k', 'q and k of one width'),
     ('weigh(self, logits): return logits.sum(dim=-1)', r'weigh\(\) of mine must return .* 5, 5\]'),
-    ('state(self, x, pos): return 1', 'takes 3 positional arguments but 4 were given')])
+    ('state(self, x, pos): return 1', 'takes 3 positional arguments but 4 were given'),
+    ('biases(self, at): return -at.distance', 'mine overrides none of the hooks embed, state'),
+    ('bias(self, at): -at.distance', r'bias\(\) of mine returns nothing'),
+    ('bias(self, at): return -at.distance', 'must not be torch.int64: use at.dist'),
+    ('bias(self, at): return at.distance < 4', 'must not be torch.bool'),
+    ('bias(self, at): return 1 / at.distance', 'is NaN or infinite'),
+    ('value(self, v, at): return v.roll(-1, dims=2)', 'change with a later token'),
+    ('value(self, v, at): self.seen = v; return v', 'seen of mine would not be saved')])
 def test_a_mistake_in_a_hook_is_one_clear_line(hook, says, monkeypatch):
     names = dict(pe=pe, torch=torch)
     exec(f'class Mine(pe.Encoding):\n    strength = 0.5\n    def {hook}', names)
@@ -837,6 +845,14 @@ def test_a_mistake_in_a_hook_is_one_clear_line(hook, says, monkeypatch):
     given = dict(pe='mine', d_model=32, n_head=4)
     refused(says, train.make_config, train.defaults(train.Config) | given)
     refused('Mine.strength is not an option until', train.main, ['--pe=mine', '--strength=1'])
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 10), (4, 1, 1), (10, 1), (2, 1, 1, 10)], ids=str)
+def test_a_bias_may_broadcast(shape):
+    """Fused attention is causal also with a bias that is equal for all queries or keys."""
+    enc, (q, k, v, pos) = encoding('nope', heads=4), qkv(4)
+    enc.bias = lambda at: at_random(*shape)
+    close(enc.attend(q, k, v, pos), enc.mix(enc.logits(q, k, pos).softmax(dim=-1), v, pos))
 
 
 # ---- model.py ------------------------------------------------------------------------------------

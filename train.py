@@ -136,6 +136,10 @@ class Config(ModelConfig, Running):
         return torch.float64 if self.dtype == 'float64' else torch.float32
 
 
+for cls in ModelConfig, Running, Config:
+    both = encodings.OPTIONS.keys() & cls.__annotations__.keys()
+    need(not both, f'rename the option {both} of an encoding: models or runs have it, too')
+
 # options that may change when a run resumes, and options that its record omits
 FREE = {f.name for f in fields(Running)} | {'kernel', 'data', 'eval_len'}
 NOT_RECORDED = FREE.union(Config.DERIVED) - {'out_dir', 'n_test', 'eval_only', 'accumulate', 'data'}
