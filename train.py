@@ -75,7 +75,7 @@ class Config(ModelConfig, Running):
     train_lengths: list = range(1, 17)  # problem lengths to train on, mixed within a batch
     length_schedule: list = ()     # [(0, 5), (400, 10)]: lengths <= 5 until step 400, then <= 10
     n_train: int = 0               # training problems per length, drawn once; 0: sampled online
-    init_from: str = ''            # begin with the weights of this run, and its options
+    init_from: str = ''            # begin with weights and options of this run; may have {seed}
     # optimization: AdamW, linear warm-up, decay
     seed: int = 0                  # of weights, problems and dropout; --seed=0-7 trains 8 models
     batch_size: int = 64           # sequences per step
@@ -734,9 +734,11 @@ def load_weights(model, checkpoint, folder):
         raise UserError(f'this model has other parameters than the run in {folder}') from None
 
 
-def check_task(cfg, saved, folder):
-    """Raise UserError if a run's configuration `saved` has another vocabulary than cfg."""
-    trained, task = tasks.make(saved['task'], saved['data']), cfg.the_task
+def check_run(cfg, checkpoint, folder):
+    """Raise UserError if a run diverged, or if it has another vocabulary than cfg."""
+    saved, task = checkpoint['config'], cfg.the_task
+    need('failed' not in checkpoint, f'the run in {folder} diverged: {checkpoint.get("failed")}')
+    trained = tasks.make(saved['task'], saved['data'])
     need(task.vocab == trained.vocab and type(task) is type(trained), f'the run in {folder} was '
          f'trained with task={trained.name}; {task.name} is another task or vocabulary')
 
@@ -745,7 +747,7 @@ def inherited(cfg):
     """{name: weight} of the run cfg.parent for a model of cfg, and the names that only one of the
     two models has. UserError if these are not of an encoding, or if the task is another one."""
     checkpoint = read_checkpoint(cfg.parent)
-    check_task(cfg, checkpoint['config'], cfg.parent)
+    check_run(cfg, checkpoint, cfg.parent)
     with torch.device('meta'):
         new = Transformer(cfg).state_dict()
     old = checkpoint['model']
@@ -965,9 +967,8 @@ def load(run_dir, cfg=None):
     same weights, for example with another encoding. Raise UserError if there is no such model."""
     checkpoint = read_checkpoint(run_dir)
     saved = checkpoint['config']
-    need('failed' not in checkpoint, f'the run in {run_dir} diverged: {checkpoint.get("failed")}')
     cfg = cfg or make_config(saved | dict(out_dir=str(run_dir)))
-    check_task(cfg, saved, run_dir)
+    check_run(cfg, checkpoint, run_dir)
     cfg.train_len = saved['train_len']                     # vipe, yarn and fire depend on it
     model = Transformer(cfg).to(cfg.weights_dtype)
     load_weights(model, checkpoint, run_dir)
