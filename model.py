@@ -251,6 +251,11 @@ def try_hooks(cfg):
         need(torch.equal(z, inputs[name]), f'{cfg.pe} changes its input {name} in place: write '
              'x = x + p instead of x += p')
     need(y.isfinite().all(), f'attention with {cfg.pe} is NaN or infinite (masked logits are -inf)')
+    need(not isinstance(enc.penalty(), torch.Tensor) or enc.penalty().dim() == 0,
+         f'penalty() of {cfg.pe} must return a number')
+    for name in enc.own:
+        need(isinstance(getattr(enc, name, 0), (nn.Parameter, type(None))),
+             f'own of {cfg.pe} must have names of parameters: {name} is none')
     for name, z in vars(enc).items():
         need(not isinstance(z, torch.Tensor), f'{name} of {cfg.pe} would not be saved: use '
              f'nn.Parameter, or self.register_buffer({name!r}, ...)')

@@ -831,6 +831,8 @@ def test_vectors_are_those_of_the_code():
     ('qk(self, q, k, at): return q[..., :4], k', 'q and k of one width'),
     ('weigh(self, logits): return logits.sum(dim=-1)', r'weigh\(\) of mine must return .* 5, 5\]'),
     ('state(self, x, pos): return 1', 'takes 3 positional arguments but 4 were given'),
+    ('penalty(self): return torch.ones(3)', r'penalty\(\) of mine must return a number'),
+    ('bias(self, at): return at.distance * 0.1\n    own = dict(slope={})', 'slope is none'),
     ('biases(self, at): return -at.distance', 'mine overrides none of the hooks embed, state'),
     ('bias(self, at): -at.distance', r'bias\(\) of mine returns nothing'),
     ('bias(self, at): return -at.distance', 'must not be torch.int64: use at.dist'),
