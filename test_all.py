@@ -532,10 +532,12 @@ def test_attend_is_softmax_of_logits_times_value(kw):
             for known in known_states:
                 here = pos[keys], known, x[:, keys]
                 some = enc.logits(q[:, :, rows], k[:, :, keys], *here)
-                close(some, logits[:, :, rows, keys])
-                close(enc.mix(enc.weigh(some), v[:, :, keys], *here), whole[:, :, rows])
+                case = f'queries {first} to {end} of {T}, earlier keys in a cache: '
+                close(some, logits[:, :, rows, keys], what=case + 'logits')
+                close(enc.mix(enc.weigh(some), v[:, :, keys], *here), whole[:, :, rows],
+                      what=case + 'mix(weigh(logits)) against attend() of all')
                 close(enc.attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], *here),
-                      whole[:, :, rows])
+                      whole[:, :, rows], what=case + 'attend()')
 
 
 @variants
@@ -607,7 +609,7 @@ def test_loaded_models_give_the_same_logits_and_rounded_ones_stay_near(kw):
     with torch.device('meta'):
         other = Transformer(model.cfg).double().eval()
     other.to_empty(device='cpu').load_state_dict(model.state_dict())
-    close(other(tokens)[0], model(tokens)[0])
+    close(other(tokens)[0], model(tokens)[0], what='a model that loaded the weights')
     tokens = tokens[:, :3 * TRAIN_LEN]
     exact = model(tokens)[0]
     for dtype, autocast, tol in ((FULL, False, 1e-5), (FULL, True, 0.15), (BF16, False, 0.15)):
