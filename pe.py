@@ -727,8 +727,8 @@ class FoX(Encoding):
     """Forgetting Transformer (Lin et al. 2025): logit_ts = <q_t, k_s> / sqrt(d) + sum_{s<j<=t} log
     f_j, with a forget gate f_j = sigmoid(<w_h, x_j> + b_h) for each token j and head h.
 
-    A cache may drop its oldest keys. If it also keeps earlier ones (attention sinks), the gates of
-    the tokens between are missing, so steps of pos above 1 are an error (on a GPU, NaN)."""
+    A cache may drop its oldest keys. Attention sinks are refused, because the gates of the dropped
+    tokens after them are missing: steps of pos above 1 are an error, or NaN on a GPU."""
     shift_invariant = needs_causal = True
 
     def __init__(self, cfg):

@@ -1493,8 +1493,9 @@ def dials(model, task, cfg):
     summary = {f'new, {key}': number(x.mean()) for key, x in new.items()}
     summary |= {f'pair 1 slowed, {key}': number(theta['rope'][0] / theta[key][0])
                 for key in ('pi', 'ntk', 'yarn')}
-    return rows, summary, figure(cfg, f'angles of pairs, fast to slow. Blue: at distances below '
-                                 f'{L}, as in training; orange, green: only beyond.', *panels)
+    says = (f'angles of pairs, fast to slow. Blue: at distances below {L}, as in training; orange, '
+            'green: only at greater ones.')
+    return rows, summary, figure(cfg, says, *panels)
 
 
 # ---- Llama-family checkpoints in place of a run --------------------------------------------------

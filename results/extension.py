@@ -34,6 +34,7 @@ def found():
 
 
 def main():
+    """Print every mean and range, and draw the perplexities."""
     results = found()
     for (task, steps, name), lengths in results.items():
         cells = [f'{n}: {statistics.mean(x):.4g} ({min(x):.4g} to {max(x):.4g})'
